@@ -1,0 +1,76 @@
+"""How a command tells its user what went wrong: what was found, where, and what to type instead.
+
+Every room may import this module; it imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+EXIT_USAGE = 2
+"""A usage or configuration error."""
+EXIT_PREFLIGHT = 3
+"""A check of the machine failed before any rank started."""
+EXIT_IDLE = 124
+"""The watchdog ended a hang (the code that timeout(1) uses)."""
+
+
+class UserError(Exception):
+    """A mistake that the user can mend.
+
+    Args:
+        found: what is wrong, in one sentence, with the offending value in it.
+        where: the file, option or variable the value came from.
+        instead: what to type or change.
+        exit_code: the process's exit status, never 0.
+    """
+
+    def __init__(self, found: str, *, where: str | None = None, instead: str | None = None,
+                 exit_code: int = EXIT_USAGE) -> None:
+        super().__init__(found)
+        self.found = found
+        self.where = where
+        self.instead = instead
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        lines = [self.found]
+        if self.where:
+            lines.append(f"  where:   {self.where}")
+        if self.instead:
+            lines.append(f"  instead: {self.instead}")
+        return "\n".join(lines)
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Up to `count` of the known words that look most like `word`, best first; may be empty."""
+    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.5)
+
+
+def unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:
+    """The error for a name that is not one of `known`, offering the nearest (or all, if none is near)."""
+    known = sorted(known)
+    near = nearest(word, known)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+    return UserError(f"unknown {kind} {word!r}", where=where, instead=hint)
+
+
+def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
+    """Run a command's `main(argv)` and turn a user's mistake into a message and an exit code.
+
+    Returns the exit code; any other exception passes through with its traceback, since it is our fault.
+    """
+    try:
+        return main(sys.argv[1:] if argv is None else argv) or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`… | head`): what is left to flush has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -1,0 +1,29 @@
+"""Where the project's own data files are, and the one cache outside the run directory.
+
+Data files (`ds_configs/`, `launchers/`, `jobs/`) lie at the repository root in an editable install and under
+`ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files and
+DeepSpeed's built ops; nothing else is written outside a run directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def data_dir(name: str) -> Path:
+    """The folder `name` (such as "ds_configs") among the project's data files."""
+    installed = _PACKAGE / "_data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def cache_dir(env: Mapping[str, str] | None = None) -> Path:
+    """The documented cache: $EZPZ_LLM_CACHE, else $XDG_CACHE_HOME/ezpz_llm, else ~/.cache/ezpz_llm."""
+    env = os.environ if env is None else env
+    if chosen := env.get("EZPZ_LLM_CACHE"):
+        return Path(chosen).expanduser()
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ezpz_llm"

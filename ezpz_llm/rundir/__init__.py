@@ -1,0 +1,18 @@
+"""The run directory: the only way in which one command tells another anything (standard library only)."""
+
+from ezpz_llm.rundir.files import append_line, read_lines, write_atomic, write_json
+from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
+from ezpz_llm.rundir.record import read_record, redact, update_record
+
+__all__ = [
+    "RUN_DIR_VARIABLE",
+    "RunDir",
+    "append_line",
+    "default_run_dir",
+    "read_lines",
+    "read_record",
+    "redact",
+    "update_record",
+    "write_atomic",
+    "write_json",
+]

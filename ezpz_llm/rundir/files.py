@@ -1,0 +1,64 @@
+"""Writing that is never seen half done: replace a file whole, or append whole lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` by `content` in one step: a reader sees the old file or the new one, never a part.
+
+    Raises:
+        OSError: nothing was changed (a full disk leaves the old file as it was).
+    """
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    # os.umask can only be read by setting it; the value is put back at once.
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, in one step."""
+    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Append `value` as one line of JSON, in one write, so that lines of several writers do not mix."""
+    line = json.dumps(value, default=str).encode() + b"\n"
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(handle, line)
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                yield json.loads(line)

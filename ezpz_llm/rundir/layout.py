@@ -1,0 +1,100 @@
+"""Names of the files in a run directory, in one place."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+
+RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
+"""How `launch` tells every rank which run directory it made."""
+
+_FOLDERS = ("logs", "heartbeat", "errors", "plots", "profile", "checkpoints")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory.
+
+    `run.json` is the run's record, `metrics.jsonl` has one object a training step, `logs/` one file a rank,
+    `errors/` one record a failed rank, `heartbeat/` one file a rank; `plots/`, `profile/` and `checkpoints/`
+    hold what their names say.
+    """
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    @property
+    def layout(self) -> Path:
+        """Our resolved layout (see engine/)."""
+        return self.path / "layout.json"
+
+    @property
+    def deepspeed(self) -> Path:
+        """Exactly what DeepSpeed was given; absent for an engine that is not DeepSpeed's."""
+        return self.path / "deepspeed.json"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank{rank:04d}.log"
+
+    def rank_error(self, rank: int) -> Path:
+        return self.errors / f"rank{rank:04d}.json"
+
+    def rank_heartbeat(self, rank: int) -> Path:
+        return self.path / "heartbeat" / f"rank{rank:04d}"
+
+    def create(self) -> RunDir:
+        """Make the directory and its folders; existing ones are kept (a resumed run appends).
+
+        Raises:
+            UserError: the place is not writable, or a file stands there.
+        """
+        try:
+            for folder in _FOLDERS:
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the run directory: {error.strerror}", where=str(self.path),
+                            instead="name a writable place with --run-dir DIR") from error
+        return self
+
+
+def default_run_dir(name: str, parent: Path | None = None, now: float | None = None) -> RunDir:
+    """`runs/<name>-<stamp>` under `parent` (default: the working directory), not yet existing.
+
+    A second run within the same second gets the suffix -1, and so on.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    base = (parent or Path.cwd()) / "runs" / f"{name}-{stamp}"
+    path, attempt = base, 0
+    while os.path.lexists(path):
+        attempt += 1
+        path = base.with_name(f"{base.name}-{attempt}")
+    return RunDir(path)
