@@ -1,0 +1,70 @@
+"""What a training run can be told, with every default and its meaning (imports no torch).
+
+Values come, in falling precedence, from the command line, the user's own ds_config (batch numbers, clipping,
+precision; see engine/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+def _value(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Batches are in sequences, lengths in tokens, rates per optimizer step."""
+
+    model: str = _value("tiny-gpt2", "model shape by name, such as gpt2-124m or llama3-1b")
+    n_layer: int | None = _value(None, "transformer blocks, if not the model's own")
+    n_head: int | None = _value(None, "attention heads, if not the model's own")
+    n_kv_head: int | None = _value(None, "key/value heads, if not the model's own")
+    n_embd: int | None = _value(None, "width, if not the model's own")
+    block_size: int | None = _value(None, "context length in tokens, if not the model's own")
+    dropout: float | None = _value(None, "dropout probability, if not the model's own")
+    bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
+
+    corpus: str = _value("stdlib", "stdlib, shakespeare, or a path: text, jsonl, or a folder of prepared shards")
+    tokenizer: str | None = _value(None, "bytes, char or gpt2 (default: the corpus's own)")
+
+    ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = _value(
+        "auto", "auto is bf16 where the device computes in it, else fp32")
+    global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")
+    micro_batch: int | None = _value(None, "sequences a rank takes at once (default: 4, or what the others imply)")
+    accumulation: int | None = _value(None, "micro-steps a step (default: 1, or what the others imply)")
+
+    steps: int = _value(1500, "optimizer steps in all")
+    lr: float = _value(4e-3, "peak learning rate")
+    min_lr: float | None = _value(None, "learning rate at the end of the cosine (default: a tenth of the peak)")
+    warmup_steps: int = _value(100, "steps of linear warm-up")
+    beta1: float = _value(0.9, "AdamW's first moment decay")
+    beta2: float = _value(0.95, "AdamW's second moment decay")
+    eps: float = _value(1e-8, "AdamW's epsilon")
+    weight_decay: float = _value(0.1, "decay of tensors with two or more dimensions")
+    clip: float | None = _value(None, "largest gradient norm, 0 for no clipping (default: 1)")
+
+    eval_every: int = _value(250, "steps between validations; 0 for one at the end")
+    eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
+    sample_every: int = _value(0, "steps between samples of generated text; 0 for one at the end")
+    sample_tokens: int = _value(200, "tokens to generate; 0 for no sample")
+    prompt: str = _value("\n", "where the sample starts")
+    save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
+    keep_last: int = _value(2, "checkpoints to keep")
+    log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
+
+    profile: bool = _value(True, "profile the host side of the first steady steps on rank 0 (pyinstrument)")
+    trace_steps: int = _value(0, "steps to trace on rank 0 with torch.profiler, after the warm-up")
+    compile: bool = _value(False, "torch.compile the blocks")
+
+    seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
+    device: str = _value("auto", "auto, cuda, xpu, mps or cpu")
+    resume: str | None = _value(None, "a run directory or a checkpoint to go on from")
+    run_dir: str | None = _value(None, "where everything this run writes goes (default: runs/<name>-<stamp>)")
+
+
+FIELDS = {field.name: field for field in fields(TrainConfig)}
+MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "dropout", "bias")

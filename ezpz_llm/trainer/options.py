@@ -1,0 +1,118 @@
+"""From the command line, a YAML file and presets to one TrainConfig and the source of each value (no torch)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.trainer.config import FIELDS, TrainConfig
+from ezpz_llm.trainer.presets import PRESETS, RECIPES
+
+
+@dataclass(frozen=True)
+class Options:
+    """A parsed command line: the configuration, where each value came from, and what to do with it."""
+
+    config: TrainConfig
+    sources: dict[str, str]
+    print_config: bool
+    check: bool
+    world_size: int | None
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of `ezpz_llm.train`: one option a field of TrainConfig, plus those that choose values in bulk."""
+    parser = ArgumentParser(prog="python3 -m ezpz_llm.train", usage="%(prog)s [options]",
+                            description="Train a GPT on text.", exit_on_error=False)
+    hints = get_type_hints(TrainConfig)
+    parser.add_argument("--preset", type=str, help=f"a whole run by name: {', '.join(sorted(PRESETS))}")
+    parser.add_argument("--config", type=str, help="a YAML file with any of the options below")
+    parser.add_argument("--print-config", action="store_true", help="print the resulting YAML and stop")
+    parser.add_argument("--check", action="store_true", help="find configuration errors and stop, without torch")
+    parser.add_argument("--world-size", type=int, help="ranks to check for")
+    for name, field in FIELDS.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=hints[name], default=field.default,
+                            help=field.metadata["help"])
+    return parser
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Parse a command line.
+
+    Raises:
+        UserError: an unknown or ill-typed option, an unknown preset or key, an unreadable or ill-typed YAML file.
+        SystemExit: --help (code 0).
+    """
+    parser = build_parser()
+    try:
+        given = vars(parser.parse_args(list(argv), defaults=False).clone())
+    except ArgumentError as error:
+        raise _unreadable(parser, argv, error) from error
+    bulk = {name: given.pop(name, None) for name in ("preset", "config", "print_config", "check", "world_size")}
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    from_file = _from_yaml(parser, Path(bulk["config"])) if bulk["config"] else {}
+    preset_name = bulk["preset"] or from_file.pop("preset", None)
+    if preset_name is not None:
+        if preset_name not in PRESETS:
+            raise unknown("preset", preset_name, PRESETS, where="--preset")
+        layers.append((f"preset {preset_name}", PRESETS[preset_name]))
+    layers += [(str(bulk["config"]), from_file), ("command line", given)]
+
+    model = next((layer["model"] for _, layer in reversed(layers) if "model" in layer), TrainConfig.model)
+    layers.insert(0, (f"recipe of {model}", RECIPES.get(model, {})))
+    values = {name: field.default for name, field in FIELDS.items()}
+    sources = dict.fromkeys(values, "default")
+    for source, layer in layers:
+        values.update(layer)
+        sources.update(dict.fromkeys(layer, source))
+    return Options(TrainConfig(**values), sources, bool(bulk["print_config"]), bool(bulk["check"]),
+                   bulk["world_size"])
+
+
+def dump(config: TrainConfig) -> str:
+    """The configuration as YAML that `--config` reads back."""
+    return build_parser().dump(Namespace(**asdict(config)), skip_validation=True)
+
+
+def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
+    """The message for a command line that jsonargparse refused."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    for word in argv:
+        option = word.split("=")[0]
+        if option.startswith("--") and option not in options:
+            return unknown("option", option, options, where="python3 -m ezpz_llm.train")
+    return UserError(" ".join(str(error).split()), where="python3 -m ezpz_llm.train",
+                     instead="python3 -m ezpz_llm.train --help lists every option and its type")
+
+
+def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError("no such configuration file", where=f"--config {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the configuration: {error}", where=f"--config {path}") from error
+    if not isinstance(loaded, dict):
+        raise UserError("the configuration is not a list of `name: value` lines", where=f"--config {path}")
+    loaded = {str(name).replace("-", "_"): value for name, value in loaded.items()}
+    preset = loaded.pop("preset", None)
+    for name in loaded:
+        if name not in FIELDS:
+            raise unknown("setting", name, FIELDS, where=os.fspath(path))
+    typed = ArgumentParser(exit_on_error=False)
+    hints = get_type_hints(TrainConfig)
+    for name in loaded:
+        typed.add_argument(f"--{name}", type=hints[name])
+    try:
+        values = vars(typed.parse_object(loaded).clone())
+    except Exception as error:  # jsonargparse raises several types, each with the key and the reason in its text
+        raise UserError(f"a setting has the wrong type: {error}", where=os.fspath(path)) from error
+    return {**values, **({"preset": preset} if preset is not None else {})}
