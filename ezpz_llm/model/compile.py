@@ -1,0 +1,25 @@
+"""torch.compile, block by block."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from ezpz_llm.model.gpt import GPT
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile each block in place: names and parameters stay, and all blocks share one compiled graph.
+
+    Blocks and not the whole model, so that one small graph is compiled instead of L copies, and engines can gather
+    parameters or split communication between blocks. The default mode captures no CUDA graphs, whose reused output
+    memory would break gradient accumulation.
+    """
+    for block in model.transformer["h"]:
+        block.compile()
+
+
+def eager() -> AbstractContextManager[None]:
+    """Within it compiled modules run eagerly: for evaluation, whose other shapes would trigger recompilation."""
+    return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,171 @@
+"""The shape of a model, by name or by number, and how many parameters it has (imports no torch).
+
+Symbols: C width, H heads, L layers, T context, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from ezpz_llm.errors import UserError, unknown
+
+Norm = Literal["layernorm", "rmsnorm"]
+Position = Literal["learned", "rope"]
+Mlp = Literal["gelu", "swiglu"]
+Init = Literal["gpt2", "llama"]
+
+_CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_args(Mlp),
+            "init": get_args(Init)}
+_COUNTS = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_size", "vocab_multiple",
+           "intermediate_size")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer. Two fields may be left at 0 and then follow from the others.
+
+    Raises:
+        UserError: when the numbers do not fit together.
+    """
+
+    n_layer: int
+    """Transformer blocks, L."""
+    n_head: int
+    """Attention heads, H; they divide the width."""
+    n_embd: int
+    """Width, C."""
+    block_size: int
+    """Longest context, T."""
+    vocab_size: int
+    """Tokens that the tokenizer can produce. Ids from here to `padded_vocab_size` never occur in data."""
+    n_kv_head: int = 0
+    """Key/value heads (grouped-query attention); they divide the heads. 0: as many as heads."""
+    intermediate_size: int = 0
+    """Width inside the MLP. 0: 4 C for gelu; for swiglu 8/3 C, rounded up to a multiple of 128."""
+    vocab_multiple: int = 128
+    """The embedding's rows are padded to a multiple of this: faster products, divisible by parallel degrees."""
+    norm: Norm = "layernorm"
+    norm_eps: float = 1e-5
+    position: Position = "learned"
+    rope_theta: float = 500000.0
+    """Base of the rotary angles; unused with learned positions."""
+    mlp: Mlp = "gelu"
+    bias: bool = True
+    """Biases in linear layers and LayerNorm (RMSNorm never has one, the output head neither)."""
+    dropout: float = 0.0
+    tied: bool = True
+    """Whether the output head is the token embedding."""
+    init: Init = "gpt2"
+    """Initialisation scheme; see init.py."""
+
+    def __post_init__(self) -> None:
+        if self.n_kv_head == 0:
+            object.__setattr__(self, "n_kv_head", self.n_head)
+        if self.intermediate_size == 0:
+            object.__setattr__(self, "intermediate_size", _intermediate_size(self.mlp, self.n_embd))
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"{name} is {value!r}: it must be a whole number of at least 1", where="model")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown(f"{name} of a model", str(getattr(self, name)), known, where="model")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"dropout is {self.dropout}: it must lie in 0 <= dropout < 1", where="model")
+        if self.n_embd % self.n_head:
+            raise UserError(f"width {self.n_embd} is not a multiple of {self.n_head} heads", where="model",
+                            instead=f"n_embd {self.n_head * max(1, round(self.n_embd / self.n_head))}, "
+                                    f"or n_head one of {_divisors(self.n_embd)}")
+        if self.n_head % self.n_kv_head:
+            raise UserError(f"{self.n_head} heads are not a multiple of {self.n_kv_head} key/value heads",
+                            where="model", instead=f"n_kv_head one of {_divisors(self.n_head)}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise UserError(f"rotary positions turn pairs, but a head of {self.n_embd}/{self.n_head} has "
+                            f"{self.head_dim} dimensions", where="model", instead="an even n_embd/n_head")
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys (or values), C_kv."""
+        return self.n_kv_head * self.head_dim
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and width of the logits, V."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def _intermediate_size(mlp: str, n_embd: int) -> int:
+    # Shazeer 2020 (arXiv:2002.05202): three matrices of 8/3 C cost as much as two of 4 C.
+    return -(-8 * n_embd // (3 * 128)) * 128 if mlp == "swiglu" else 4 * n_embd
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+_GPT2 = {"block_size": 1024, "vocab_size": 50257, "vocab_multiple": 128}
+_LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "init": "llama"}
+_TINY = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257, "vocab_multiple": 64}
+
+# GPT-2: Radford et al. 2019, with the vocabulary padded. GPT-3's 125M: Brown et al. 2020, table 2.1.
+# shakespeare-char: nanoGPT's published configuration. llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3.
+_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny-gpt2": {**_TINY},
+    "tiny-llama": {**_TINY, **_LLAMA, "n_kv_head": 2},
+    "shakespeare-char": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65,
+                         "vocab_multiple": 1, "bias": False, "dropout": 0.2},
+    "gpt2-124m": {**_GPT2, "n_layer": 12, "n_head": 12, "n_embd": 768},
+    "gpt2-355m": {**_GPT2, "n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "gpt2-774m": {**_GPT2, "n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "gpt2-1558m": {**_GPT2, "n_layer": 48, "n_head": 25, "n_embd": 1600},
+    "gpt3-125m": {**_GPT2, "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 2048},
+    "llama3-1b": {**_LLAMA, "n_layer": 16, "n_head": 32, "n_kv_head": 8, "n_embd": 2048,
+                  "intermediate_size": 8192, "block_size": 2048, "vocab_size": 131072},
+    "llama3-8b": {**_LLAMA, "n_layer": 32, "n_head": 32, "n_kv_head": 8, "n_embd": 4096,
+                  "intermediate_size": 14336, "block_size": 8192, "vocab_size": 128256, "tied": False},
+}
+
+MODELS: dict[str, ModelConfig] = {name: ModelConfig(**shape) for name, shape in _SHAPES.items()}
+"""Every shape that has a name. The tiny ones and shakespeare-char are meant to adopt a tokenizer's vocabulary."""
+
+
+def get_model_config(name: str, **overrides: Any) -> ModelConfig:
+    """The shape `name`, with some fields changed; an override of None leaves the shape's own value.
+
+    What the shape leaves to be derived follows the overrides (more heads bring as many key/value heads), and an
+    MLP width that it states keeps its ratio to the width.
+
+    Raises:
+        UserError: for an unknown name or field (offering the nearest), or a shape that does not fit together.
+    """
+    if name not in _SHAPES:
+        raise unknown("model", name, _SHAPES, where="--model")
+    known = {field.name for field in fields(ModelConfig)}
+    changes = {key: value for key, value in overrides.items() if value is not None}
+    for key in changes.keys() - known:
+        raise unknown("setting of a model", key, known, where=f"model {name}")
+    shape = dict(_SHAPES[name])
+    if "n_embd" in changes and "intermediate_size" in shape:
+        shape["intermediate_size"] = round(shape["intermediate_size"] * changes["n_embd"] / shape["n_embd"])
+    return ModelConfig(**(shape | changes))
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Trainable parameters, padded rows included, a tied table counted once."""
+    width, hidden = config.n_embd, config.intermediate_size
+    norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
+    qkv = width + 2 * config.kv_width
+    ways_in = 2 if config.mlp == "swiglu" else 1
+    attention = width * qkv + width * width
+    mlp = (ways_in + 1) * width * hidden
+    biases = (qkv + width + ways_in * hidden + width) if config.bias else 0
+    table = config.padded_vocab_size * width
+    positions = config.block_size * width if config.position == "learned" else 0
+    return (table * (1 if config.tied else 2) + positions
+            + config.n_layer * (attention + mlp + biases + 2 * norm) + norm)

@@ -1,0 +1,51 @@
+"""The first values of every parameter, a function of (seed, name) alone.
+
+Each parameter draws from its own generator on the host, so its values depend neither on the order in which
+parameters are made nor on the device or the layout: a rank that holds only a slice can draw the whole and cut.
+The generator is NumPy's because torch's on CPU keeps 32 bits of a seed, and has two forms of its normal draw
+that round differently (with AVX2 and without).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.gpt import GPT
+
+
+def init_weights(model: GPT, seed: int) -> None:
+    """Give every parameter of the whole `model` its first value, by the scheme of its configuration."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for index, name in enumerate(sorted(parameters)):
+            value = initial_value(model.config, name, parameters[name].shape, seed_for(seed, "init", index))
+            parameters[name].copy_(value)
+
+
+def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """The first value of the parameter `name`, fp32 on the host: biases 0, norms 1, matrices normal."""
+    if len(shape) < 2:
+        is_norm = ".ln_" in name and name.endswith(".weight")
+        return torch.full(shape, 1.0 if is_norm else 0.0)
+    draw = np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32)
+    return torch.from_numpy(draw).mul_(initial_std(config, name, fan_in=shape[1]))
+
+
+def initial_std(config: ModelConfig, name: str, fan_in: int) -> float:
+    """The standard deviation of a matrix's first values.
+
+    "gpt2": 0.02 everywhere (Radford et al. 2019). "llama": 0.02 for the embedding, fan_in^-1/2 for linear layers.
+    In both, the two projections into the residual stream are smaller by sqrt(2L), so that the sum of 2L of them
+    keeps its scale with depth; for "llama" they start from C^-1/2, also where their fan_in is the MLP's width.
+    """
+    is_llama = config.init == "llama"
+    if name.endswith(".c_proj.weight"):
+        return (config.n_embd ** -0.5 if is_llama else 0.02) / math.sqrt(2 * config.n_layer)
+    if is_llama and not name.startswith(("transformer.wte.", "transformer.wpe.")):
+        return fan_in ** -0.5
+    return 0.02

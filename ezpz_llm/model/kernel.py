@@ -1,0 +1,40 @@
+"""Which attention kernel the model's shapes get, and what the slow one costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from ezpz_llm.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """The kernel behind `scaled_dot_product_attention`."""
+
+    name: str
+    """flash_attention, efficient_attention, cudnn_attention, overrideable (the device's own), or math."""
+    score_bytes: int
+    """What the math kernel keeps of one layer's scores for the backward pass, B H T^2 values; 0 for the others."""
+
+
+def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
+                     dtype: torch.dtype) -> AttentionKernel:
+    """Ask torch which kernel it takes for training with `micro_batch` full sequences.
+
+    `dtype` is that of the products: bfloat16 under autocast. The answer changes with the shape: fp32, dropout or
+    grouped queries may rule out the fast kernels.
+    """
+    def heads(count: int) -> torch.Tensor:
+        return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
+                           requires_grad=True)
+
+    keys = heads(config.n_kv_head)
+    # The same question that scaled_dot_product_attention asks itself; torch has no public name for it.
+    choice = torch._fused_sdp_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
+                                     enable_gqa=config.n_head != config.n_kv_head)
+    backend = SDPBackend(choice)
+    scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
+    return AttentionKernel(backend.name.lower(), scores if backend is SDPBackend.MATH else 0)
