@@ -11,6 +11,8 @@ configuration, and the loss is a module.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -119,9 +121,18 @@ class GPT(nn.Module):
         self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer["ln_f"] = make_norm(config)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        if config.tied:
-            self.lm_head.weight = self.transformer["wte"].weight
         self.loss = CrossEntropy()
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.lm_head.weight = self.transformer["wte"].weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
+        # Behind every .to(): a move from the meta device makes new parameters, module by module.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Tokens (B, T) to logits (B, T, V), or with targets (B, T) to the loss, 0-d in fp32.

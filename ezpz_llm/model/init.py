@@ -1,4 +1,4 @@
-"""The first values of every parameter, a function of (seed, name) alone.
+"""The first values of every parameter, fixed by the seed and the names of the model's parameters.
 
 Each parameter draws from its own generator on the host, so its values depend neither on the order in which
 parameters are made nor on the device or the layout: a rank that holds only a slice can draw the whole and cut.

@@ -37,4 +37,4 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
                                      enable_gqa=config.n_head != config.n_kv_head)
     backend = SDPBackend(choice)
     scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
-    return AttentionKernel(backend.name.lower(), scores if backend is SDPBackend.MATH else 0)
+    return AttentionKernel(backend.name.lower(), scores if backend == SDPBackend.MATH else 0)

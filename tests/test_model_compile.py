@@ -1,0 +1,50 @@
+"""Compiled blocks, and the attention kernel that is reported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ezpz_llm.model.compile import compile_blocks, eager
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.kernel import attention_kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
+    config = get_model_config(name, block_size=32)
+    model, compiled = GPT(config), GPT(config)
+    for candidate in (model, compiled):
+        init_weights(candidate, 0)
+    compile_blocks(compiled)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    counters.clear()
+    tokens = torch.randint(257, (2, 33))
+    losses = [m(tokens[:, :-1], tokens[:, 1:]) for m in (model, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for (name, p), q in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 1e-4 * p.grad.norm() + 1e-7, name
+    assert counters["stats"]["unique_graphs"] == 1
+    with eager(), torch.no_grad():
+        compiled.eval()(tokens[:, :5])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_reported_kernel_is_the_one_that_runs():
+    config = get_model_config("tiny-gpt2", block_size=64)
+    cpu = torch.device("cpu")
+    kernel = attention_kernel(config, 2, cpu, torch.float32)
+    assert (kernel.name, kernel.score_bytes) == ("flash_attention", 0)
+    # Dropout inside attention leaves only the explicit form on CPU, which keeps B H T^2 scores.
+    dropout = attention_kernel(get_model_config("tiny-gpt2", block_size=64, dropout=0.1), 2, cpu, torch.float32)
+    assert (dropout.name, dropout.score_bytes) == ("math", 2 * 4 * 64 * 64 * 4)
+    with sdpa_kernel(SDPBackend.MATH):
+        forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.bfloat16)
+    assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 2)

@@ -1,0 +1,113 @@
+"""First values, decay groups, the loss of an untrained model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import init_weights, initial_std
+
+
+def initialised(config, seed=1337):
+    model = GPT(config)
+    init_weights(model, seed)
+    return model
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """The real 124M, once: half a gigabyte and a second."""
+    return initialised(get_model_config("gpt2-124m"))
+
+
+def expected_loss(config):
+    """ln V + C 0.02^2 / 2: the logits of unit-variance activations against a tied embedding are N(0, C 0.02^2)."""
+    return math.log(config.padded_vocab_size) + config.n_embd * 0.02 ** 2 / 2
+
+
+def test_stds_of_the_124m(gpt2):
+    for name, p in gpt2.named_parameters():
+        if p.dim() < 2:
+            assert bool((p == (1 if name.endswith("weight") else 0)).all()), name
+        else:
+            wanted = 0.02 / math.sqrt(24) if name.endswith("c_proj.weight") else 0.02
+            assert abs(p.std().item() / wanted - 1) < 0.02, name
+            assert abs(p.mean().item()) < 5 * wanted / math.sqrt(p.numel()), name
+
+
+def test_step_0_loss_of_the_124m(gpt2):
+    torch.manual_seed(0)
+    tokens = torch.randint(50257, (2, 97))
+    with torch.no_grad():
+        loss = gpt2(tokens[:, :-1], tokens[:, 1:]).item()
+    assert math.log(50257) < loss < math.log(50257) + 0.3
+    assert abs(loss - expected_loss(gpt2.config)) < 0.1
+
+
+def test_decay_groups_of_the_124m(gpt2):
+    decayed, others = decay_groups(gpt2, 0.1)
+    sizes = [[p.numel() for p in group["params"]] for group in (decayed, others)]
+    assert [len(s) for s in sizes] == [50, 98]
+    assert [sum(s) for s in sizes] == [124_354_560, 121_344]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert len({id(p) for group in (decayed, others) for p in group["params"]}) == 148
+    names = dict(gpt2.named_parameters())
+    assert all(names[name] is p for group in (decayed, others)
+               for name, p in zip(group["names"], group["params"], strict=True))
+    torch.optim.AdamW([decayed, others], lr=1e-3)
+
+
+def test_decay_groups_without_biases():
+    with torch.device("meta"):
+        model = GPT(get_model_config("shakespeare-char", n_layer=12, n_head=12, n_embd=768, block_size=1024))
+    decayed, others = ([p.numel() for p in group["params"]] for group in decay_groups(model, 0.1))
+    assert (len(decayed), sum(decayed), len(others), sum(others)) == (50, 85_771_008, 25, 19_200)
+
+
+def test_stds_of_the_llama_scheme():
+    big = get_model_config("llama3-1b")
+    assert initial_std(big, "transformer.h.3.attn.c_proj.weight", 2048) == 0.00390625
+    assert initial_std(big, "transformer.h.3.mlp.c_proj.weight", 8192) == 0.00390625
+    assert initial_std(big, "transformer.h.3.mlp.c_gate.weight", 2048) == 2048 ** -0.5
+    assert initial_std(big, "transformer.wte.weight", 2048) == 0.02
+    assert initial_std(get_model_config("llama3-8b"), "lm_head.weight", 4096) == 1 / 64
+
+
+def test_step_0_loss_of_a_small_llama():
+    config = get_model_config("tiny-llama", n_embd=512, n_head=8, vocab_size=8192)
+    torch.manual_seed(0)
+    tokens = torch.randint(8192, (4, 129))
+    with torch.no_grad():
+        loss = initialised(config)(tokens[:, :-1], tokens[:, 1:]).item()
+    assert abs(loss - expected_loss(config)) < 0.15
+
+
+def test_values_do_not_depend_on_random_state_or_on_the_order_of_construction():
+    config = get_model_config("tiny-llama", n_layer=2)
+    torch.manual_seed(1)
+    model = GPT(config)
+    state = torch.get_rng_state()
+    init_weights(model, 7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    torch.manual_seed(2)
+    other = GPT(config)
+    turned = torch.nn.ModuleDict(dict(reversed(list(other.transformer.items()))))
+    other.transformer = turned
+    init_weights(other, 7)
+    expected = dict(model.named_parameters())
+    assert [name for name, _ in other.named_parameters()] != list(expected)
+    assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
+
+
+def test_parameters_and_seeds_differ():
+    config = get_model_config("tiny-gpt2", n_layer=2)
+    models = [initialised(config, seed) for seed in (0, 1, 2 ** 31, 2 ** 32, 2 ** 32 + 1)]
+    starts = [tuple((p.flatten()[:4] / p.std()).tolist()) for model in models
+              for p in model.parameters() if p.dim() >= 2]
+    assert len({tuple(round(x, 4) for x in start) for start in starts}) == len(starts) == 5 * 10
