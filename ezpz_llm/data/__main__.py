@@ -1,0 +1,7 @@
+"""`python3 -m ezpz_llm.data`."""
+
+from ezpz_llm.data.commands import main
+from ezpz_llm.errors import run_command
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

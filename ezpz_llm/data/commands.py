@@ -1,0 +1,117 @@
+"""The command `python3 -m ezpz_llm.data`: prepare, verify and show token shards; provide a tokenizer's file."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+
+# The rooms are imported where they are used: `--help` needs none of them.
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`; returns the exit code.
+
+    Raises:
+        UserError: see the functions called.
+    """
+    args = _parser().parse_args(list(argv))
+    return args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    add = commands.add_parser("prepare", help="text to token shards; prints the folder")
+    add.add_argument("corpus", metavar="CORPUS",
+                     help="stdlib, shakespeare, or the path of a text or .jsonl file or of a folder of such")
+    add.add_argument("--tokenizer", metavar="T",
+                     help="bytes, char or gpt2 (default: char for shakespeare, else bytes)")
+    add.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: one in the cache)")
+    source = add.add_mutually_exclusive_group()
+    source.add_argument("--file", type=Path, metavar="F", help="shakespeare only: its text, as a local file")
+    source.add_argument("--download", action="store_true",
+                        help="shakespeare only: fetch its text from its public address")
+    add.add_argument("--val-fraction", type=float, metavar="X",
+                     help="the last part of the tokens to validate on (default: 0.1 of one file, 0.02 of many)")
+    add.add_argument("--workers", type=int, metavar="N",
+                     help="processes (default: one for each 16 MB, at most the cores there are)")
+    add.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
+                     help="tokens a shard file (default: %(default)s)")
+    add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer are there")
+    # launch passes it with --check to every command; shards do not depend on it.
+    add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
+    add.set_defaults(run=_prepare)
+
+    add = commands.add_parser("verify", help="check the sha256 of every shard of a folder")
+    add.add_argument("folder", type=Path, metavar="DIR")
+    add.set_defaults(run=_verify)
+
+    add = commands.add_parser("show", help="what a folder of shards holds")
+    add.add_argument("folder", type=Path, metavar="DIR")
+    add.set_defaults(run=_show)
+
+    add = commands.add_parser("tokenizer", help="provide the file that the gpt2 tokenizer needs")
+    add.add_argument("name", choices=["gpt2"])
+    source = add.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-folder", type=Path, metavar="DIR",
+                        help="copy it from a folder that has vocab.bpe, or from a cache folder of tiktoken's")
+    source.add_argument("--download", action="store_true", help="fetch it from its public address")
+    add.set_defaults(run=_tokenizer)
+    return parser
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.corpora import SHAKESPEARE
+    from ezpz_llm.data.prepare import check_corpus, prepare
+
+    if args.corpus == "shakespeare" and args.file:
+        SHAKESPEARE.copy_from(args.file.expanduser())
+    elif args.corpus == "shakespeare" and args.download:
+        SHAKESPEARE.download()
+    elif args.file or args.download:
+        raise UserError(f"--file and --download are for shakespeare, not {args.corpus}", where="command line",
+                        instead="prepare another text by its path: python3 -m ezpz_llm.data prepare PATH")
+    if args.check:
+        check_corpus(args.corpus, args.tokenizer)
+        return 0
+    print(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
+                  workers=args.workers, shard_tokens=args.shard_tokens))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.manifest import verify
+
+    print(f"{verify(args.folder)} shards, each as its manifest says: {args.folder}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.shards import TokenData
+
+    data = TokenData.open(args.folder)
+    facts = data.manifest
+    source = facts["source"]
+    python = f", {source['python']}" if "python" in source else ""
+    print(f"corpus       {source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})")
+    print(f"tokenizer    {facts['tokenizer']['name']}, vocabulary {facts['vocab_size']:,}, "
+          f"fingerprint {facts['tokenizer']['fingerprint'][:12]}")
+    print(f"documents    {facts['documents']:,}")
+    for name, split in facts["splits"].items():
+        print(f"{name:12} {split['tokens']:,} tokens in {len(split['shards'])} shards of {facts['dtype']}")
+    print(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "
+          f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}")
+    print(f"made by      {facts['command']}")
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.tokenizers import GPT2_VOCAB, provide_gpt2
+
+    print(provide_gpt2(args.from_folder.expanduser()) if args.from_folder else GPT2_VOCAB.download())
+    return 0

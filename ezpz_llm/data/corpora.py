@@ -1,0 +1,146 @@
+"""Corpora: which files they are made of. `stdlib` is on every machine; nothing here downloads anything."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.data.manifest import MANIFEST
+from ezpz_llm.data.public import PublicFile, reading
+from ezpz_llm.errors import UserError, unknown
+
+SHAKESPEARE = PublicFile(
+    what="tiny Shakespeare", folder="corpora", name="tinyshakespeare.txt", size=1_115_394,
+    address="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    provide="python3 -m ezpz_llm.data prepare shakespeare --file FILE (or --download)",
+)
+CORPORA = ("stdlib", "shakespeare")
+ONE_FILE_VAL_FRACTION = 0.1
+"""Tiny Shakespeare or any one file: the split of nanoGPT's character-level run."""
+MANY_FILES_VAL_FRACTION = 0.02
+_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a corpus: its path, its name within the corpus, its size in bytes, its time stamp."""
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+
+    @property
+    def is_jsonl(self) -> bool:
+        return self.path.suffix == ".jsonl"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a corpus, in order, none of them empty.
+
+    Attributes:
+        name: short name, good for a folder's name.
+        words: how a command names it: a known name or an absolute path.
+        identity: what tells this content from any other, as JSON values.
+        val_fraction, tokenizer: defaults.
+        facts: what else the manifest records of the source.
+    """
+
+    name: str
+    words: str
+    files: tuple[SourceFile, ...]
+    identity: list[Any]
+    val_fraction: float
+    tokenizer: str
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes over all files."""
+        return sum(file.size for file in self.files)
+
+
+def prepared_folder(corpus: str) -> Path | None:
+    """The folder of shards that `corpus` names, if it names one."""
+    if corpus in CORPORA:
+        return None
+    path = Path(corpus).expanduser().absolute()
+    return path if (path / MANIFEST).is_file() else None
+
+
+def find_corpus(corpus: str) -> Corpus:
+    """The corpus named "stdlib" or "shakespeare", or at a path: a text or .jsonl file, or a folder of such.
+
+    Raises:
+        UserError: no such name or path, nothing in it, or (shakespeare) not provided yet.
+    """
+    if corpus == "stdlib":
+        return _stdlib()
+    if corpus == "shakespeare":
+        path = SHAKESPEARE.find()
+        return Corpus("shakespeare", "shakespeare", (_source(path, path.name),), [SHAKESPEARE.sha256],
+                      ONE_FILE_VAL_FRACTION, "char")
+    path = Path(corpus).expanduser().absolute()
+    if not path.exists():
+        if path.suffix or os.sep in corpus:
+            raise UserError("no such corpus file or folder", where=str(path),
+                            instead=f"name a text or .jsonl file, a folder, or one of {', '.join(CORPORA)}")
+        raise unknown("corpus", corpus, CORPORA, where=f"neither a name nor a file in {Path.cwd()}")
+    return _at_path(path)
+
+
+def _at_path(path: Path) -> Corpus:
+    if path.is_dir():
+        found = [_source(file, file.relative_to(path).as_posix()) for file in _walk(path)]
+    else:
+        found = [_source(path, path.name)]
+    files = tuple(file for file in found if file.size)
+    if not files:
+        state = "empty" if path.is_file() else "a folder without a file that has text in it"
+        raise UserError(f"nothing to read: the corpus is {state}", where=str(path),
+                        instead="name a text or .jsonl file, or a folder of such")
+    return Corpus(
+        name=path.stem, words=str(path), files=files,
+        identity=[str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
+        val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else ONE_FILE_VAL_FRACTION, tokenizer="bytes",
+    )
+
+
+def _stdlib() -> Corpus:
+    """The standard library's own sources, whose text differs by Python version and build."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (file for file in _walk(root, _NOT_STDLIB) if file.suffix == ".py")
+    files = tuple(source for file in found
+                  if (source := _source(file, file.relative_to(root).as_posix())).size)
+    if not files:
+        raise UserError("this Python has no standard library sources (.py files)", where=str(root),
+                        instead="name a text file or folder of your own with --corpus PATH")
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return Corpus("stdlib", "stdlib", files, [python, [[file.name, file.size] for file in files]],
+                  MANY_FILES_VAL_FRACTION, "bytes", {"python": python})
+
+
+def _walk(root: Path, left_out: frozenset[str] | set[str] = frozenset()) -> list[Path]:
+    """The files under `root` sorted by path, without hidden ones; links to folders are not followed."""
+    found = []
+
+    def refuse(error: OSError) -> None:
+        with reading(Path(error.filename)):
+            raise error
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(found)
+
+
+def _source(path: Path, name: str) -> SourceFile:
+    with reading(path):
+        stat = path.stat()
+    return SourceFile(path, name, stat.st_size, stat.st_mtime_ns)

@@ -1,0 +1,90 @@
+"""`manifest.json` of a folder of token shards (standard library only).
+
+    format           "ezpz_llm tokens 1"
+    request          hash of what was asked for: corpus, its files, tokenizer, split, shard size
+    command          the command that makes this folder
+    source           corpus, files, bytes, and for stdlib the Python version
+    tokenizer        name, fingerprint and, for characters, the table
+    vocab_size, dtype, documents, tokens, end_of_text
+    unigram_entropy  nats per token, from the exact histogram of the whole corpus (both splits)
+    val_fraction     the last part of the token stream that is the validation split
+    splits           {"train": {"tokens", "shards": [{"file", "tokens", "sha256"}]}, "val": …}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.data.public import reading
+from ezpz_llm.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = "ezpz_llm tokens 1"
+ITEM_BYTES = {"uint16": 2, "uint32": 4}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of shards, every shard of which is there with the size it should have.
+
+    Raises:
+        UserError: no manifest, another format, or a shard missing or of the wrong size.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError("not a folder of token shards: it has no manifest.json", where=str(folder),
+                        instead="make one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR")
+    with reading(path):
+        text = path.read_text()
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"broken JSON: {error}", where=str(path), instead="prepare the folder again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError("this manifest.json does not describe token shards of this version", where=str(path),
+                        instead="prepare the corpus again with: python3 -m ezpz_llm.data prepare CORPUS")
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            _check_size(folder, manifest, shard)
+    return manifest
+
+
+def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
+    path = folder / shard["file"]
+    expected = shard["tokens"] * ITEM_BYTES[manifest["dtype"]]
+    found = path.stat().st_size if path.is_file() else None
+    if found != expected:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise UserError(f"shard {shard['file']} {state}; the manifest expects {expected:,} bytes",
+                        where=str(path), instead=_mend(folder, manifest))
+
+
+def verify(folder: Path) -> int:
+    """Check the sha256 of every shard; returns how many there are.
+
+    Raises:
+        UserError: a shard is missing, of the wrong size, or not the one that was written.
+    """
+    manifest = read_manifest(folder)
+    shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+    for shard in shards:
+        found = sha256_of(folder / shard["file"])
+        if found != shard["sha256"]:
+            raise UserError(f"shard {shard['file']} has sha256 {found}, the manifest says {shard['sha256']}",
+                            where=str(folder / shard["file"]), instead=_mend(folder, manifest))
+    return len(shards)
+
+
+def _mend(folder: Path, manifest: dict[str, Any]) -> str:
+    return f"make the folder again: rm -r {folder} && {manifest['command']}"
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content, read in blocks."""
+    digest = hashlib.sha256()
+    with reading(path), path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
