@@ -1,0 +1,215 @@
+"""Checkpoint folders: their names, their manifest, finding one, checking one, removing old ones (no torch).
+
+A folder with a manifest is complete: everything is written as `.step-….partial`, the manifest last, then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.errors import UserError, nearest
+from ezpz_llm.rundir import RunDir, write_atomic, write_json
+
+FORMAT = 1
+"""Rises when a reader of the older number would misread the files."""
+MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of one file: its size in bytes and its sha256."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in a run's `checkpoints/` folder, by step."""
+    if not checkpoints.is_dir():
+        return []
+    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=_step)
+
+
+def find(where: str | Path) -> Path:
+    """The checkpoint that `where` means: a checkpoint's own folder, or the latest of a run directory.
+
+    Sizes are compared with the manifest; hashes only when the checkpoint is loaded.
+
+    Raises:
+        UserError: there is none at that place, or one with a file missing or cut short.
+    """
+    path = Path(where)
+    if not path.is_dir():
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = [str(path.with_name(name)) for name in nearest(path.name, siblings)]
+        raise UserError(f"no run directory or checkpoint at {path}", where="--resume",
+                        instead=f"did you mean {' or '.join(near)}?" if near else None)
+    folder = path if (path / MANIFEST).is_file() else _latest(path)
+    for record in read_manifest(folder):
+        _check_size(folder, record)
+    return folder
+
+
+def _latest(path: Path) -> Path:
+    checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
+    found = complete(checkpoints)
+    pointer = checkpoints / LATEST
+    if pointer.is_file():
+        target = checkpoints / pointer.read_text().strip()
+        if target in found:
+            return target
+        raise UserError(f"{pointer} names {target.name}, which is not there", where="--resume",
+                        instead=f"--resume {found[-1]}" if found else None)
+    if not found:
+        raise UserError(f"no complete checkpoint in {path}", where="--resume",
+                        instead="name a run directory or a checkpoints/step-… folder in one")
+    return found[-1]
+
+
+def read_manifest(folder: Path) -> list[FileRecord]:
+    """The files of a checkpoint.
+
+    Raises:
+        UserError: the manifest cannot be read, or is of a format this version does not know.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"the checkpoint has format {manifest.get('format')!r}, this version reads {FORMAT}",
+                        where=str(folder))
+    return [FileRecord(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(path.parent, f"{path.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise _damaged(path.parent, f"{path.name} is not a JSON object")
+    return value
+
+
+def verify(folder: Path, records: Iterable[FileRecord]) -> None:
+    """Compare files with what the manifest says of them.
+
+    Raises:
+        UserError: a file is missing or has another size or hash; names the file and both values.
+    """
+    for record in records:
+        _check_size(folder, record)
+        found = hash_file(folder / record.name)
+        if found != record.sha256:
+            raise _damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, as hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _check_size(folder: Path, record: FileRecord) -> None:
+    try:
+        size = (folder / record.name).stat().st_size
+    except FileNotFoundError:
+        raise _damaged(folder, f"{record.name} is missing") from None
+    if size != record.size:
+        raise _damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
+
+
+def _damaged(folder: Path, what: str) -> UserError:
+    others = [path for path in complete(folder.parent) if path.name != folder.name]
+    return UserError(f"the checkpoint is damaged: {what}", where=str(folder),
+                     instead=f"--resume {others[-1]}" if others else None)
+
+
+def write_manifest(folder: Path, step: int, records: Iterable[FileRecord]) -> None:
+    """Write the manifest, which makes the folder complete once it has its final name."""
+    files = {record.name: {"size": record.size, "sha256": record.sha256} for record in records}
+    write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+
+
+def describe(path: Path) -> FileRecord:
+    """The manifest's record of a file as it lies on the disk."""
+    return FileRecord(path.name, path.stat().st_size, hash_file(path))
+
+
+def start_partial(checkpoints: Path, step: int) -> Path:
+    """A new empty folder to write into; what killed runs left half written in `checkpoints` is removed."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for left in checkpoints.glob(".step-*"):
+        shutil.rmtree(left)
+    partial = checkpoints / f".{folder_name(step)}.partial"
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, step: int) -> Path:
+    """Give a written folder its final name and let `latest` name it.
+
+    A checkpoint of the same step is replaced. `latest` never names a folder that is not there: should the replaced
+    one be the latest, the one before it is named, or none, until the new one stands.
+    """
+    checkpoints = partial.parent
+    final = checkpoints / folder_name(step)
+    pointer = checkpoints / LATEST
+    if final.exists():
+        if pointer.is_file() and pointer.read_text().strip() == final.name:
+            before = [path for path in complete(checkpoints) if _step(path) < step]
+            if before:
+                write_atomic(pointer, before[-1].name + "\n")
+            else:
+                pointer.unlink()
+        replaced = final.rename(checkpoints / f".{final.name}.replaced")
+        partial.rename(final)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(final)
+    write_atomic(pointer, final.name + "\n")
+    return final
+
+
+def prune(run_dir: RunDir, keep_last: int) -> list[Path]:
+    """Remove complete checkpoints before the latest, but for the last `keep_last` (at least 1) including it.
+
+    Later ones than the latest (of a run that was continued from an earlier step) are left alone until the run comes
+    to them. One process calls it, after a successful save. Returns what was removed.
+    """
+    latest = _latest(run_dir.checkpoints)
+    older = [path for path in complete(run_dir.checkpoints) if _step(path) <= _step(latest)]
+    doomed = older[:-max(keep_last, 1)]
+    for path in doomed:
+        # Under a partial name first: a removal cut short must not leave a folder that looks complete.
+        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+    return doomed
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

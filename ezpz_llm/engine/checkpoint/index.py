@@ -1,0 +1,116 @@
+"""The index of a checkpoint: where each element of each parameter lies (no torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.engine.checkpoint.folder import FORMAT, INDEX, read_json
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import write_json
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+"""The fp32 master weight and Adam's two moments: three tensors of one shape for each parameter."""
+
+Box = tuple[tuple[int, int], ...]
+"""An n-dimensional part of a tensor: one half-open range per dimension."""
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """The box that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a parameter's box, flattened in row-major order, in a file.
+
+    In the file they are the 1-D tensors `<kind>/<key>`, one for each kind.
+    """
+
+    box: Box
+    start: int
+    stop: int
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model: its global shape and the pieces that make it up, by start."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """All parameters by name, and the kinds that were saved of each."""
+
+    kinds: tuple[str, ...]
+    parameters: dict[str, Parameter]
+
+
+def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], pieces: Iterable[tuple[str, Piece]]) -> None:
+    """Write the index of (name, piece) pairs."""
+    by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for name, piece in pieces:
+        by_name[name].append(piece)
+    parameters = {
+        name: {"shape": shapes[name],
+               "pieces": [vars(piece) for piece in sorted(found, key=lambda piece: (piece.box, piece.start))]}
+        for name, found in by_name.items()
+    }
+    write_json(folder / INDEX, {"format": FORMAT, "kinds": KINDS, "parameters": parameters})
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of a checkpoint.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    stored = read_json(folder / INDEX)
+    parameters = {name: Parameter(tuple(entry["shape"]), tuple(_piece(piece) for piece in entry["pieces"]))
+                  for name, entry in stored["parameters"].items()}
+    return Index(tuple(stored["kinds"]), parameters)
+
+
+def _piece(stored: dict[str, Any]) -> Piece:
+    return Piece(**{**stored, "box": tuple(tuple(side) for side in stored["box"])})
+
+
+def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Compare a checkpoint with the parameters of a model.
+
+    Raises:
+        UserError: they differ; names the first parameter that does, with both shapes. Or the checkpoint has no
+            optimizer state, or its pieces are not what this version reads: flat ranges of whole parameters.
+    """
+    for name in [*shapes, *index.parameters]:
+        stored = index.parameters.get(name)
+        if stored is None or name not in shapes or stored.shape != shapes[name]:
+            of_model = list(shapes[name]) if name in shapes else "no such parameter"
+            of_file = list(stored.shape) if stored is not None else "no such parameter"
+            raise UserError(f"the checkpoint is of another model: {name} is {of_file} in the checkpoint, "
+                            f"{of_model} in the model", where=str(folder),
+                            instead="give the same model options as the run that saved it")
+    missing = [kind for kind in KINDS if kind not in index.kinds]
+    if missing:
+        raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot go on "
+                        "from it", where=str(folder), instead="resume from a checkpoint that a training run saved")
+    for name, parameter in index.parameters.items():
+        stop = 0
+        for piece in parameter.pieces:
+            if piece.box != whole(parameter.shape):
+                raise UserError(f"the checkpoint's {name} is cut across ranks as {list(piece.box)}, which this "
+                                "version cannot put together", where=str(folder))
+            if piece.start != stop:
+                break
+            stop = piece.stop
+        if stop != math.prod(parameter.shape):
+            raise UserError(f"the checkpoint's index has a gap or an overlap in {name} at element {stop}",
+                            where=str(folder))

@@ -1,0 +1,47 @@
+"""Adam's moments and step count, for the optimizers that layouts use, whether or not a step was made yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
+            parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of `parameter` by kind, each in the parameter's shape. Moments that do not exist yet are made.
+
+    Making them is what the optimizer's first step would do, so it changes nothing. `parameter` is the tensor that
+    the optimizer steps (a flat partition under ZeRO), `group` the parameter group whose settings it has.
+    """
+    state = optimizer.state[parameter]
+    if not state:
+        # torch counts steps in a tensor, on the device only where its kernel reads it there; DeepSpeed's own
+        # optimizers (CPU Adam, fused Adam) count in an int.
+        if isinstance(optimizer, torch.optim.Adam):
+            on_device = group.get("fused") or group.get("capturable")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+        else:
+            state["step"] = 0
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+    return {"weight": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def get_step(optimizer: torch.optim.Optimizer) -> int:
+    """Steps made so far. DeepSpeed's fused Adam counts on one parameter of a group only, hence the largest."""
+    return max((int(state["step"]) for state in _states(optimizer)), default=0)
+
+
+def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Set the count on every parameter that has a state."""
+    for state in _states(optimizer):
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = step
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+    return (state for state in optimizer.state.values() if "step" in state)

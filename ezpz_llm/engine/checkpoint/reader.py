@@ -1,0 +1,93 @@
+"""Load a training state into an engine of any layout: each rank reads the pieces that it holds."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from ezpz_llm.engine.checkpoint import rng
+from ezpz_llm.engine.checkpoint.agree import raise_together
+from ezpz_llm.engine.checkpoint.folder import STATE, read_json, read_manifest, shard_name, verify
+from ezpz_llm.engine.checkpoint.index import KINDS, Index, check_model, read_index
+from ezpz_llm.engine.checkpoint.slices import Slice
+from ezpz_llm.errors import UserError
+
+if TYPE_CHECKING:
+    from ezpz_llm.engine.base import Engine
+
+    from ezpz_llm.dist import Dist
+
+
+def load(folder: Path, engine: Engine, dist: Dist) -> dict[str, Any]:
+    """Put a checkpoint into an engine: weights, moments, optimizer step and loss scale, as saved. Collective.
+
+    Every file's hash is compared with the manifest first, the work shared by the ranks. The random states of this
+    rank are restored if as many ranks saved; the returned member rng_restored says so.
+
+    Args:
+        folder: a complete checkpoint, such as `find` gives.
+
+    Returns:
+        The state that was given to `save`, with the members that it added.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of another model, or has no optimizer state. The same on every
+            rank; the engine is unchanged.
+    """
+    training = engine.training_state()
+    error = None
+    try:
+        _verify_share(folder, dist)
+        state, index = read_json(folder / STATE), read_index(folder)
+        check_model(index, training.shapes, folder)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    same_world = state["world_size"] == dist.world_size
+    with ExitStack() as stack:
+        files = _Files(folder, stack)
+        for part in training.slices():
+            _fill(part, index, files)
+        if same_world:
+            rng.restore(_random_states(files.open(shard_name(dist.rank))), engine.device)
+    training.loaded(state["optimizer_step"], state["loss_scale"])
+    return {**state, "rng_restored": same_world}
+
+
+class _Files:
+    """The shards of a checkpoint, each opened (mapped, not read) when it is first needed."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        self.opened: dict[str, Any] = {}
+
+    def open(self, name: str) -> Any:
+        if name not in self.opened:
+            self.opened[name] = self.stack.enter_context(safe_open(self.folder / name, framework="pt"))
+        return self.opened[name]
+
+
+def _fill(part: Slice, index: Index, files: _Files) -> None:
+    """Copy what the pieces of the checkpoint have of `part` into its storage."""
+    for piece in index.parameters[part.name].pieces:
+        start, stop = max(part.start, piece.start), min(part.stop, piece.stop)
+        if start >= stop:
+            continue
+        for kind in KINDS:
+            stored = files.open(piece.file).get_slice(f"{kind}/{piece.key}")
+            values = stored[start - piece.start:stop - piece.start]
+            part.tensors[kind][start - part.start:stop - part.start].copy_(values)
+
+
+def _random_states(shard: Any) -> dict[str, torch.Tensor]:
+    names = [key for key in shard.keys() if key.startswith("rng/")]  # noqa: SIM118 (it has no __contains__)
+    return {name.removeprefix("rng/"): shard.get_tensor(name) for name in names}
+
+
+def _verify_share(folder: Path, dist: Dist) -> None:
+    """Check this rank's share of the files' hashes."""
+    verify(folder, read_manifest(folder)[dist.rank::dist.world_size])

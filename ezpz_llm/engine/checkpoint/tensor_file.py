@@ -1,0 +1,48 @@
+"""Write a safetensors file one tensor at a time, hashing it on the way.
+
+The library's own writer wants every tensor on the host at once and hides the cause of a failed write (a full disk
+is not an OSError there); the format is short: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ezpz_llm.engine.checkpoint.folder import FileRecord
+
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8"}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """Write contiguous tensors of any device under their names, durably.
+
+    Raises:
+        OSError: the disk is full, or the like; the file is then incomplete.
+    """
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for chunk in (len(text).to_bytes(8, "little"), text):
+            file.write(chunk)
+            digest.update(chunk)
+        for tensor in tensors.values():
+            data = memoryview(tensor.detach().cpu().contiguous().view(-1).numpy()).cast("B")
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return FileRecord(path.name, size, digest.hexdigest())
