@@ -8,14 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Reduction = Literal["mean", "sum"]
-IGNORED = -100
-"""The target of a position that does not count."""
-
 
 class CrossEntropy(nn.Module):
     """Negative log-likelihood in nats, computed in fp32 whatever the logits' dtype."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Logits (B, T, V) and targets (B, T) to a 0-d fp32 tensor; a target of -100 counts in no sum or mean."""
-        return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED,
-                                        reduction=reduction)
+        return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction=reduction)
