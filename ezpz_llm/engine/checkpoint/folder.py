@@ -164,7 +164,7 @@ def describe(path: Path) -> FileRecord:
 def start_partial(checkpoints: Path, step: int) -> Path:
     """A new empty folder to write into; what killed runs left half written in `checkpoints` is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for left in checkpoints.glob(".step-*"):
+    for left in [*checkpoints.glob(".step-*.partial"), *checkpoints.glob(".step-*.removed")]:
         shutil.rmtree(left)
     partial = checkpoints / f".{folder_name(step)}.partial"
     partial.mkdir()
@@ -187,12 +187,11 @@ def publish(partial: Path, step: int) -> Path:
                 write_atomic(pointer, before[-1].name + "\n")
             else:
                 pointer.unlink()
-        replaced = final.rename(checkpoints / f".{final.name}.replaced")
-        partial.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        partial.rename(final)
+        final.rename(checkpoints / f".{final.name}.replaced")
+    partial.rename(final)
     write_atomic(pointer, final.name + "\n")
+    for replaced in checkpoints.glob(".step-*.replaced"):
+        shutil.rmtree(replaced)
     return final
 
 

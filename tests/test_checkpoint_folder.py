@@ -1,0 +1,136 @@
+"""Finding, checking, publishing and removing checkpoint folders; no torch is needed for any of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm.engine.checkpoint import find, prune
+from ezpz_llm.engine.checkpoint.folder import (
+    complete,
+    describe,
+    publish,
+    read_manifest,
+    start_partial,
+    verify,
+    write_manifest,
+)
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RunDir
+
+
+def write(run_dir: RunDir, step: int, content: str = "abc") -> Path:
+    partial = start_partial(run_dir.checkpoints, step)
+    (partial / "rank-00000.safetensors").write_text(content)
+    write_manifest(partial, step, [describe(partial / "rank-00000.safetensors")])
+    return publish(partial, step)
+
+
+def latest(run_dir: RunDir) -> str:
+    return (run_dir.checkpoints / "latest").read_text().strip()
+
+
+def names(run_dir: RunDir) -> list[str]:
+    return [path.name for path in complete(run_dir.checkpoints)]
+
+
+def test_find_means_the_latest_of_a_run_or_the_folder_itself(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    first, second = write(run_dir, 5), write(run_dir, 100_000_000)
+    assert find(run_dir.path) == find(str(run_dir.checkpoints)) == find(second) == second
+    assert find(first) == first
+    # A kill between a first checkpoint's rename and `latest` leaves a complete checkpoint that nothing names.
+    (run_dir.checkpoints / "latest").unlink()
+    assert find(run_dir.path) == second
+
+
+def test_find_says_what_is_wrong(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "gpt2-run")
+    with pytest.raises(UserError, match="no run directory or checkpoint"):
+        find(run_dir.path)
+    run_dir.create()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        find(run_dir.path)
+    with pytest.raises(UserError) as misspelt:
+        find(tmp_path / "gtp2-run")
+    assert "gpt2-run" in str(misspelt.value.instead)
+    folder, other = write(run_dir, 5), write(run_dir, 6)
+    (folder / "rank-00000.safetensors").unlink()
+    with pytest.raises(UserError, match=r"rank-00000.safetensors is missing") as missing:
+        find(folder)
+    assert other.name in str(missing.value.instead)
+    (other / "rank-00000.safetensors").write_text("ab")
+    with pytest.raises(UserError, match="has 2 bytes, the manifest expects 3"):
+        find(run_dir.path)
+    (other / "manifest.json").write_text('{"format": 1, "fil')
+    with pytest.raises(UserError, match=r"manifest.json cannot be read"):
+        find(other)
+    (other / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(UserError, match="format 99"):
+        find(other)
+
+
+def test_find_does_not_guess_when_the_latest_was_deleted(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    kept, deleted = write(run_dir, 5), write(run_dir, 6)
+    deleted.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="names step-00000006, which is not there") as error:
+        find(run_dir.path)
+    assert str(kept) in str(error.value.instead)
+
+
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    folder = write(RunDir(tmp_path), 1, "abcdef")
+    verify(folder, read_manifest(folder))
+    expected = read_manifest(folder)[0].sha256
+    (folder / "rank-00000.safetensors").write_text("abcdeg")
+    with pytest.raises(UserError) as error:
+        verify(folder, read_manifest(folder))
+    assert expected in error.value.found
+    assert describe(folder / "rank-00000.safetensors").sha256 in error.value.found
+    assert "rank-00000.safetensors" in error.value.found
+
+
+def test_prune_keeps_the_last_ones_up_to_the_latest(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (1, 2, 3, 4):
+        write(run_dir, step)
+    assert [path.name for path in prune(run_dir, 2)] == ["step-00000001", "step-00000002"]
+    assert names(run_dir) == ["step-00000003", "step-00000004"]
+    # The run goes on from step 3 and saves step 3 again: it is the latest, and step 4 is not older than it.
+    write(run_dir, 3)
+    assert latest(run_dir) == "step-00000003"
+    prune(run_dir, 0)
+    assert names(run_dir) == ["step-00000003", "step-00000004"]
+    assert find(run_dir.path).name == "step-00000003"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write(run_dir, 1)
+    write(run_dir, 2, "old")
+    folder = write(run_dir, 2, "new")
+    assert (folder / "rank-00000.safetensors").read_text() == "new"
+    assert latest(run_dir) == folder.name
+    assert sorted(path.name for path in run_dir.checkpoints.iterdir()) == [
+        "latest", "step-00000001", "step-00000002"]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write(run_dir, 1)
+    left = start_partial(run_dir.checkpoints, 2)
+    (left / "rank-00000.safetensors").write_text("half")
+    assert find(run_dir.path).name == "step-00000001"
+    write(run_dir, 3)
+    assert not left.exists()
+
+
+def test_looking_for_a_checkpoint_imports_no_torch(tmp_path: Path) -> None:
+    folder = write(RunDir(tmp_path), 1)
+    program = ("import sys; from ezpz_llm.engine.checkpoint import find; find(sys.argv[1]); "
+               "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=60).returncode == 0
