@@ -1,0 +1,181 @@
+"""`metrics.jsonl`: one object a step, written behind the training so that no step waits for a number.
+
+A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
+`step_time_s`, `tokens_per_second`, `tokens_per_second_per_device`, `data_s`, `forward_s`, `backward_s`,
+`optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where the device's peak is known; `val_loss`
+and `val_tokens` on steps that evaluated. A loss or norm that is not finite is null, since JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ezpz_llm.observe.history import finite, steady, trim_history
+from ezpz_llm.observe.progress import Progress
+from ezpz_llm.observe.throughput import StepWork
+from ezpz_llm.observe.timeline import StepTimeline, StepTimes
+from ezpz_llm.rundir import RunDir, append_line
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that spent longest in data and forward, its seconds a step there, and the median over ranks."""
+
+    rank: int
+    seconds: float
+    median_s: float
+
+
+class MetricsLog:
+    """Collects every step's loss and norm on the device; `flush` reduces them over ranks and writes the lines.
+
+    All ranks hold one and call `record`, `flush` and `straggler` at the same steps; rank 0 writes. A run that goes
+    on after `first_step` appends to its directory's lines, of which later ones are dropped first (trim_history).
+
+    Args:
+        work: what one step is, for the rates.
+        total_steps: the run's last step, for the progress line.
+        flush_every: `due` is true at multiples of it, and after the first step so that a user sees it at once.
+        console: print the progress line on rank 0.
+
+    Raises:
+        UserError: on rank 0, a new run in a directory with another run's metrics.
+    """
+
+    def __init__(self, run_dir: RunDir, dist: Dist, work: StepWork, *, total_steps: int, first_step: int = 0,
+                 flush_every: int = 50, console: bool = True) -> None:
+        self.non_finite_step: int | None = None
+        """The first step whose loss was NaN or infinite, known to all ranks after a flush."""
+        self._run_dir = run_dir
+        self._dist = dist
+        self._work = work
+        self._first_step = first_step
+        self._flush_every = flush_every
+        self._pending: list[tuple[int, float]] = []
+        self._values: list[torch.Tensor] = []
+        self._validations: dict[int, tuple[float, int]] = {}
+        self._before_collectives = array("d")
+        self._progress = Progress(total_steps, work) if console and dist.is_main else None
+        self._impossible_mfu = False
+        if dist.is_main:
+            trim_history(run_dir, first_step)
+
+    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
+        """Keep a finished step's local mean loss and global norm (0-d tensors, copied on the device, not read)."""
+        self._pending.append((step, lr))
+        norm = grad_norm.detach().to(loss.device, non_blocking=True)
+        self._values.append(torch.stack((loss.detach().float(), norm.float())))
+
+    def record_validation(self, step: int, val_loss: float, val_tokens: int) -> None:
+        """Put a validation result on the line of `step`.
+
+        Raises:
+            ValueError: the step was not recorded, or its line is written already.
+        """
+        if all(step != pending for pending, _ in self._pending):
+            raise ValueError(f"validation of step {step}, which is not waiting to be written")
+        self._validations[step] = (val_loss, val_tokens)
+
+    @property
+    def due(self) -> bool:
+        """Whether the last recorded step is one to flush after."""
+        if not self._pending:
+            return False
+        step = self._pending[-1][0]
+        return step % self._flush_every == 0 or step == self._first_step + 1
+
+    def flush(self, timeline: StepTimeline) -> None:
+        """Reduce, write and show what was recorded since the last flush. A collective: every rank calls it.
+
+        Raises:
+            ValueError: the timeline did not time exactly the recorded steps.
+        """
+        times = timeline.drain()
+        if len(times) != len(self._pending):
+            raise ValueError(f"{len(self._pending)} steps were recorded, {len(times)} were timed")
+        if not self._pending:
+            return
+        values = self._reduce()
+        lines = [self._line(step, lr, loss, norm, time) for (step, lr), (loss, norm), time
+                 in zip(self._pending, values, times, strict=True)]
+        self._before_collectives.extend(time.phases["data"] + time.phases["forward"] for time in times)
+        first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
+        if self.non_finite_step is None:
+            self.non_finite_step = first_bad
+        self._pending, self._values, self._validations = [], [], {}
+        if not self._dist.is_main:
+            return
+        for line in lines:
+            append_line(self._run_dir.metrics, line)
+        if self._progress:
+            self._progress.show(lines)
+        if first_bad is not None:
+            print(f"warning: the loss is not finite from step {first_bad} on", flush=True)
+
+    def straggler(self) -> Straggler | None:
+        """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective.
+
+        Ranks of a synchronous step all take equally long, since the fast ones wait for the slow one inside backward
+        or optimizer: what tells them apart is the time in data and forward. (ZeRO-3 gathers parameters in forward,
+        which blurs it.)
+        """
+        if self._dist.world_size == 1 or not self._before_collectives:
+            return None
+        medians = torch.zeros(self._dist.world_size, device=self._dist.device)
+        medians[self._dist.rank] = statistics.median(steady(self._before_collectives))
+        torch.distributed.all_reduce(medians)
+        seconds = medians.tolist()
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        return Straggler(slowest, seconds[slowest], statistics.median(seconds))
+
+    def _reduce(self) -> list[list[float]]:
+        """(loss, norm) of every pending step, averaged over ranks in one collective.
+
+        The mean is over all ranks: peers of a tensor- or pipeline-parallel group hold equal values, so it is the
+        mean over data-parallel ranks. Sums are in double precision, where a sum of floats is exact and so does not
+        depend on the order in which a backend adds.
+        """
+        stacked = torch.stack(self._values)
+        if self._dist.world_size == 1:
+            return stacked.tolist()
+        stacked = stacked.double()
+        torch.distributed.all_reduce(stacked)
+        return (stacked / self._dist.world_size).tolist()
+
+    def _line(self, step: int, lr: float, loss: float, grad_norm: float, times: StepTimes) -> dict[str, Any]:
+        rates = self._work.rates(times.step_time_s)
+        line: dict[str, Any] = {
+            "step": step,
+            "loss": loss if finite(loss) else None,
+            "lr": lr,
+            "grad_norm": grad_norm if finite(grad_norm) else None,
+            "step_time_s": times.step_time_s,
+            "tokens_per_second": rates.tokens_per_second,
+            "tokens_per_second_per_device": rates.tokens_per_second_per_device,
+            **{f"{phase}_s": seconds for phase, seconds in times.phases.items()},
+        }
+        if rates.mfu is not None:
+            self._add_mfu(line, rates.mfu)
+        if step in self._validations:
+            val_loss, line["val_tokens"] = self._validations[step]
+            line["val_loss"] = val_loss if finite(val_loss) else None
+        return line
+
+    def _add_mfu(self, line: dict[str, Any], mfu: float) -> None:
+        """An MFU above 1 is left out and reported once: some part of it must be wrong."""
+        if mfu <= 1:
+            line["mfu"] = mfu
+        elif not self._impossible_mfu and self._dist.is_main and self._work.peak is not None:
+            self._impossible_mfu = True
+            peak = self._work.peak
+            print(f"error: step {line['step']} gives an MFU of {mfu:.2f}, which cannot be: the step time, the "
+                  f"{self._work.flops_per_token:.4g} FLOPs a token or the peak of {peak.flops:.4g} FLOP/s "
+                  f"({peak.precision}, {peak.device}) is wrong; such steps get no mfu", flush=True)

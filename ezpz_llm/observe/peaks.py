@@ -1,0 +1,101 @@
+"""Dense matrix-product peaks of known devices, as their vendors state them. An unknown device has none.
+
+Where a vendor prints the rate with structured sparsity, half of it is the dense rate. Names are those that torch
+reports. A device that reports another number of compute units than the stated part (a MIG slice, a partition, a
+special edition) has no stated peak either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """`flops` is the dense rate in FLOP/s of what torch calls one device."""
+
+    device: str
+    precision: str
+    flops: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Part:
+    pattern: str
+    units: int  # SMs, CUs or vector engines of one torch device
+    teraflops: Mapping[str, float]
+    source: str
+    scales: bool = False  # the vendor states the rate per compute unit, so that parts of other sizes have one too
+
+
+def _tensor(half: float, tf32: float, fp32: float) -> dict[str, float]:
+    return {"bf16": half, "fp16": half, "tf32": tf32, "fp32": fp32}
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+_PARTS = (
+    _Part(r"\bA100\b", 108, _tensor(312, 156, 19.5), _NVIDIA + "a100/"),
+    # With sparsity the H100's tables give 1,979 (SXM), 1,671 (NVL) and 1,513 (PCIe; data sheet of 2022).
+    _Part(r"\bH100 PCIe\b", 114, _tensor(756, 378, 51), "NVIDIA H100 Tensor Core GPU data sheet, PCIe column"),
+    _Part(r"\bH100 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h100/"),
+    _Part(r"\bH100 (80GB|SXM)|\bGH200\b", 132, _tensor(989, 494, 67), _NVIDIA + "h100/"),
+    _Part(r"\bH200 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h200/"),
+    _Part(r"\bH200$", 132, _tensor(989, 494, 67), _NVIDIA + "h200/"),
+    # Volta's tensor cores take fp16 only, and there is no tf32.
+    _Part(r"\bV100-SXM2\b", 80, {"fp16": 125, "fp32": 15.7}, _NVIDIA + "v100/"),
+    _Part(r"\bV100-PCIE\b", 80, {"fp16": 112, "fp32": 14}, _NVIDIA + "v100/"),
+    _Part(r"\bL40S\b", 142, _tensor(362, 183, 91.6), _NVIDIA + "l40s/"),
+    _Part(r"\bL4\b", 58, _tensor(121, 60, 30.3), _NVIDIA + "l4/"),
+    _Part(r"\bA10\b", 72, _tensor(125, 62.5, 31.2), _NVIDIA + "products/a10-gpu/"),
+    # torch's device is one of the card's two dies: half of 383 (half precision) and of 95.7 (fp32 matrix).
+    _Part(r"\bMI250X\b", 110, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85},
+          "https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html"),
+    _Part(r"\bMI300X\b", 304, _tensor(1307.4, 653.7, 163.4),
+          "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
+    # One tile: 512 vector engines, 8 an Xe core, at 1.6 GHz; 4096 bf16/fp16, 2048 tf32 (matrix engines) and 256
+    # fp32 (vector) operations per clock and Xe core. Some systems' tiles have 448, and torch may show two as one.
+    _Part(r"\bData Center GPU Max 1550\b", 512, _tensor(419.4, 209.7, 26.2),
+          "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232873 (clock)",
+          scales=True),
+)
+
+
+def find_peak(name: str, precision: str, units: int | None = None) -> Peak | None:
+    """The stated peak of the device that torch calls `name`.
+
+    Args:
+        units: compute units that the device reports (multiprocessors, or vector engines on an Intel GPU).
+
+    Raises:
+        ValueError: a precision that is not in PRECISIONS.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}")
+    for part in _PARTS:
+        if not re.search(part.pattern, name) or "MIG" in name:
+            continue
+        whole = units is None or units == part.units
+        if precision not in part.teraflops or not (whole or part.scales):
+            return None
+        share = 1.0 if whole else units / part.units
+        return Peak(name, precision, part.teraflops[precision] * 1e12 * share, part.source)
+    return None
+
+
+def peak_flops(device: torch.device, precision: str) -> Peak | None:
+    """The stated dense peak of `device` for matrix products in `precision`; None for a CPU or an unknown device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return find_peak(properties.name, precision, properties.multi_processor_count)
+    if device.type == "xpu":
+        properties = torch.xpu.get_device_properties(device)
+        return find_peak(properties.name, precision, properties.gpu_eu_count)
+    return None

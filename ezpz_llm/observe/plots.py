@@ -1,0 +1,144 @@
+"""History plots for the terminal and, without colour, for `plots/*.txt`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from ezpz_llm.observe.history import finite, read_history, steady
+from ezpz_llm.rundir import RunDir, write_atomic
+
+WIDTH_LIMIT = 100
+"""Columns beyond which a plot no longer gets easier to read."""
+_DEFAULT_WIDTH = 80
+_HUGE = 1e300
+_DOTS_PER_COLUMN = 2  # braille cells are two dots wide
+
+Reduce = Callable[[Sequence[float]], float]
+
+
+def terminal_width() -> int:
+    """Columns of the terminal (COLUMNS, or what it reports), 80 where there is none, at most WIDTH_LIMIT."""
+    return min(WIDTH_LIMIT, shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns or _DEFAULT_WIDTH)
+
+
+def wants_colour(stream: TextIO | None = None) -> bool:
+    """Whether `stream` (standard output) is a terminal whose user has not set NO_COLOR (https://no-color.org)."""
+    stream = sys.stdout if stream is None else stream
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def downsample(x: Sequence[float], y: Sequence[float], points: int,
+               reduce: Reduce = statistics.fmean) -> tuple[list[float], list[float]]:
+    """At most `points` points: neighbours in equal groups, each at its mean x and its reduced y."""
+    if len(x) <= points:
+        return list(x), list(y)
+    edges = [round(i * len(x) / points) for i in range(points + 1)]
+    groups = [slice(a, b) for a, b in itertools.pairwise(edges)]
+    return [statistics.fmean(x[group]) for group in groups], [reduce(y[group]) for group in groups]
+
+
+def series_plot(x: Sequence[float], y: Sequence[float | None], title: str, xlabel: str, ylabel: str,
+                width: int = _DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
+                reduce: Reduce = statistics.fmean, label: str = "",
+                points: tuple[str, Sequence[float], Sequence[float | None]] | None = None) -> str:
+    """A line plot of y over x as text of `width` by `height` characters, ending in a newline.
+
+    Values that are not finite (or None) are left out, long series are reduced to two values a column.
+
+    Args:
+        label: the line's name beside that of `points`.
+        points: a second series (name, x, y), drawn as separate marks.
+    """
+    import plotext
+
+    x, y = _drawable(x, y)
+    series = [(*downsample(x, y, _DOTS_PER_COLUMN * width, reduce), "braille")]
+    if points is not None:
+        series.append((*_drawable(points[1], points[2]), "o"))
+    series = [one for one in series if one[0]]
+    heading = f"{title} ({ylabel}) over {xlabel}" if ylabel else f"{title} over {xlabel}"
+    if points is not None:
+        # In the heading, since plotext's own legend covers part of the curve.
+        heading += f"; line: {label}, o: {points[0]}"
+    if not series:
+        return f"{heading}: nothing to draw\n"
+
+    # plotext cuts plots to 80x22 where there is no terminal, unless told not to; and it keeps one figure for all.
+    plotext.terminal.limit(False, False)
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, height)
+    figure.title(heading)
+    for xs, ys, marker in series:
+        signal = figure.signal(xs, ys, marker=marker)
+        if marker == "braille":
+            signal.lines()
+        figure.draw(signal)
+    for axis, column in (("x", 0), ("y", 1)):
+        values = list(itertools.chain.from_iterable(one[column] for one in series))
+        ticks = _ticks(min(values), max(values))
+        figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
+    text = figure.build().string(colorless=not colour)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False) -> str:
+    """Draw loss, step time and tokens/s of a run: plain text to `plots/<metric>.txt`, and returned for the console.
+
+    The first and last steps are left out of the two time plots, whose scale they would take for themselves.
+    """
+    width = terminal_width() if width is None else width
+    rows = read_history(run_dir)
+    evaluated = [row for row in rows if "val_loss" in row]
+    timed = steady(rows)
+
+    def column(lines: Sequence[dict[str, Any]], name: str, scale: float = 1.0) -> list[float | None]:
+        return [None if line[name] is None else line[name] * scale for line in lines]
+
+    steps, timed_steps = column(rows, "step"), column(timed, "step")
+    validation = ("validation", column(evaluated, "step"), column(evaluated, "val_loss")) if evaluated else None
+
+    def draw_loss(colour: bool) -> str:
+        return series_plot(steps, column(rows, "loss"), "loss", "step", "nats/token", width, colour=colour,
+                           label="training", points=validation)
+
+    def draw_timed(metric: str, title: str, unit: str, scale: float) -> Callable[[bool], str]:
+        return lambda colour: series_plot(timed_steps, column(timed, metric, scale), title, "step", unit, width,
+                                          colour=colour, reduce=statistics.median)
+
+    drawings: dict[str, Callable[[bool], str]] = {
+        "loss": draw_loss,
+        "step_time_s": draw_timed("step_time_s", "step time", "ms", 1e3),
+        "tokens_per_second": draw_timed("tokens_per_second", "tokens/s", "", 1.0),
+    }
+    shown = []
+    for metric, draw in drawings.items():
+        plain = draw(False)
+        write_atomic(run_dir.plots / f"{metric}.txt", plain)
+        shown.append(draw(True) if colour else plain)
+    return "\n".join(shown)
+
+
+def _drawable(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    # A NaN makes plotext's C++ part abort the whole process, so it must never get there; and a range wider than a
+    # float holds cannot be scaled.
+    pairs = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if finite(a) and finite(b) and abs(b) < _HUGE]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Three to eight round numbers between `low` and `high`; just the one where they are equal."""
+    if not high - low > abs(high) * 1e-12:
+        return [low]
+    raw = (high - low) / 7
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(magnitude * factor for factor in (1, 2, 5, 10) if magnitude * factor >= raw)
+    first = math.ceil(low / step)
+    return [tick * step for tick in range(first, math.floor(high / step) + 1)]

@@ -1,0 +1,116 @@
+"""Profiles of a few steady steps on one rank: the host's call tree (pyinstrument), a trace (torch.profiler)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ezpz_llm.rundir import RunDir, write_atomic
+
+SKIP_STEPS = 5
+"""Steps before a profile starts: the first ones build caches, optimizer state and kernels."""
+PROFILE_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps `first` to `first + steps - 1` (counted from 0, like the training loop) are profiled."""
+
+    first: int
+    steps: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.steps - 1
+
+
+def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
+                   skip: int = SKIP_STEPS) -> Window | None:
+    """`steps` steps after `skip`, fewer of both in a short run; None where there is no step left to run."""
+    left = total_steps - first_step
+    if left < 1:
+        return None
+    skip = min(skip, left // 2)
+    return Window(first_step + skip, min(steps, left - skip))
+
+
+class HostProfile:
+    """The host's call tree over the window, sampled each millisecond: `profile/host.html` and `profile/host.txt`.
+
+    It is pure observation of one process: other ranks feel it only by waiting for this one. Its cost is stated in
+    docs and measured by benchmarks/profile_cost.py.
+    """
+
+    def __init__(self, run_dir: RunDir, window: Window) -> None:
+        self._run_dir = run_dir
+        self._window = window
+        self._profiler: Any = None
+        self.path: Path | None = None
+        """The written page, once the window has passed."""
+
+    def before_step(self, step: int) -> None:
+        """Start at the window's first step."""
+        if step == self._window.first:
+            from pyinstrument import Profiler
+
+            # async_mode is for coroutines; without them it only costs.
+            self._profiler = Profiler(interval=0.001, async_mode="disabled")
+            self._profiler.start()
+
+    def after_step(self, step: int) -> None:
+        """Stop and write after the window's last step."""
+        if step == self._window.last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what there is, if the window was entered and not yet closed (a run that ends early)."""
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        profiler, self._profiler = self._profiler, None
+        write_atomic(self._run_dir.profile / "host.txt", profiler.output_text(unicode=True, color=False))
+        self.path = self._run_dir.profile / "host.html"
+        write_atomic(self.path, profiler.output_html())
+
+
+class TraceProfile:
+    """A torch.profiler trace of the window's operators and kernels, phases named: `profile/trace-rankNNNN.json.gz`.
+
+    Opens in https://ui.perfetto.dev. The profiler needs a step to warm up, so the file begins with the window's
+    second step, unless it has only one.
+    """
+
+    def __init__(self, run_dir: RunDir, rank: int, window: Window) -> None:
+        self._target = run_dir.profile / f"trace-rank{rank:04d}.json.gz"
+        self._window = window
+        self._profiler: torch.profiler.profile | None = None
+        self.path: Path | None = None
+        """The written trace, once the window has passed."""
+
+    def before_step(self, step: int) -> None:
+        """Start at the window's first step."""
+        if step == self._window.first:
+            warmup = min(1, self._window.steps - 1)
+            schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self._window.steps - warmup, repeat=1)
+            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            self._profiler.start()
+
+    def after_step(self, step: int) -> None:
+        """Move the profiler on; the trace is written after the window's last step."""
+        if self._profiler is not None:
+            self._profiler.step()
+            if step == self._window.last:
+                self.close()
+
+    def close(self) -> None:
+        """Write what there is, if the window was entered and not yet closed."""
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(self._target))
+        self.path = self._target

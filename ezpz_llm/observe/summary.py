@@ -1,0 +1,160 @@
+"""The end of a run in numbers: where the time went, how fast it was, what was learnt, where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.observe.history import Spread, finite, read_history, spread, steady
+from ezpz_llm.observe.metrics import Straggler
+from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.tables import percentages, table
+from ezpz_llm.observe.throughput import StepWork
+from ezpz_llm.observe.timeline import OTHER, PHASES
+from ezpz_llm.rundir import RunDir
+
+EVALUATION_LIMIT = 0.2
+"""The share of wall time in evaluation above which the summary warns."""
+
+_COMMUNICATION = ("  Communication runs inside backward and optimizer, under ZeRO-3 inside forward too;\n"
+                  "  these spans do not separate it.\n")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What this process's steps came to. Times are rank 0's, in seconds, over steady steps only.
+
+    `phase_share` is of the summed step time and adds up to 1; `wall` is the whole run's, by what it was spent on.
+    The loss is the mean of the last tenth of the steps (at most 50), beside that of the first step.
+    """
+
+    steps: int
+    timed_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    val_loss: float | None
+    val_step: int | None
+    unigram_entropy: float | None
+    step_time: Spread
+    phase_s: dict[str, Spread]
+    phase_share: dict[str, float]
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    mfu: float | None
+    wall: dict[str, float]
+    straggler: Straggler | None
+
+    def as_record(self) -> dict[str, Any]:
+        """The summary as JSON for run.json."""
+        return asdict(self)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the numbers should know."""
+        found = []
+        evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
+        if evaluation > EVALUATION_LIMIT:
+            found.append(f"evaluation took {evaluation:.0%} of the wall time: a larger --eval-every or a smaller "
+                         "--eval-tokens leaves more for training")
+        if self.mfu is not None and self.mfu > 1:
+            found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
+        if self.first_loss is not None and (self.last_loss is None or self.last_loss >= self.first_loss) \
+                and self.steps > 1:
+            found.append("the loss did not fall: the speed of this run says nothing")
+        return found
+
+
+def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
+              unigram_entropy: float | None = None, straggler: Straggler | None = None) -> Summary | None:
+    """Summarise the steps after `first_step` from metrics.jsonl; None where this process made no step.
+
+    Args:
+        wall: seconds by what they were spent on, adding up to the run's wall time.
+        unigram_entropy: of the corpus, in nats a token.
+        straggler: see MetricsLog.straggler.
+    """
+    rows = read_history(run_dir, after_step=first_step)
+    if not rows:
+        return None
+    timed = steady(rows)
+    step_times = [row["step_time_s"] for row in timed]
+    phases = {phase: [row[f"{phase}_s"] for row in timed] for phase in (*PHASES, OTHER)}
+    step_time = spread(step_times)
+    rates = work.rates(step_time.median)
+    last_losses = [row["loss"] for row in rows[-max(1, min(50, len(rows) // 10)) :]]
+    evaluated = [row for row in rows if "val_loss" in row]
+    return Summary(
+        steps=rows[-1]["step"],
+        timed_steps=len(timed),
+        first_loss=rows[0]["loss"],
+        last_loss=sum(last_losses) / len(last_losses) if all(map(finite, last_losses)) else None,
+        val_loss=evaluated[-1]["val_loss"] if evaluated else None,
+        val_step=evaluated[-1]["step"] if evaluated else None,
+        unigram_entropy=unigram_entropy,
+        step_time=step_time,
+        phase_s={phase: spread(seconds) for phase, seconds in phases.items()},
+        phase_share={phase: sum(seconds) / sum(step_times) for phase, seconds in phases.items()},
+        tokens_per_second=rates.tokens_per_second,
+        tokens_per_second_per_device=rates.tokens_per_second_per_device,
+        mfu=rates.mfu,
+        wall=dict(wall),
+        straggler=straggler,
+    )
+
+
+def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) -> str:
+    """Two tables: the phases of a step, and the run's wall time."""
+    rows = [[phase, *_milliseconds(summary.phase_s[phase]), share] for phase, share
+            in zip(summary.phase_share, percentages(list(summary.phase_share.values())), strict=True)]
+    text = table(f"Where the step time went (rank 0, {summary.timed_steps} steady steps)",
+                 ("phase", "median ms", "10 %", "90 %", "share"), rows,
+                 footer=("step", *_milliseconds(summary.step_time), "100.0 %"), rich=rich)
+    if world_size > 1:
+        text += _COMMUNICATION
+    if summary.straggler is not None:
+        slow = summary.straggler
+        text += (f"  Slowest rank in data and forward: {slow.rank}, {slow.seconds * 1e3:.1f} ms a step; "
+                 f"median over ranks {slow.median_s * 1e3:.1f} ms.\n")
+    names, seconds = list(summary.wall), list(summary.wall.values())
+    rows = [[name, f"{value:.1f}", share] for name, value, share
+            in zip(names, seconds, percentages(seconds), strict=True)]
+    return text + "\n" + table("Where the wall time went", ("", "seconds", "share"), rows,
+                               footer=("run", f"{sum(seconds):.1f}", "100.0 %"), rich=rich)
+
+
+def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -> str:
+    """The last block of a run: losses, speed, and where to look."""
+    spread_ms = _milliseconds(summary.step_time)
+    lines = [("training loss", f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
+                               f"(step {summary.steps})")]
+    if summary.val_step is not None:
+        lines.append(("validation loss", _validation(summary)))
+    lines.append(("step time", f"{spread_ms[0]} ms median, {spread_ms[1]} to {spread_ms[2]} ms from 10 % to 90 %"))
+    lines.append(("tokens/s", f"{short_number(summary.tokens_per_second)}, "
+                              f"{short_number(summary.tokens_per_second_per_device)} a device"))
+    if summary.mfu is not None and summary.mfu <= 1:
+        lines.append(("MFU", f"{summary.mfu:.1%} of the stated peak"))
+    lines.append(("plots", str(run_dir.plots)))
+    if profile is not None:
+        lines.append(("profile", str(profile)))
+    lines.append(("run directory", str(run_dir.path)))
+    text = "".join(f"{name:<16}{value}\n" for name, value in lines)
+    return text + "".join(f"warning: {warning}\n" for warning in summary.warnings)
+
+
+def _validation(summary: Summary) -> str:
+    text = f"{_loss(summary.val_loss)} (step {summary.val_step})"
+    if summary.unigram_entropy and finite(summary.val_loss):
+        text += (f", {summary.val_loss / summary.unigram_entropy:.2f} x the corpus's unigram entropy of "
+                 f"{summary.unigram_entropy:.4f}")
+    return text
+
+
+def _loss(value: float | None) -> str:
+    return f"{value:.4f}" if finite(value) else "not finite"
+
+
+def _milliseconds(values: Spread) -> tuple[str, str, str]:
+    return tuple(f"{value * 1e3:.1f}" for value in (values.median, values.low, values.high))

@@ -1,0 +1,60 @@
+"""Small tables that read well both on a terminal (rich) and in a log (plain aligned text)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+TABLE_WIDTH = 100
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None,
+          rich: bool = False) -> str:
+    """A table as text: first column to the left, the others to the right; ends in a newline.
+
+    Args:
+        footer: a last row, for totals.
+        rich: draw it for a terminal.
+    """
+    return _rich(title, columns, rows, footer) if rich else _plain(title, columns, rows, footer)
+
+
+def percentages(parts: Sequence[float]) -> list[str]:
+    """Shares of the sum of `parts` in percent with one decimal, rounded so that what is printed adds up to 100.0.
+
+    (The largest remainders are rounded up.) Negative parts, a clock's noise around zero, count as they are.
+    """
+    total = sum(parts)
+    if not total > 0:
+        return ["-"] * len(parts)
+    exact = [1000 * part / total for part in parts]
+    floors = [int(value // 1) for value in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: floors[i] - exact[i])
+    for i in by_remainder[: 1000 - sum(floors)]:
+        floors[i] += 1
+    return [f"{tenths / 10:.1f} %" for tenths in floors]
+
+
+def _plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+    body = [columns, *rows, *([footer] if footer else [])]
+    widths = [max(len(row[i]) for row in body) for i in range(len(columns))]
+    lines = [title]
+    for row in body:
+        cells = [cell.ljust(width) if i == 0 else cell.rjust(width)
+                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left", show_footer=footer is not None)
+    for i, name in enumerate(columns):
+        drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right")
+    for row in rows:
+        drawn.add_row(*row)
+    console = Console(file=io.StringIO(), force_terminal=True, width=TABLE_WIDTH)
+    console.print(drawn)
+    return console.file.getvalue()

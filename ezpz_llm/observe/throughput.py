@@ -1,0 +1,51 @@
+"""The one place that says what a step's work is and what a rate means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ezpz_llm.observe.peaks import Peak
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one step time means. `mfu` is a fraction of the stated peak, None where there is none."""
+
+    sequences_per_second: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of one optimizer step of the whole run.
+
+    `micro_batch` sequences of `block_size` tokens on each of `dp_size` data-parallel ranks, `accumulation` times.
+    Tensor- and pipeline-parallel peers add devices, no tokens, so `world_size` may be larger than `dp_size`.
+    """
+
+    micro_batch: int
+    accumulation: int
+    dp_size: int
+    world_size: int
+    block_size: int
+    flops_per_token: float | None = None
+    peak: Peak | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.accumulation * self.dp_size
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.block_size
+
+    def rates(self, step_time_s: float) -> Rates:
+        """Rates at `step_time_s` seconds a step, over all ranks unless the name says otherwise."""
+        tokens_per_second = self.tokens / step_time_s
+        per_device = tokens_per_second / self.world_size
+        mfu = None
+        if self.flops_per_token is not None and self.peak is not None:
+            mfu = per_device * self.flops_per_token / self.peak.flops
+        return Rates(self.sequences / step_time_s, tokens_per_second, per_device, mfu)
