@@ -53,7 +53,7 @@ def test_it_is_the_mean_over_all_tokens_for_any_micro_batch_and_repeats_to_the_b
     for micro_batch in (1, 4, 16):
         loss, count = validation_loss(forward, windows.batches(micro_batch), device=CPU)
         assert count == PREDICTIONS[2]
-        assert abs(loss - expected) < 1e-6
+        assert loss == pytest.approx(expected, rel=1e-7)
         assert validation_loss(forward, windows.batches(micro_batch), device=CPU) == (loss, count)
 
 
@@ -106,5 +106,5 @@ def test_three_ranks_with_uneven_shares_agree_with_one(tmp_path):
     assert found[0] == found[1] == found[2]
     assert [calls for _, _, calls in found[0]] == [1, 1, 2]
     for (loss, tokens), (together, all_tokens, _) in zip(alone, found[0], strict=True):
-        assert abs(loss - together) < 1e-7
+        assert together == pytest.approx(loss, rel=1e-7)
         assert tokens == all_tokens
