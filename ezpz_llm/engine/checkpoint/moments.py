@@ -41,6 +41,21 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
             state["step"].fill_(step)
         else:
             state["step"] = step
+    if hasattr(optimizer, "ds_opt_adam"):
+        _replay_cpu_adam(optimizer, step)
+
+
+def _replay_cpu_adam(optimizer: Any, step: int) -> None:
+    """Bring DeepSpeed's C++ Adam to `step`.
+
+    It keeps the powers of the betas by multiplying once a step, and takes std::pow after a jump, which rounds
+    differently; so the steps are made, on a tensor of one element. 100,000 of them take 0.2 s.
+    """
+    group = optimizer.param_groups[0]
+    scratch = [torch.zeros(1) for _ in range(4)]
+    for number in range(step + 1):  # 0 is a jump back to the start, should it have made steps already
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, number, 0.0, *group["betas"], group["eps"], 0.0,
+                                          group["bias_correction"], *scratch)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
