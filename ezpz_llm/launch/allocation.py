@@ -1,0 +1,57 @@
+"""What the reservation gives us: the value that every scheduler's `detect` returns."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of the reservation.
+
+    `slots` is the number of ranks that the reservation or the hostfile asks for on it, None where neither says;
+    `devices` the accelerators of one rank's view of it, None where they are not known from here.
+    """
+
+    name: str
+    slots: int | None = None
+    devices: int | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Where ranks may run.
+
+    `ends_at` is in epoch seconds, None where no end is known. `source` names the variables or the file that
+    said all this. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
+    `cores_per_host` is known from the scheduler, or None.
+    """
+
+    scheduler: str
+    job_id: str | None
+    hosts: tuple[Host, ...]
+    ends_at: float | None
+    source: str
+    slots_are_a_limit: bool = False
+    cores_per_host: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def short_name(host: str) -> str:
+    """The part before the first dot, by which two spellings of one host are compared; addresses stay whole."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host.split(".", 1)[0]
+    return host
+
+
+def count_repeats(names: list[str]) -> dict[str, int]:
+    """Distinct hosts in order of first appearance, in their first spelling, with how often each was named."""
+    spelling: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for name in names:
+        first = spelling.setdefault(short_name(name), name)
+        counts[first] = counts.get(first, 0) + 1
+    return counts

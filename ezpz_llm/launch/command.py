@@ -1,0 +1,98 @@
+"""The command `launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.options import Options, help_text, parse
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.show import as_json, details, summary
+from ezpz_llm.launch.target import run_dir_of
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan, show, check, run; the exit code is the run's.
+
+    Raises:
+        UserError: any mistake in what was typed or what the machine offers.
+    """
+    options = parse(argv)
+    if options.help:
+        print(help_text())
+        return 0
+    plan = build_plan(options, os.environ)
+    if options.dry_run:
+        print(json.dumps(as_json(plan), indent=2) if options.as_json else details(plan))
+        return 0
+    if plan.is_started:
+        return _become(plan)
+    return _start(plan, options, argv)
+
+
+def _become(plan: LaunchPlan) -> int:
+    if plan.ranks[0].rank == 0:
+        print(f"launch: {plan.notes[0]}", file=sys.stderr, flush=True)
+    env = {**os.environ, **{name: setting.value for name, setting in plan.env.items()}}
+    try:
+        os.execvpe(plan.argv[0], plan.argv, env)
+    except OSError as error:
+        raise UserError(f"cannot run {plan.argv[0]!r}: {error.strerror}", where="the command to launch",
+                        exit_code=127) from error
+
+
+def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
+    # Imported where ranks really start: --dry-run and --help do without.
+    from ezpz_llm.launch.precheck import check_first
+    from ezpz_llm.launch.supervise import run
+    from ezpz_llm.rundir import update_record
+
+    if code := check_first(plan.target, plan.command, len(plan.ranks), os.environ):
+        return code
+    plan = _claim_run_dir(plan, options)
+    print(details(plan) if options.explain else summary(plan), file=sys.stderr, flush=True)
+    update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
+    outcome = run(plan, options.idle_limit_s)
+    update_record(plan.run_dir, exit={"code": outcome.code, "cause": outcome.cause, "ended": time.time()})
+    return outcome.code
+
+
+def _claim_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
+    """Make the run directory; a default one is this launch's alone, even if another began in the same second."""
+    while run_dir_of(plan.target, options.run_dir) is None:
+        try:
+            plan.run_dir.path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            plan = build_plan(options, os.environ)
+        except OSError:
+            # create() says what is wrong with the place.
+            break
+    plan.run_dir.create()
+    # Records and heartbeats of an earlier run in the same directory would be taken for this one's.
+    for folder in (plan.run_dir.errors, plan.run_dir.path / "heartbeat"):
+        for stale in folder.glob("rank*"):
+            stale.unlink()
+    for path, content in plan.files.items():
+        path.write_text(content)
+    return plan
+
+
+def _record(plan: LaunchPlan, typed: Sequence[str]) -> dict[str, object]:
+    return {
+        "typed": ["launch", *typed],
+        "argv": list(plan.argv),
+        "command": list(plan.command),
+        "scheduler": plan.allocation.scheduler,
+        "job_id": plan.allocation.job_id,
+        "hosts": list(plan.hosts),
+        "launcher": plan.launcher.kind,
+        "dialect": plan.launcher.dialect,
+        "world_size": len(plan.ranks),
+        "env": {name: setting.value for name, setting in plan.env.items()},
+        "started": time.time(),
+    }

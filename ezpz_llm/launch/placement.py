@@ -1,0 +1,103 @@
+"""How many ranks each host gets, and who said so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.devices import Devices
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks a host, for the hosts that get any, in the order in which ranks are numbered."""
+
+    ranks: tuple[tuple[str, int], ...]
+    source: str
+
+    @property
+    def world_size(self) -> int:
+        return sum(count for _, count in self.ranks)
+
+    @property
+    def most(self) -> int:
+        """The largest number of ranks on any host."""
+        return max(count for _, count in self.ranks)
+
+    @property
+    def uniform(self) -> bool:
+        return all(count == self.most for _, count in self.ranks)
+
+
+def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
+    """Ranks a host by, in this order: `ranks` and `per_host` as the user typed them (-n, --ppn); slots that the
+    reservation or the hostfile asks for; the visible devices, where there are several; one.
+
+    With `ranks` alone, hosts are filled in order by the same rule if that suffices, else evenly.
+
+    Raises:
+        UserError: more ranks than --ppn or a hostfile's slots leave room for.
+    """
+    hosts = allocation.hosts
+    if per_host is not None:
+        wanted = per_host * len(hosts) if ranks is None else ranks
+        if wanted > per_host * len(hosts):
+            raise UserError(f"{ranks} ranks do not fit on {len(hosts)} host(s) with {per_host} a host",
+                            where=f"-n {ranks} --ppn {per_host}",
+                            instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
+        room, source = [per_host] * len(hosts), "--ppn"
+    else:
+        room = [_natural(host, devices) for host in hosts]
+        source = _natural_source(allocation, devices)
+        wanted = sum(room) if ranks is None else ranks
+        if ranks is not None:
+            source = "-n"
+        if wanted > sum(room):
+            room = _widened(allocation, room, wanted)
+    counts = _fill(room, wanted)
+    _check_slots(allocation, counts)
+    return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
+
+
+def _natural(host: Host, devices: Devices) -> int:
+    if host.slots is not None:
+        return host.slots
+    return max(1, len(devices.ids) if host.devices is None else host.devices)
+
+
+def _natural_source(allocation: Allocation, devices: Devices) -> str:
+    if any(host.slots is not None for host in allocation.hosts):
+        return f"slots of {allocation.source}"
+    if len(devices.ids) > 1:
+        return f"{len(devices.ids)} visible devices ({devices.source})"
+    return "one a host: no slots and no more than one visible device"
+
+
+def _widened(allocation: Allocation, room: list[int], wanted: int) -> list[int]:
+    # Hosts whose slots the user's hostfile states keep to them; the others share what is left evenly.
+    fixed = [allocation.slots_are_a_limit and host.slots is not None for host in allocation.hosts]
+    free = fixed.count(False)
+    if not free:
+        raise UserError(f"{wanted} ranks, but the hosts have slots for {sum(room)}", where=allocation.source,
+                        instead=f"-n {sum(room)}, or more slots in the hostfile")
+    left = wanted - sum(count for count, is_fixed in zip(room, fixed, strict=True) if is_fixed)
+    even = -(-left // free)
+    return [count if is_fixed else even for count, is_fixed in zip(room, fixed, strict=True)]
+
+
+def _fill(room: list[int], wanted: int) -> list[int]:
+    counts = []
+    for space in room:
+        counts.append(min(space, wanted))
+        wanted -= counts[-1]
+    return counts
+
+
+def _check_slots(allocation: Allocation, counts: list[int]) -> None:
+    if not allocation.slots_are_a_limit:
+        return
+    for host, count in zip(allocation.hosts, counts, strict=True):
+        if host.slots is not None and count > host.slots:
+            raise UserError(f"{count} ranks for host {host.name}, which has {host.slots} slot(s)",
+                            where=allocation.source, instead=f"--ppn {host.slots}, or more slots in the hostfile")

@@ -1,0 +1,37 @@
+"""The check before the start: our own commands find their configuration errors before any rank runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.target import Target
+
+TIMEOUT_S = 120
+
+
+def check_first(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str]) -> int:
+    """Run `command --check --world-size N` once, where it is one of our own commands.
+
+    Returns 0 where all is well or there is nothing to check; else the check's code, after showing what it said.
+
+    Raises:
+        UserError: the check does not end.
+    """
+    if target.module is None:
+        return 0
+    words = [*command, "--check", "--world-size", str(world_size)]
+    try:
+        done = subprocess.run(words, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError as error:
+        raise UserError(f"command not found: {command[0]}", where="the command to launch", exit_code=127) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"the check before the start took longer than {TIMEOUT_S} s",
+                        where=" ".join(words)) from error
+    if done.returncode:
+        print(done.stdout.decode(errors="replace").rstrip(), file=sys.stderr)
+        print("launch: nothing was started: the command's own check failed", file=sys.stderr, flush=True)
+    return done.returncode if done.returncode >= 0 else 128 - done.returncode
