@@ -45,8 +45,18 @@ def test_step_0_loss_of_the_124m(gpt2):
     tokens = torch.randint(50257, (2, 97))
     with torch.no_grad():
         loss = gpt2(tokens[:, :-1], tokens[:, 1:]).item()
+        unpadded = gpt2(tokens[:, :-1])[..., :50257].flatten(0, 1)
+        without_padding = torch.nn.functional.cross_entropy(unpadded, tokens[:, 1:].flatten()).item()
     assert math.log(50257) < loss < math.log(50257) + 0.3
     assert abs(loss - expected_loss(gpt2.config)) < 0.1
+    assert 0 < loss - without_padding < 0.002  # 47 rows more among 50257: ln(50304 / 50257) = 0.0009
+
+
+def test_padding_leaves_the_other_values_as_they_are():
+    padded, exact = (initialised(get_model_config("tiny-gpt2", vocab_multiple=n)) for n in (64, 1))
+    tokens = torch.randint(257, (1, 8))
+    assert torch.equal(padded.transformer["wte"].weight[:257], exact.transformer["wte"].weight)
+    torch.testing.assert_close(padded(tokens)[..., :257], exact(tokens))
 
 
 def test_decay_groups_of_the_124m(gpt2):
