@@ -26,9 +26,9 @@ class Spread:
     high: float
 
 
-def read_history(run_dir: RunDir, after_step: int = 0) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl with a step above `after_step`, in order."""
-    return [line for line in read_lines(run_dir.metrics) if line["step"] > after_step]
+def read_history(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, in order of their steps."""
+    return list(read_lines(run_dir.metrics))
 
 
 def steady(rows: Sequence[Row]) -> list[Row]:

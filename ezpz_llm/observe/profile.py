@@ -79,8 +79,8 @@ class HostProfile:
 class TraceProfile:
     """A torch.profiler trace of the window's operators and kernels, phases named: `profile/trace-rankNNNN.json.gz`.
 
-    Opens in https://ui.perfetto.dev. The profiler needs a step to warm up, so the file begins with the window's
-    second step, unless it has only one.
+    Opens in https://ui.perfetto.dev. Steps are slower while they are traced; the profiler sets itself up before the
+    first of them begins.
     """
 
     def __init__(self, run_dir: RunDir, rank: int, window: Window) -> None:
@@ -93,24 +93,19 @@ class TraceProfile:
     def before_step(self, step: int) -> None:
         """Start at the window's first step."""
         if step == self._window.first:
-            warmup = min(1, self._window.steps - 1)
-            schedule = torch.profiler.schedule(wait=0, warmup=warmup, active=self._window.steps - warmup, repeat=1)
-            self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            self._profiler = torch.profiler.profile()
             self._profiler.start()
 
     def after_step(self, step: int) -> None:
-        """Move the profiler on; the trace is written after the window's last step."""
-        if self._profiler is not None:
-            self._profiler.step()
-            if step == self._window.last:
-                self.close()
+        """Stop and write after the window's last step."""
+        if step == self._window.last:
+            self.close()
 
     def close(self) -> None:
         """Write what there is, if the window was entered and not yet closed."""
-        if self._profiler is not None:
-            profiler, self._profiler = self._profiler, None
-            profiler.stop()
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        profiler, self._profiler = self._profiler, None
         profiler.export_chrome_trace(str(self._target))
         self.path = self._target

@@ -17,6 +17,7 @@ from ezpz_llm.rundir import RunDir
 
 EVALUATION_LIMIT = 0.2
 """The share of wall time in evaluation above which the summary warns."""
+_ENOUGH_TO_LEARN = 20  # steps; fewer may end in warm-up
 
 _COMMUNICATION = ("  Communication runs inside backward and optimizer, under ZeRO-3 inside forward too;\n"
                   "  these spans do not separate it.\n")
@@ -27,7 +28,8 @@ class Summary:
     """What this process's steps came to. Times are rank 0's, in seconds, over steady steps only.
 
     `phase_share` is of the summed step time and adds up to 1; `wall` is the whole run's, by what it was spent on.
-    The loss is the mean of the last tenth of the steps (at most 50), beside that of the first step.
+    The last loss is the mean over the last tenth of the steps (at most 50); the first is that of the run
+    directory's first line, which for a resumed run may be another process's.
     """
 
     steps: int
@@ -60,8 +62,8 @@ class Summary:
                          "--eval-tokens leaves more for training")
         if self.mfu is not None and self.mfu > 1:
             found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
-        if self.first_loss is not None and (self.last_loss is None or self.last_loss >= self.first_loss) \
-                and self.steps > 1:
+        if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)
+                                                   and self.last_loss < self.first_loss):
             found.append("the loss did not fall: the speed of this run says nothing")
         return found
 
@@ -75,7 +77,8 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
         unigram_entropy: of the corpus, in nats a token.
         straggler: see MetricsLog.straggler.
     """
-    rows = read_history(run_dir, after_step=first_step)
+    history = read_history(run_dir)
+    rows = [row for row in history if row["step"] > first_step]
     if not rows:
         return None
     timed = steady(rows)
@@ -88,7 +91,7 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     return Summary(
         steps=rows[-1]["step"],
         timed_steps=len(timed),
-        first_loss=rows[0]["loss"],
+        first_loss=history[0]["loss"],
         last_loss=sum(last_losses) / len(last_losses) if all(map(finite, last_losses)) else None,
         val_loss=evaluated[-1]["val_loss"] if evaluated else None,
         val_step=evaluated[-1]["step"] if evaluated else None,

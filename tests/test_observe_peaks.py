@@ -1,0 +1,55 @@
+"""Stated peaks: the names torch reports find the dense rate, anything else finds nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ezpz_llm.observe import peak_flops
+from ezpz_llm.observe.peaks import find_peak
+
+
+@pytest.mark.parametrize(("name", "units", "precision", "teraflops"), [
+    ("NVIDIA A100-SXM4-80GB", 108, "bf16", 312),
+    ("NVIDIA A100 80GB PCIe", 108, "tf32", 156),
+    ("NVIDIA H100 80GB HBM3", 132, "bf16", 989),
+    ("NVIDIA H100 PCIe", 114, "bf16", 756),
+    ("NVIDIA H100 NVL", 132, "bf16", 835),
+    ("NVIDIA H200", 132, "fp32", 67),
+    ("NVIDIA GH200 480GB", 132, "bf16", 989),
+    ("Tesla V100-SXM2-16GB", 80, "fp16", 125),
+    ("NVIDIA L40S", 142, "bf16", 362),
+    ("NVIDIA L4", 58, "fp16", 121),
+    ("NVIDIA A10", 72, "bf16", 125),
+    ("AMD Instinct MI250X", 110, "bf16", 191.5),
+    ("AMD Instinct MI300X", 304, "bf16", 1307.4),
+    ("Intel(R) Data Center GPU Max 1550", 512, "bf16", 419.4),
+    ("Intel(R) Data Center GPU Max 1550", 1024, "bf16", 838.8),
+    ("Intel(R) Data Center GPU Max 1550", 448, "bf16", 366.975),
+])
+def test_known_devices(name, units, precision, teraflops):
+    peak = find_peak(name, precision, units)
+    assert peak.flops == pytest.approx(teraflops * 1e12)
+    assert peak.device == name
+    assert peak.source
+
+
+@pytest.mark.parametrize(("name", "units", "precision"), [
+    ("NVIDIA A10G", 80, "bf16"),  # another part than the A10
+    ("NVIDIA L40", 142, "bf16"),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, "bf16"),
+    ("NVIDIA A100-SXM-64GB", 124, "bf16"),  # a special edition with more multiprocessors
+    ("AMD Instinct MI300X", 38, "bf16"),  # one partition of eight
+    ("AMD Instinct MI250", 104, "bf16"),
+    ("Tesla V100-SXM2-16GB", 80, "bf16"),  # has no bf16 matrix units
+    ("NVIDIA GeForce RTX 4090", 128, "bf16"),
+    ("", None, "bf16"),
+])
+def test_everything_else_has_none(name, units, precision):
+    assert find_peak(name, precision, units) is None
+
+
+def test_a_cpu_has_none_and_an_unknown_precision_is_an_error():
+    assert peak_flops(torch.device("cpu"), "fp32") is None
+    with pytest.raises(ValueError, match="bfloat16"):
+        find_peak("NVIDIA A100-SXM4-80GB", "bfloat16")

@@ -1,0 +1,104 @@
+"""Terminal plots: awkward series draw or say that they cannot, files are plain, scales are the steady run's."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ezpz_llm.observe import plot_run, series_plot, wants_colour
+from ezpz_llm.observe.plots import downsample
+from ezpz_llm.rundir import RunDir, append_line
+
+# In a process of its own: what plotext's C++ part cannot take aborts the process, beyond any except clause.
+AWKWARD = """
+import json, sys
+from ezpz_llm.observe.plots import series_plot
+nan, inf = float("nan"), float("inf")
+series = {
+    "empty": ([], []), "one point": ([3], [2.0]), "constant": ([1, 2, 3], [5, 5, 5]),
+    "nan": ([1, 2, 3, 4], [1, nan, inf, None]), "only nan": ([1, 2], [nan, nan]),
+    "nan in x": ([1, nan, 3], [1, 2, 3]),
+    "huge": ([1, 2, 3], [1, 1e30, 3]), "past huge": ([1, 2], [1e308, -1e308]), "tiny": ([1, 2], [1e-300, 2e-300]),
+    "negative": ([1, 2], [-1e30, 0]), "same x": ([2, 2], [1, 3]),
+    "many": (list(range(100000)), list(range(100000))),
+}
+json.dump({name: series_plot(x, y, "t", "step", "s", 60, 10) for name, (x, y) in series.items()}, sys.stdout)
+"""
+
+
+def test_awkward_series_draw_or_say_why_not():
+    result = subprocess.run([sys.executable, "-c", AWKWARD], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    plots = json.loads(result.stdout)
+    nothing = {"empty", "only nan", "past huge"}
+    for name, text in plots.items():
+        assert ("nothing to draw" in text) == (name in nothing), name
+        assert all(len(line) <= 60 for line in text.splitlines()), name
+    assert "1e+30" in plots["huge"]
+    assert len(plots["many"].splitlines()) == 10
+
+
+def make_run(tmp_path, steps=200):
+    run_dir = RunDir(tmp_path / "run").create()
+    for step in range(1, steps + 1):
+        slow = step in (1, steps)
+        append_line(run_dir.metrics, {
+            "step": step, "loss": None if step == 50 else 5 - step / 100, "step_time_s": 9.0 if slow else 0.1,
+            "tokens_per_second": 10.0 if slow else 1000.0 + step,
+            **({"val_loss": 5.25 - step / 100} if step % 100 == 0 else {})})
+    return run_dir
+
+
+def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_path):
+    run_dir = make_run(tmp_path)
+    shown = plot_run(run_dir, width=72)
+    files = {path.name: path.read_text() for path in run_dir.plots.iterdir()}
+    assert set(files) == {"loss.txt", "step_time_s.txt", "tokens_per_second.txt"}
+    for text in files.values():
+        assert "\x1b" not in text
+        assert text in shown
+        assert all(len(line) <= 72 for line in text.splitlines())
+    assert "line: training, o: validation" in files["loss.txt"]
+    assert sum(line.count("o") for line in files["loss.txt"].splitlines()[1:]) == 2
+    assert "100┤" in files["step_time_s.txt"], "the scale is the steady steps', 100 ms"
+    assert "9000" not in files["step_time_s.txt"]
+    coloured = plot_run(run_dir, width=72, colour=True)
+    assert "\x1b[" in coloured
+    assert "\x1b" not in (run_dir.plots / "loss.txt").read_text()
+
+
+def test_a_run_without_steps_still_leaves_its_plots(tmp_path):
+    run_dir = RunDir(tmp_path / "run").create()
+    assert plot_run(run_dir).count("nothing to draw") == 3
+    assert len(list(run_dir.plots.iterdir())) == 3
+
+
+def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert wants_colour(Terminal())
+    assert not wants_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colour(Terminal())
+
+
+@pytest.mark.parametrize("length", [10, 160, 161, 1500, 9999])
+def test_downsampling_keeps_means_and_order(length):
+    x, y = downsample(list(range(length)), [float(i) for i in range(length)], 160)
+    assert len(x) == len(y) == min(length, 160)
+    assert x == sorted(x)
+    assert x == y
+    assert sum(y) / len(y) == pytest.approx((length - 1) / 2, rel=0.01)
+
+
+def test_a_plot_names_its_axes():
+    text = series_plot([1, 2, 3], [3.0, 2.0, 1.0], "loss", "iter", "nats", 60, 12)
+    assert text.splitlines()[0].strip() == "loss (nats) over iter"
+    assert len(text.splitlines()) == 12

@@ -1,0 +1,91 @@
+"""Two real ranks: losses are averaged in one collective a flush, rank 0 alone writes, the slow rank is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from ezpz_llm.rundir import RunDir, read_lines
+
+RANK = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from types import SimpleNamespace
+from ezpz_llm.observe import MetricsLog, StepTimeline, StepWork, run_environment
+from ezpz_llm.rundir import RunDir
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+cpu = torch.device("cpu")
+me = SimpleNamespace(rank=rank, world_size=world, is_main=rank == 0, device=cpu, backend="gloo",
+                     info=SimpleNamespace(source="torchrun"))
+collectives = []
+for name in ("all_reduce", "all_gather", "reduce", "broadcast", "all_gather_into_tensor"):
+    def counted(*args, _original=getattr(dist, name), _name=name, **kwargs):
+        collectives.append(_name)
+        return _original(*args, **kwargs)
+    setattr(dist, name, counted)
+
+run_dir = RunDir(Path(sys.argv[1]))
+log = MetricsLog(run_dir, me, StepWork(1, 1, world, world, 16), total_steps=20, flush_every=10)
+timeline = StepTimeline(cpu)
+for step in range(1, 21):
+    timeline.begin_step()
+    with timeline.span("data"):
+        time.sleep(0.001 + 0.005 * rank)
+    timeline.end_step()
+    bad = step == 15 and rank == 1
+    log.record(step, torch.tensor(float("nan") if bad else step + 0.1 * rank), torch.tensor(0.5), 1e-3)
+    if log.due:
+        log.flush(timeline)
+log.flush(timeline)
+flush_collectives = list(collectives)
+straggler = log.straggler()
+environment = run_environment(me)
+Path(f"{sys.argv[1]}/rank{rank}.json").write_text(json.dumps({
+    "collectives": flush_collectives, "straggler": [straggler.rank, straggler.seconds, straggler.median_s],
+    "non_finite_step": log.non_finite_step, "environment": environment}))
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks(tmp_path):
+    run_dir = RunDir(tmp_path / "run").create()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "NCCL_API_KEY": "hush"}
+    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                             "--", str(script), str(run_dir.path)],
+                            env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    lines = list(read_lines(run_dir.metrics))
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        if line["step"] == 15:
+            assert line["loss"] is None
+        else:
+            assert abs(line["loss"] - (line["step"] + 0.05)) < 1e-6
+        assert line["grad_norm"] == 0.5
+        assert abs(line["tokens_per_second"] / line["tokens_per_second_per_device"] - 2) < 1e-9
+    assert result.stdout.count("val loss") == 1, "one rank prints the legend, once"
+    assert "not finite from step 15 on" in result.stdout
+
+    ranks = [json.loads((run_dir.path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in ranks:
+        assert rank["collectives"] == ["all_reduce"] * 3, "one collective a flush (after steps 1, 10 and 20)"
+        slowest, seconds, median = rank["straggler"]
+        assert slowest == 1
+        assert seconds > 0.006 > median > 0.001
+        assert rank["non_finite_step"] == 15
+    environment = ranks[0]["environment"]
+    assert len(environment["hosts"]) == 1
+    assert environment["versions"]["torch"]
+    assert environment["versions"]["deepspeed"]
+    assert environment["variables"]["OMP_NUM_THREADS"] == "1"
+    assert environment["variables"]["NCCL_API_KEY"] == "[redacted]"
+    assert environment["device"]["type"] == "cpu"
