@@ -95,9 +95,12 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
     if workers is not None and workers < 1:
         raise UserError(f"{workers} workers", where="--workers", instead="give 1 or more")
     folder = request.folder
-    if not _finished(request):
-        waiting = f"waiting for another process that prepares {folder}"
-        with writing(folder), building(folder, lambda: _finished(request), lambda: say(waiting)) as hidden:
+    if not _ready(request):
+        def waiting() -> None:
+            if progress:
+                say(f"waiting for another process that prepares {folder}")
+
+        with writing(folder), building(folder, lambda: _finished(request), waiting) as hidden:
             if hidden is not None:
                 _make(request, hidden, workers or _default_workers(request.corpus.size), progress)
     return folder
@@ -113,9 +116,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None) -> None:
         _check_prepared(folder, tokenizer)
         return
     request = _request(corpus, tokenizer, None, None, SHARD_TOKENS)
-    if request.tokenizer == "gpt2":
-        GPT2_VOCAB.find()
-    _finished(request)
+    _ready(request)
 
 
 def _request(corpus: str, tokenizer: str | None, out: Path | None, val_fraction: float | None,
@@ -156,6 +157,14 @@ def _finished(request: Request) -> bool:
     raise UserError(found, where=str(folder), instead="name another folder with --out, or remove this one first")
 
 
+def _ready(request: Request) -> bool:
+    """Whether there is nothing to do; else that the tokenizer's file is there is made sure of."""
+    ready = _finished(request)
+    if not ready and request.tokenizer == "gpt2":
+        GPT2_VOCAB.find()
+    return ready
+
+
 def _default_workers(size: int) -> int:
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, _MOST_WORKERS, size // _BYTES_PER_WORKER))
@@ -165,7 +174,8 @@ def _make(request: Request, folder: Path, workers: int, show: bool) -> None:
     corpus, began = request.corpus, time.monotonic()
     label = f"preparing {corpus.words} ({request.tokenizer})"
     if show:
-        say(f"{label}: {len(corpus.files):,} files, {corpus.size / 1e6:,.1f} MB, {workers} "
+        files = "1 file" if len(corpus.files) == 1 else f"{len(corpus.files):,} files"
+        say(f"{label}: {files}, {corpus.size / 1e6:,.1f} MB, {workers} "
             f"{'process' if workers == 1 else 'processes'}")
     tokenizer = _tokenizer(request)
     writer = ShardWriter(folder, TRAIN, token_dtype(tokenizer.vocab_size), request.shard_tokens)

@@ -122,6 +122,6 @@ def writing(path: Path):
         yield
     except OSError as error:
         raise UserError(
-            f"cannot write here: {error.strerror or error}", where=str(path),
+            f"cannot write here: {error.strerror or error}", where=str(error.filename or path),
             instead="make room, or name another place (--out DIR, or EZPZ_LLM_CACHE for the cache)",
         ) from error

@@ -7,6 +7,7 @@ ranks, micro batch and accumulation only divide those samples, and any of them m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,8 @@ from ezpz_llm.errors import UserError
 
 IGNORED = -100
 """The target that a loss leaves out."""
+# Samples whose starts are computed in one call, which costs hardly more for thousands than for a few.
+_BLOCK = 4096
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)
 
 
@@ -98,10 +101,19 @@ class Batches:
         """
         share = self.global_batch // self.dp_size
         first = consumed + self.dp_rank * share
-        starts = sample_windows(len(self.stream), self.block_size, self.seed, np.arange(first, first + share))
-        windows = self.stream.windows(starts, self.block_size + 1)
+        windows = self.stream.windows(self._starts(first, first + share), self.block_size + 1)
         return [(part[:, :-1], part[:, 1:])
                 for part in np.split(windows, share // self.micro_batch)]
+
+    def _starts(self, first: int, stop: int) -> np.ndarray:
+        blocks = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
+        starts = [_start_block(len(self.stream), self.block_size, self.seed, block) for block in blocks]
+        return np.concatenate(starts)[first - blocks.start * _BLOCK:stop - blocks.start * _BLOCK]
+
+
+@functools.lru_cache(maxsize=16)
+def _start_block(stream_len: int, block_size: int, seed: int, block: int) -> np.ndarray:
+    return sample_windows(stream_len, block_size, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
 
 
 class ValidationWindows:
