@@ -181,6 +181,8 @@ def test_stdlib_by_default(cache: Path) -> None:
     check_corpus("stdlib")
     assert time.perf_counter() - began < 0.3
     assert prepare(str(folder), "bytes") == folder
+    with pytest.raises(UserError, match="prepared already"):
+        prepare(str(folder), val_fraction=0.3)
     with pytest.raises(UserError, match="with the tokenizer bytes, not char"):
         check_corpus(str(folder), "char")
 

@@ -1,4 +1,4 @@
-"""`python3 -m ezpz_llm.data`."""
+"""Turn text into token shards; verify and show them; provide a tokenizer's file."""
 
 from ezpz_llm.data.commands import main
 from ezpz_llm.errors import run_command

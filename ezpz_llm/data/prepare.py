@@ -90,6 +90,9 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
     """
     if folder := prepared_folder(corpus):
         _check_prepared(folder, tokenizer)
+        if out is not None or val_fraction is not None:
+            raise UserError("this folder is prepared already: its place and its split are what they are",
+                            where=str(folder), instead="leave --out and --val-fraction out")
         return folder
     request = _request(corpus, tokenizer, out, val_fraction, shard_tokens)
     if workers is not None and workers < 1:
