@@ -1,0 +1,40 @@
+"""From a resolved layout to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.precision import autocast_forward
+from ezpz_llm.engine.resolve import Resolved
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],
+                 eps: float, param_groups: Sequence[dict[str, Any]]) -> Engine:
+    """Move the model to its device, give it its precision, and put it under AdamW in its layout's engine. Collective.
+
+    Args:
+        model: initialised alike on every rank; the engine keeps and changes it.
+        param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.decay`).
+
+    Raises:
+        UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
+    """
+    model.to(dist.device)
+    model.train()
+    autocast_forward(model, dist.device, resolved.precision)
+    groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
+    adam = {"lr": lr, "betas": betas, "eps": eps}
+    if resolved.layout.engine == "torch":
+        from ezpz_llm.engine.torch_engine import TorchEngine
+
+        return TorchEngine(model, resolved, dist, groups, adam)
+    from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(model, resolved, dist, groups, adam)

@@ -1,0 +1,90 @@
+"""The engine of layouts zero0 to zero3: DeepSpeed under a client optimizer, in fp32 with our autocast inside.
+
+Written against DeepSpeed 0.19. It is given fp32 parameters and no precision block in every precision: that way its
+reductions, its optimizer and its norms are fp32 for each stage, and a loss scale is one that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
+from ezpz_llm.engine.checkpoint.slices import EngineState
+from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
+from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.optimizer import make_adamw, set_lr
+from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.resolve import Resolved
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+class DeepSpeedEngine(Engine):
+    """A `deepspeed.DeepSpeedEngine` behind the common interface."""
+
+    def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
+                 adam: dict[str, Any]) -> None:
+        self.module = model
+        self.device = dist.device
+        self.layout, self.batch = resolved.layout, resolved.batch
+        self._clip = resolved.clip
+        self._mesh = dist.mesh
+        self._scale = LossScale() if resolved.precision == "fp16" else None
+        dist.ensure_group()
+        deepspeed = import_deepspeed(dist.device.type)
+        if self.layout.offload_optimizer == "cpu":
+            load_op("cpu_adam")
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
+        else:
+            optimizer = make_adamw(groups, adam, dist.device)
+        # DeepSpeed demands LOCAL_RANK even where it is given the device otherwise.
+        os.environ.setdefault("LOCAL_RANK", str(dist.info.local_rank))
+        self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
+                                            optimizer=optimizer, config=dict(resolved.deepspeed))[0]
+
+    def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
+        self._engine.set_gradient_accumulation_boundary(last_micro_step)
+        return self._engine(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed divides by the accumulation itself. Its ZeRO optimizers apply the loss scale, stage 0 has none.
+        if self._scale is not None:
+            if self.layout.zero_stage == 0:
+                loss = loss * self._scale.scale
+            else:
+                self._engine.optimizer.override_loss_scale(self._scale.scale)
+        self._engine.backward(loss)
+
+    def step(self, lr: float) -> Tensor:
+        set_lr(self._engine.optimizer, lr)
+        norm = self._step_whole() if self.layout.zero_stage == 0 else self._step_partitioned()
+        if self._scale is not None:
+            finite = bool(torch.isfinite(norm))
+            self._scale.update(finite)
+            self.skipped_steps += not finite
+        return norm
+
+    def _step_whole(self) -> Tensor:
+        """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
+        scale = 1.0 if self._scale is None else self._scale.scale
+        norm = norm_and_clip(self.module.parameters(), self._clip, scale)
+        if self._scale is not None and not torch.isfinite(norm):
+            self._engine.zero_grad()
+            return torch.full_like(norm, float("inf"))
+        self._engine.step()
+        return norm
+
+    def _step_partitioned(self) -> Tensor:
+        """Stages 1 to 3 skip a step whose norm is not finite, and then report it as infinite."""
+        self._engine.step()
+        return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+
+    def training_state(self) -> EngineState:
+        return deepspeed_state(self._engine, self._mesh.dp_rank, self._mesh.dp_size, self._scale)

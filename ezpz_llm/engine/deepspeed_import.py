@@ -1,0 +1,47 @@
+"""Importing DeepSpeed so that it stays quiet and compiles nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from types import ModuleType
+
+from ezpz_llm.engine.ops import built_library, refuse_unbuilt
+
+
+def import_deepspeed(device_type: str) -> ModuleType:
+    """DeepSpeed for this kind of device, with its messages below errors turned off."""
+    # Read when DeepSpeed is first imported; without it a CPU run on a machine with GPUs would take a GPU.
+    if device_type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed calls collectives by names that torch has since renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\..*|torch\.distributed\..*")
+    import deepspeed
+    import deepspeed.ops.adam
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Else the first process group on CPUs compiles this op; nothing in training uses it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def load_op(name: str) -> None:
+    """Let DeepSpeed find a compiled op where `doctor --build-ops` put it, without asking a compiler.
+
+    DeepSpeed's own way would take the op's lock and run ninja on every rank, and compile where nothing is built.
+
+    Raises:
+        UserError: it is not built for this Python, torch and processor.
+    """
+    refuse_unbuilt(name)
+    library = built_library(name)
+    if library is None:
+        return  # compiled into this installation of DeepSpeed
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    spec = importlib.util.spec_from_file_location(name, library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    OpBuilder._loaded_ops[name] = module

@@ -1,0 +1,199 @@
+"""What a user's own ds_config says about the run: taken over, or refused with the reason (imports no torch).
+
+A ds_config of ours is a layout and says nothing of the run. One written for another trainer also holds batch
+numbers, clipping, precision, an optimizer and a scheduler, often as "auto".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ezpz_llm.engine.ds_config import DsConfig
+from ezpz_llm.errors import UserError
+
+BATCH_KEYS = {"global_batch": "train_batch_size", "micro_batch": "train_micro_batch_size_per_gpu",
+              "accumulation": "gradient_accumulation_steps"}
+_OPTIMIZERS = ("adamw", "adam")
+_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
+           "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A key that changes what the run computes: only `allowed` values pass."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    why: str
+
+
+_OFF = (False, None)
+_RULES = (
+    _Rule("managed_gradient_accumulation", (True,), "the training loop says which micro-step is the last"),
+    _Rule("gradient_allreduce_op", ("mean",), "gradients are averaged over ranks"),
+    _Rule("communication_data_type", ("fp32", None), "gradients are reduced in fp32 in every precision"),
+    _Rule("data_types.grad_accum_dtype", ("fp32", None), "gradients are fp32 in every precision"),
+    _Rule("data_types.param_dtype", ("fp32", None), "parameters are fp32 in every precision"),
+    _Rule("bf16.bf16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
+    _Rule("fp16.fp16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
+    _Rule("fp16.loss_scale", (0, None), "fp16 needs a dynamic loss scale, which DeepSpeed writes as 0"),
+    _Rule("zero_optimization.compute_grad_norm", (True,), "the gradient norm of each step is logged"),
+    _Rule("zero_optimization.zero_quantized_weights", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zero_quantized_nontrainable_weights", _OFF,
+          "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zero_quantized_gradients", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zenflow", _OFF, "it does not compute the same steps as the other layouts"),
+    _Rule("zero_optimization.legacy_stage1", _OFF, "DeepSpeed has removed it"),
+    _Rule("zero_optimization.cpu_offload_param", _OFF, "parameters stay on the device"),
+    _Rule("zero_optimization.offload_param.device", ("none", None), "parameters stay on the device"),
+    _Rule("zero_optimization.offload_optimizer.device", ("none", "cpu", None),
+          "optimizer state is offloaded to host memory"),
+    _Rule("zero_optimization.offload_optimizer.super_offload", _OFF, "optimizer state is offloaded whole"),
+    _Rule("zero_optimization.offload_optimizer.ratio", (1, None), "optimizer state is offloaded whole"),
+    _Rule("tensor_parallel.autotp_size", (0, 1, None), "DeepSpeed would split the model's layers on its own"),
+    _Rule("sequence_parallel_size", (1, None), "the sequence-parallel degree supported here is 1"),
+    _Rule("compile.deepcompile", _OFF, "--compile compiles the model's blocks"),
+    _Rule("data_efficiency.enabled", _OFF, "the order of samples is a function of the seed"),
+    _Rule("hybrid_engine.enabled", _OFF, "it is for generation during training"),
+    _Rule("autotuning.enabled", _OFF, "it starts runs of its own"),
+    _Rule("expert_parallel.enabled", _OFF, "the models have no experts"),
+    _Rule("checkpoint.load_universal", _OFF, "checkpoints have their own, layout-neutral form"),
+)
+
+
+@dataclass
+class Wishes:
+    """What the file says of the run; None is nothing. `rest` is what is left for DeepSpeed."""
+
+    rest: dict[str, Any]
+    batch: dict[str, int] = field(default_factory=dict)
+    clip: float | None = None
+    precision: str | None = None
+    adam: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_wishes(config: DsConfig) -> Wishes:
+    """Sort a ds_config into what it says of the run and what is DeepSpeed's.
+
+    Raises:
+        UserError: a value of the wrong type, or one that would change what the run computes.
+    """
+    _refuse(config)
+    wishes = Wishes(deepcopy(config.values))
+    autos = _drop_autos(wishes.rest, "")
+    if autos:
+        wishes.notes.append(f"\"auto\" in {config.path.name} is filled by the run or left to DeepSpeed: "
+                            f"{', '.join(autos)}")
+    rest = wishes.rest
+    for name, key in BATCH_KEYS.items():
+        if (value := rest.pop(key, None)) is not None:
+            wishes.batch[name] = _number(value, key, config, whole=True)
+    if (clip := rest.pop("gradient_clipping", None)) is not None:
+        wishes.clip = _number(clip, "gradient_clipping", config)
+    wishes.precision = _precision(rest, wishes, config)
+    _optimizer(rest.pop("optimizer", None) or {}, wishes, config)
+    _scheduler(rest.pop("scheduler", None) or {}, wishes, config)
+    for key in ("communication_data_type", "data_types", "tensor_parallel", "sequence_parallel_size"):
+        rest.pop(key, None)  # what passed the rules says what is done anyhow
+    return wishes
+
+
+def _refuse(config: DsConfig) -> None:
+    for rule in _RULES:
+        value = _look_up(config.values, rule.key)
+        if value is _ABSENT or value == "auto" or any(_same(value, allowed) for allowed in rule.allowed):
+            continue
+        allowed = " or ".join(json.dumps(choice) for choice in rule.allowed if choice is not None)
+        raise UserError(f"{rule.key} is {json.dumps(value)}; supported here: {allowed}", where=str(config.path),
+                        instead=f"delete the key ({rule.why})")
+
+
+_ABSENT = object()
+
+
+def _look_up(values: Mapping[str, Any], dotted: str) -> Any:
+    found: Any = values
+    for key in dotted.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return _ABSENT
+        found = found[key]
+    return found
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    # True is 1 to Python, and not to a reader of JSON.
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _drop_autos(values: dict[str, Any], prefix: str) -> list[str]:
+    found = []
+    for key, value in list(values.items()):
+        if value == "auto":
+            del values[key]
+            found.append(prefix + key)
+        elif isinstance(value, dict):
+            found += _drop_autos(value, f"{prefix}{key}.")
+    return found
+
+
+def _number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise UserError(f"{key} is {json.dumps(value)}, not a {'whole ' if whole else ''}number",
+                        where=str(config.path))
+    return value
+
+
+def _precision(rest: dict[str, Any], wishes: Wishes, config: DsConfig) -> str | None:
+    blocks = {name: rest.pop(name, None) or {} for name in ("bf16", "bfloat16", "fp16", "torch_autocast")}
+    asked = {name: name.replace("bfloat16", "bf16") for name in ("bf16", "bfloat16", "fp16")
+             if blocks[name].get("enabled")}
+    if blocks["torch_autocast"].get("enabled"):
+        dtype = str(blocks["torch_autocast"].get("dtype"))
+        if dtype not in _DTYPES:
+            raise UserError(f"torch_autocast.dtype is {dtype!r}", where=str(config.path), instead='"bfloat16"')
+        asked["torch_autocast"] = _DTYPES[dtype]
+    if len(set(asked.values())) > 1:
+        raise UserError(f"both bf16 and fp16 are enabled ({', '.join(asked)})", where=str(config.path),
+                        instead="enable one of them")
+    if not asked:
+        return None
+    precision = next(iter(asked.values()))
+    wishes.notes.append(f"{', '.join(asked)} in {config.path.name} selects {precision}: the forward pass under "
+                        "autocast, parameters, gradients and optimizer in fp32")
+    return precision
+
+
+def _optimizer(block: dict[str, Any], wishes: Wishes, config: DsConfig) -> None:
+    if not block:
+        return
+    kind, params = str(block.get("type", "AdamW")), block.get("params") or {}
+    if kind.lower() not in _OPTIMIZERS or params.get("adam_w_mode") is False:
+        raise UserError(f"the optimizer is {kind}, with adam_w_mode {params.get('adam_w_mode', True)}; supported: AdamW",
+                        where=f"optimizer in {config.path}", instead='"type": "AdamW", or no optimizer block')
+    betas = params.get("betas")
+    if betas is not None:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise UserError(f"optimizer.params.betas is {json.dumps(betas)}", where=str(config.path),
+                            instead="[0.9, 0.95]")
+        params = {**params, "beta1": betas[0], "beta2": betas[1]}
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
+        if name in params:
+            wishes.adam[name] = float(_number(params[name], f"optimizer.params.{name}", config))
+
+
+def _scheduler(block: dict[str, Any], wishes: Wishes, config: DsConfig) -> None:
+    if not block:
+        return
+    params = block.get("params") or {}
+    if "warmup_num_steps" in params:
+        key = "scheduler.params.warmup_num_steps"
+        wishes.adam["warmup_steps"] = _number(params["warmup_num_steps"], key, config, whole=True)
+    if "warmup_max_lr" in params:
+        wishes.adam["lr"] = float(_number(params["warmup_max_lr"], "scheduler.params.warmup_max_lr", config))
+    wishes.notes.append(f"the schedule is linear warm-up and cosine; of scheduler {block.get('type', '')} in "
+                        f"{config.path.name} only the warm-up steps and the peak rate are used")

@@ -1,0 +1,105 @@
+"""DeepSpeed's compiled ops: where ours are kept and whether one is there (imports neither torch nor DeepSpeed)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.resources import cache_dir
+
+OPS = {"cpu_adam": "CPUAdamBuilder"}
+"""The ops that layouts use, by the name of DeepSpeed's builder."""
+
+
+def ops_dir() -> Path:
+    """The folder of ops for this Python, torch, DeepSpeed and processor.
+
+    The processor counts because ops are compiled for the machine that builds them; another one might not have its
+    instructions.
+    """
+    versions = "-".join(f"{name}{_version(name)}" for name in ("torch", "deepspeed"))
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return cache_dir() / "ops" / f"{python}-{versions}-{platform.machine()}-{_processor()}"
+
+
+def built_library(name: str) -> Path | None:
+    """The file that `doctor --build-ops` made, if it is there."""
+    library = ops_dir() / name / f"{name}.so"
+    return library if library.is_file() else None
+
+
+def is_built(name: str) -> bool:
+    """Whether a run can use the op as it is: from the cache, or compiled into the installed DeepSpeed."""
+    return built_library(name) is not None or name in _installed_ops()
+
+
+def lock_file(name: str) -> Path:
+    """What a build in progress holds, and a killed build leaves behind."""
+    return ops_dir() / name / "lock"
+
+
+def stale_locks() -> list[Path]:
+    """Locks in the cache, of any version; a lock is stale unless a build is running."""
+    return sorted((cache_dir() / "ops").glob("*/*/lock"))
+
+
+def refuse_unbuilt(name: str, needed_by: str | None = None) -> None:
+    """Raise if the op is not there.
+
+    Raises:
+        UserError: says how to build it, and names the lock of an unfinished build.
+    """
+    if is_built(name):
+        return
+    lock = lock_file(name)
+    unfinished = f" (an unfinished build left {lock})" if lock.exists() else ""
+    raise UserError(f"DeepSpeed's compiled op {name} is not built for this Python, torch and processor{unfinished}",
+                    where=needed_by, instead=f"ezpz-llm doctor --build-ops {name}")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"{name} is not installed in this Python", where=sys.executable,
+                        instead=f"pip install {name}, or run inside launchers/with-env") from None
+
+
+@functools.cache
+def _processor() -> str:
+    """A short hash of the processor's model and instruction sets."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = {line.split(":")[0].strip(): line for line in _first_processor(file)}
+    except OSError:
+        return platform.processor() or "unknown"
+    known = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+    return hashlib.sha256(known.encode()).hexdigest()[:8]
+
+
+def _first_processor(lines):
+    for line in lines:
+        if not line.strip():
+            return
+        yield line
+
+
+def _installed_ops() -> frozenset[str]:
+    """Ops that were compiled when DeepSpeed was installed, as its own record says."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    record = Path(spec.origin).with_name("git_version_info_installed.py")
+    if not record.is_file():
+        return frozenset()
+    for line in record.read_text().splitlines():
+        if line.startswith("installed_ops="):
+            return frozenset(name for name, built in ast.literal_eval(line.split("=", 1)[1]).items() if built)
+    return frozenset()

@@ -1,0 +1,76 @@
+"""One precision recipe per dtype, the same in every engine.
+
+fp32: parameters and arithmetic in fp32.
+bf16: parameters, gradients, their reduction and the optimizer in fp32; the forward pass, and with it the backward
+pass's matrix products, under torch.autocast in bfloat16.
+fp16: as bf16 with float16, and a dynamic loss scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def native_precision(device: torch.device) -> str:
+    """What "auto" means: bf16 on accelerators that multiply matrices in it, else fp32.
+
+    CPUs get fp32: small models, which is what trains on CPUs, lose more to the casts than bf16 gains.
+    """
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if device.type == "xpu" else "fp32"
+
+
+def autocast_forward(module: nn.Module, device: torch.device, precision: str) -> None:
+    """Let this module's forward pass run in `precision` whoever calls it.
+
+    The module's own `forward` is wrapped, and not the call to the engine: DeepSpeed's engine switches an autocast
+    that surrounds it off, and evaluation calls the module without the engine.
+    """
+    if precision == "fp32":
+        return
+    dtype = DTYPES[precision]
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype):
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+class LossScale:
+    """A dynamic loss scale for fp16, with torch.amp.GradScaler's constants.
+
+    Kept apart from GradScaler because its verdict must be one for all ranks: it is taken on the global gradient
+    norm, which every rank has, and not on the gradients a rank happens to hold. After Micikevicius et al. 2018,
+    arXiv:1710.03740.
+    """
+
+    GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, scale: float = 65536.0) -> None:
+        self.scale = scale
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve the scale after an overflow; double it after INTERVAL steps without one."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale *= self.BACKOFF
+        elif self.good_steps == self.INTERVAL:
+            self.scale *= self.GROWTH
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.good_steps = state["scale"], state["good_steps"]

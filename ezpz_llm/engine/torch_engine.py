@@ -1,0 +1,65 @@
+"""The engine of layout ddp: torch's DistributedDataParallel, or the bare model where there is one rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.checkpoint.torch_state import TorchState
+from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.optimizer import make_adamw, set_lr
+from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.resolve import Resolved
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+class TorchEngine(Engine):
+    """Whole parameters, gradients and moments on every rank; gradients averaged once a step."""
+
+    def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
+                 adam: dict[str, Any]) -> None:
+        self.module = model
+        self.device = dist.device
+        self.layout, self.batch = resolved.layout, resolved.batch
+        self._clip = resolved.clip
+        self._mesh = dist.mesh
+        self._optimizer = make_adamw(groups, adam, dist.device)
+        self._scale = LossScale() if resolved.precision == "fp16" else None
+        self._wrapped = model if self.batch.dp_size == 1 else DistributedDataParallel(
+            model, device_ids=None if dist.device.index is None else [dist.device.index],
+            process_group=dist.mesh.group("dp"), gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
+        # The forward pass decides whether the backward pass reduces: the flag comes first.
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._wrapped.require_backward_grad_sync = last_micro_step
+        return self._wrapped(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss = loss / self.batch.accumulation
+        (loss if self._scale is None else loss * self._scale.scale).backward()
+
+    def step(self, lr: float) -> Tensor:
+        set_lr(self._optimizer, lr)
+        scale = 1.0 if self._scale is None else self._scale.scale
+        norm = norm_and_clip(self.module.parameters(), self._clip, scale)
+        finite = True
+        if self._scale is not None:
+            finite = bool(torch.isfinite(norm))
+            self._scale.update(finite)
+        if finite:
+            self._optimizer.step()
+        else:
+            self.skipped_steps += 1
+            norm = torch.full_like(norm, float("inf"))
+        self._optimizer.zero_grad()
+        return norm
+
+    def training_state(self) -> TorchState:
+        return TorchState(self.module, self._optimizer, self._mesh.dp_rank, self._mesh.dp_size, self._scale)
