@@ -1,0 +1,78 @@
+"""Which device a rank computes on, and the backend that goes with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.launch.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+BACKENDS = {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
+"""ROCm's devices are called cuda in torch, and RCCL nccl."""
+
+
+def choose_device(asked: str | None, info: RankInfo) -> torch.device:
+    """The device of this rank: of the type asked for, or the best there is.
+
+    One visible device is device 0 (schedulers often show each rank its own); otherwise the local rank counts.
+
+    Raises:
+        UserError: an unknown type, none of that type, or fewer devices than ranks on this host.
+    """
+    kind = _best() if asked in (None, "auto") else asked
+    if kind not in BACKENDS:
+        raise unknown("device", kind, [*BACKENDS, "auto"], where="--device")
+    count = _count(kind)
+    if count == 0:
+        raise UserError(f"no {kind} device is visible to this process", where="--device",
+                        instead="--device cpu, or a reservation with devices")
+    if kind in ("cpu", "mps"):
+        return torch.device(kind)
+    if count > 1 and info.local_rank >= count:
+        raise UserError(f"local rank {info.local_rank} has no device: {count} {kind} devices for {info.local_size} "
+                        "ranks on this host", instead=f"at most {count} ranks a host (launch --ppn {count})")
+    device = torch.device(kind, 0 if count == 1 else info.local_rank)
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+def _best() -> str:
+    return next(kind for kind in BACKENDS if _count(kind))
+
+
+def _count(kind: str) -> int:
+    if kind == "cpu":
+        return 1
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = getattr(torch, kind)
+    return module.device_count() if module.is_available() else 0
+
+
+def device_identity(device: torch.device) -> str | None:
+    """What tells this physical device from its neighbours; None where ranks may share (CPU)."""
+    if device.type not in ("cuda", "xpu"):
+        return None
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    return str(getattr(properties, "uuid", None) or f"index {device.index}")
+
+
+def claim_device(store: Store, host: str, identity: str, rank: int) -> None:
+    """Register a rank's device before training starts.
+
+    Raises:
+        UserError: another rank of this host has it already.
+    """
+    key = f"device/{host}/{identity}"
+    if store.add(f"{key}/ranks", 1) == 1:
+        store.set(f"{key}/owner", str(rank))
+        return
+    owner = store.get(f"{key}/owner").decode()
+    raise UserError(f"ranks {owner} and {rank} on {host} share one device ({identity})",
+                    instead="as many ranks a host as it has devices (launch --ppn), or a mask that shows each rank "
+                            "its own")

@@ -1,0 +1,35 @@
+"""Seeds for everything random, none of which coincide (no torch)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from ezpz_llm.errors import UserError
+
+Purpose = Literal["init", "data", "dropout", "sample"]
+
+_PURPOSES = get_args(Purpose)
+_MASK = 2**64 - 1
+
+
+def seed_for(seed: int, purpose: Purpose, index: int = 0) -> int:
+    """A 64-bit seed for one stream of random numbers of a run.
+
+    (seed, purpose, index) is packed into 64 bits and mixed by SplitMix64's finaliser (Steele et al. 2014), which is
+    a bijection: no two streams of any two runs share a seed.
+
+    Args:
+        seed: the run's, below 2^32.
+        index: below 2^24: a parameter's number for "init", the data-parallel rank for "dropout".
+
+    Raises:
+        UserError: seed or index out of range.
+    """
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed {seed} is out of range", where="--seed", instead="0 to 4294967295")
+    if not 0 <= index < 2**24:
+        raise UserError(f"index {index} of a random stream is out of range")
+    value = seed << 32 | _PURPOSES.index(purpose) << 24 | index
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31

@@ -1,0 +1,148 @@
+"""Set a process up as a rank: who it is, what it computes on, whom it talks to, where it writes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity
+from ezpz_llm.dist.master import find_master
+from ezpz_llm.dist.mesh import Degrees, Mesh
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo, find_rank
+from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
+
+
+@dataclass
+class Dist:
+    """A rank that is set up. As a context manager it closes the process group, also after an exception.
+
+    `backend` is None for a single process, which has no process group unless `ensure_group` makes one.
+    """
+
+    info: RankInfo
+    device: torch.device
+    backend: str | None
+    mesh: Mesh
+    run_dir: RunDir
+
+    @property
+    def rank(self) -> int:
+        return self.info.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.info.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes for all."""
+        return self.info.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def ensure_group(self) -> None:
+        """Make a process group for a single process too, for engines that cannot do without."""
+        if not torch.distributed.is_initialized():
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group(BACKENDS[self.device.type], store=store, rank=0, world_size=1)
+
+    def close(self) -> None:
+        """Leave the process group together with the others."""
+        if torch.distributed.is_initialized():
+            self.barrier()
+            torch.distributed.destroy_process_group()
+
+    def __enter__(self) -> Dist:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        elif torch.distributed.is_initialized():
+            # The others may be anywhere: waiting for them could take for ever.
+            torch.distributed.destroy_process_group()
+
+
+def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, run_dir: Path | None = None,
+          name: str = "run", timeout_s: float = 1800) -> Dist:
+    """Set this process up under whatever launcher started it, or alone. Collective.
+
+    Args:
+        device: "auto", "cuda", "xpu", "mps" or "cpu".
+        run_dir: a run directory asked for; otherwise launch's, or a new one that rank 0 chooses.
+        name: what a new run directory is called after.
+        timeout_s: how long a collective may take before the process group gives up.
+
+    Raises:
+        UserError: broken rank variables, another world size than launch promised, no address of rank 0, no device,
+            two ranks on one device, two different run directories.
+    """
+    info = find_rank(os.environ)
+    _check_promise(info)
+    degrees = Degrees.of_world(info.world_size, tp, pp, sp)
+    chosen = choose_device(device, info)
+    backend = None
+    if info.world_size > 1:
+        backend = BACKENDS[chosen.type]
+        _join(info, chosen, backend, timeout_s)
+    _export(info)
+    folder = _agree_on_run_dir(info, run_dir, name)
+    return Dist(info, chosen, backend, Mesh(degrees, info.rank), folder)
+
+
+def _check_promise(info: RankInfo) -> None:
+    promised = os.environ.get(WORLD_SIZE_VARIABLE)
+    if promised is None or int(promised) == info.world_size:
+        return
+    raise UserError(f"launch started {promised} ranks, but this process sees {info.world_size} ({info.source})",
+                    where=f"rank {info.rank} on {socket.gethostname()}",
+                    instead="the mpiexec that belongs to the MPI in use (launch --explain shows which one "
+                            "was taken), or srun with a PMI: srun --mpi=none makes every rank a world of its own")
+
+
+def _join(info: RankInfo, device: torch.device, backend: str, timeout_s: float) -> None:
+    address, port = find_master(info, os.environ)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # torchrun's agent holds the port itself: its store is joined, not made again.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = torch.distributed.TCPStore(address, port, info.world_size, info.rank == 0 and not agent, timeout)
+    store = torch.distributed.PrefixStore(f"ezpz_llm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if (identity := device_identity(device)) is not None:
+        claim_device(store, socket.gethostname(), identity, info.rank)
+    torch.distributed.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size,
+                                         timeout=timeout, device_id=device if device.type == "cuda" else None)
+
+
+def _export(info: RankInfo) -> None:
+    """Tell libraries that read the environment themselves (DeepSpeed does) what was found."""
+    os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size), LOCAL_RANK=str(info.local_rank),
+                      LOCAL_SIZE=str(info.local_size))
+
+
+def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> RunDir:
+    given = os.environ.get(RUN_DIR_VARIABLE)
+    if given and asked is not None and Path(given).resolve() != asked.resolve():
+        raise UserError(f"two run directories: launch made {given}, the command asks for {asked}",
+                        where=f"{RUN_DIR_VARIABLE} and --run-dir", instead="one of the two, or the same in both")
+    chosen = [str((Path(given) if given else asked or default_run_dir(name).path).absolute())]
+    if info.world_size > 1:
+        torch.distributed.broadcast_object_list(chosen, src=0)
+    run_dir = RunDir(Path(chosen[0]))
+    if info.rank == 0:
+        run_dir.create()
+    if info.world_size > 1:
+        torch.distributed.barrier()
+    return run_dir
