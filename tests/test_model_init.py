@@ -117,7 +117,7 @@ def test_values_do_not_depend_on_random_state_or_on_the_order_of_construction():
 
 def test_parameters_and_seeds_differ():
     config = get_model_config("tiny-gpt2", n_layer=2)
-    models = [initialised(config, seed) for seed in (0, 1, 2 ** 31, 2 ** 32, 2 ** 32 + 1)]
+    models = [initialised(config, seed) for seed in (0, 1, 1337, 2 ** 31, 2 ** 32 - 1)]
     starts = [tuple((p.flatten()[:4] / p.std()).tolist()) for model in models
               for p in model.parameters() if p.dim() >= 2]
     assert len({tuple(round(x, 4) for x in start) for start in starts}) == len(starts) == 5 * 10
