@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -26,14 +27,19 @@ series = {
     "negative": ([1, 2], [-1e30, 0]), "same x": ([2, 2], [1, 3]),
     "many": (list(range(100000)), list(range(100000))),
 }
-json.dump({name: series_plot(x, y, "t", "step", "s", 60, 10) for name, (x, y) in series.items()}, sys.stdout)
+plots = {name: series_plot(x, y, "t", "step", "s", 60, 10) for name, (x, y) in series.items()}
+plots["wide"] = series_plot([1, 2], [1, 2], "t", "step", "s", 100, 30)
+json.dump(plots, sys.stdout)
 """
 
 
 def test_awkward_series_draw_or_say_why_not():
-    result = subprocess.run([sys.executable, "-c", AWKWARD], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", AWKWARD], env={**os.environ, "COLUMNS": "40", "LINES": "8"},
+                            capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     plots = json.loads(result.stdout)
+    wide = plots.pop("wide").splitlines()
+    assert (len(wide), max(map(len, wide))) == (30, 100), "a plot is as large as asked for, whatever the terminal"
     nothing = {"empty", "only nan", "past huge"}
     for name, text in plots.items():
         assert ("nothing to draw" in text) == (name in nothing), name
