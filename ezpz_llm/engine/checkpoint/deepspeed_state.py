@@ -6,7 +6,7 @@ once, as they are after a step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,19 +16,28 @@ from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
 from ezpz_llm.errors import UserError
 
+if TYPE_CHECKING:
+    from ezpz_llm.engine.precision import LossScale
 
-def deepspeed_state(engine: Any, rank: int, world_size: int) -> EngineState:
-    """The state of a `deepspeed.DeepSpeedEngine`. `rank` and `world_size` are among the data-parallel ranks."""
+
+def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | None) -> EngineState:
+    """The state of a `deepspeed.DeepSpeedEngine`.
+
+    Args:
+        rank, world_size: among the data-parallel ranks.
+        scale: the loss scale of fp16, if there is one.
+    """
     stage = engine.zero_optimization_stage()
     if stage == 0:
-        return TorchState(engine.module, engine.optimizer, rank, world_size, engine.torch_autocast_z0_gradscaler)
-    return PartitionedParameters(engine) if stage == 3 else PartitionedOptimizer(engine)
+        return TorchState(engine.module, engine.optimizer, rank, world_size, scale)
+    return PartitionedParameters(engine, scale) if stage == 3 else PartitionedOptimizer(engine, scale)
 
 
 class _ZeroState(EngineState):
     """What stages 1 to 3 have in common: fp32 in flat buffers, stepped by an optimizer inside the optimizer."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, scale: LossScale | None) -> None:
+        super().__init__(scale)
         self.zero = engine.optimizer
         self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
         # Stage 3 empties a parameter's own shape; the real one is then in ds_shape.
@@ -39,15 +48,8 @@ class _ZeroState(EngineState):
     def optimizer_step(self) -> int:
         return moments.get_step(self.zero.optimizer)
 
-    @property
-    def loss_scale(self) -> dict[str, Any] | None:
-        scaler = self.zero.torch_autocast_gradscaler
-        return scaler.state_dict() if scaler is not None else None
-
-    def loaded(self, optimizer_step: int, loss_scale: dict[str, Any] | None) -> None:
+    def loaded(self, optimizer_step: int) -> None:
         moments.set_step(self.zero.optimizer, optimizer_step)
-        if self.zero.torch_autocast_gradscaler is not None and loss_scale is not None:
-            self.zero.torch_autocast_gradscaler.load_state_dict(loss_scale)
         self._refresh_model()
 
     def _refresh_model(self) -> None:
@@ -84,8 +86,8 @@ class PartitionedOptimizer(_ZeroState):
 class PartitionedParameters(_ZeroState):
     """Stage 3: each parameter is cut evenly over the ranks (the last part padded), then laid out in sub-groups."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Any, scale: LossScale | None) -> None:
+        super().__init__(engine, scale)
         if self.zero.swap_optimizer:
             raise UserError("checkpoints cannot be made of optimizer state that is offloaded to NVMe",
                             where="zero_optimization.offload_optimizer.device",

@@ -17,9 +17,8 @@ from ezpz_llm.engine.checkpoint.slices import Slice
 from ezpz_llm.errors import UserError
 
 if TYPE_CHECKING:
-    from ezpz_llm.engine.base import Engine
-
     from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.base import Engine
 
 
 def load(folder: Path, engine: Engine, dist: Dist) -> dict[str, Any]:
@@ -54,7 +53,9 @@ def load(folder: Path, engine: Engine, dist: Dist) -> dict[str, Any]:
             _fill(part, index, files)
         if same_world:
             rng.restore(_random_states(files.open(shard_name(dist.rank))), engine.device)
-    training.loaded(state["optimizer_step"], state["loss_scale"])
+    training.loaded(state["optimizer_step"])
+    if training.scale is not None and state["loss_scale"] is not None:
+        training.scale.load_state_dict(state["loss_scale"])
     return {**state, "rng_restored": same_world}
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ezpz_llm.engine.checkpoint.index import Box
+
+if TYPE_CHECKING:
+    from ezpz_llm.engine.precision import LossScale
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class EngineState(ABC):
     shapes: dict[str, tuple[int, ...]]
     """The global shape of every parameter, tied ones once, the same on all ranks."""
 
+    def __init__(self, scale: LossScale | None) -> None:
+        self.scale = scale
+
     @abstractmethod
     def slices(self) -> list[Slice]:
         """Everything this rank holds. Moments that do not exist before the first step are made (zero)."""
@@ -56,13 +62,8 @@ class EngineState(ABC):
     def optimizer_step(self) -> int:
         """The optimizer's own count of the steps it has made, which Adam's bias correction uses."""
 
-    @property
     @abstractmethod
-    def loss_scale(self) -> dict[str, Any] | None:
-        """The state of dynamic loss scaling in JSON's types; None where there is none."""
-
-    @abstractmethod
-    def loaded(self, optimizer_step: int, loss_scale: dict[str, Any] | None) -> None:
+    def loaded(self, optimizer_step: int) -> None:
         """Make the rest of the engine follow slices that were just written. Collective: every rank calls it."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,6 +10,9 @@ from torch import nn
 from ezpz_llm.engine.checkpoint import moments
 from ezpz_llm.engine.checkpoint.index import whole
 from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
+
+if TYPE_CHECKING:
+    from ezpz_llm.engine.precision import LossScale
 
 
 class TorchState(EngineState):
@@ -19,16 +22,16 @@ class TorchState(EngineState):
         module: the plain model, below any wrapper.
         optimizer: the optimizer whose parameters are the module's.
         rank, world_size: among the data-parallel ranks, which share the writing.
-        scaler: the gradient scaler of fp16, if there is one.
+        scale: the loss scale of fp16, if there is one.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
-                 scaler: torch.amp.GradScaler | None = None) -> None:
+                 scale: LossScale | None) -> None:
+        super().__init__(scale)
         self.named = dict(module.named_parameters())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}
         self.optimizer = optimizer
         self.rank, self.world_size = rank, world_size
-        self.scaler = scaler
 
     def slices(self) -> list[Slice]:
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -44,11 +47,5 @@ class TorchState(EngineState):
     def optimizer_step(self) -> int:
         return moments.get_step(self.optimizer)
 
-    @property
-    def loss_scale(self) -> dict[str, Any] | None:
-        return self.scaler.state_dict() if self.scaler is not None else None
-
-    def loaded(self, optimizer_step: int, loss_scale: dict[str, Any] | None) -> None:
+    def loaded(self, optimizer_step: int) -> None:
         moments.set_step(self.optimizer, optimizer_step)
-        if self.scaler is not None and loss_scale is not None:
-            self.scaler.load_state_dict(loss_scale)

@@ -31,9 +31,8 @@ from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
 
 if TYPE_CHECKING:
-    from ezpz_llm.engine.base import Engine
-
     from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.base import Engine
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """What a rank wrote: its file, and (parameter name, piece) for what is in it."""
@@ -99,7 +98,7 @@ def _write_shard(folder: Path, rank: int, training: EngineState, device: torch.d
 def _facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
     return {
         "optimizer_step": training.optimizer_step,
-        "loss_scale": training.loss_scale,
+        "loss_scale": None if training.scale is None else training.scale.state_dict(),
         "world_size": dist.world_size,
         "layout": engine.layout.name,
         "versions": {"ezpz_llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
