@@ -8,6 +8,7 @@ A document may cross from one shard to the next, and from the training to the va
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,6 +165,12 @@ class TokenData:
     def unigram_entropy(self) -> float:
         """Nats per token of the whole corpus: what a model that knows only token frequencies would reach."""
         return self.manifest["unigram_entropy"]
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these tokens and their order from any others: a hash over the hashes of the shards."""
+        hashes = [shard["sha256"] for split in (TRAIN, VAL) for shard in self.manifest["splits"][split]["shards"]]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def split(self, name: str) -> TokenStream:
         """The split "train" or "val"."""

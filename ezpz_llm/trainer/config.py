@@ -40,7 +40,7 @@ class TrainConfig:
     steps: int = _value(1500, "optimizer steps in all")
     lr: float = _value(4e-3, "peak learning rate")
     min_lr: float | None = _value(None, "learning rate at the end of the cosine (default: a tenth of the peak)")
-    warmup_steps: int = _value(100, "steps of linear warm-up")
+    warmup_steps: int | None = _value(None, "steps of linear warm-up (default: 100, or a tenth of a shorter run)")
     beta1: float = _value(0.9, "AdamW's first moment decay")
     beta2: float = _value(0.95, "AdamW's second moment decay")
     eps: float = _value(1e-8, "AdamW's epsilon")

@@ -1,4 +1,4 @@
-"""The training step, to be read on one screen, and what happens between steps."""
+"""The training step, to be read on one screen."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
 
 
-def train_steps(session: Session) -> None:
-    """Run the optimizer steps that are left, then flush what was measured."""
+def train(session: Session) -> None:
+    """Run the optimizer steps that are left. Every rank runs it in lockstep."""
     for step in range(session.step, session.config.steps):
         session.heartbeat.beat("train", step)
-        session.profiles.before_step(step)
-        train_step(session, step)
+        for profile in session.profiles:
+            profile.before_step(step)
+        with session.clock.span("training"):
+            train_step(session, step)
         session.step = step + 1
-        session.profiles.after_step(step)
+        for profile in session.profiles:
+            profile.after_step(step)
         after_step(session)
-    session.flush()
 
 
 def train_step(session: Session, step: int) -> None:
-    """One optimizer step on the next `global_batch` samples.
+    """Optimizer step `step` (from 0), on the next `global_batch` samples.
 
     Nothing in it waits for the device: the loss and the norm stay there until the next flush, and only the
     timeline synchronises, at the end of the step.
     """
-    engine, timeline, batches = session.engine, session.timeline, session.batches
-    config = session.config
-    rate = learning_rate(step, peak=config.lr, floor=session.min_lr, warmup_steps=config.warmup_steps,
+    config, engine, timeline = session.config, session.engine, session.timeline
+    rate = learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
                          max_steps=config.steps)
+    loss = torch.zeros((), device=engine.device)
     timeline.begin_step()
     with timeline.span("data"):
-        micro_batches = batches.micro_batches(session.position.consumed)
-    loss = torch.zeros((), device=engine.device)
+        micro_batches = session.batches.micro_batches(session.position.consumed)
     for index, arrays in enumerate(micro_batches):
         with timeline.span("data"):
             tokens, targets = (torch.from_numpy(array).to(engine.device, non_blocking=True) for array in arrays)
@@ -46,5 +47,5 @@ def train_step(session: Session, step: int) -> None:
     with timeline.span("optimizer"):
         grad_norm = engine.step(rate)
     timeline.end_step()
-    session.position = session.position.advance(session.plan.resolved.batch.global_batch)
+    session.position = session.position.advance(session.batches.global_batch)
     session.metrics.record(step + 1, loss, grad_norm, rate)

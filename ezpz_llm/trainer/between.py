@@ -1,0 +1,75 @@
+"""What happens between steps: log lines, validation, samples, checkpoints. All of it collective."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.engine import checkpoint
+from ezpz_llm.evaluate.sampling import sample
+from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.trainer.session import Session
+
+
+def after_step(session: Session) -> None:
+    """Do what is due after the step that has just finished; after the last one, everything."""
+    config, step = session.config, session.step
+    last = step == config.steps
+    if last or _due(step, config.eval_every):
+        with session.clock.span("evaluation"):
+            validate(session)
+    if last or session.metrics.due or _due(step, config.eval_every):
+        with session.clock.span("logging"):
+            session.metrics.flush(session.timeline)
+    if config.sample_tokens and (last or _due(step, config.sample_every)):
+        with session.clock.span("sampling"):
+            show_sample(session)
+    if config.save_every >= 0 and (last or _due(step, config.save_every)):
+        with session.clock.span("checkpoints"):
+            save(session)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def validate(session: Session) -> None:
+    """Measure the validation loss on the run's fixed tokens and put it on this step's line."""
+    session.heartbeat.beat("evaluate", session.step)
+    engine, mesh = session.engine, session.dist.mesh
+    with engine.evaluating():
+        loss, tokens = validation_loss(
+            lambda inputs, targets: engine.module(inputs, targets, reduction="sum"),
+            session.validation.batches(session.batches.micro_batch, mesh.dp_rank, mesh.dp_size),
+            device=engine.device, dp_size=mesh.dp_size, group=mesh.group("dp"))
+    session.metrics.record_validation(session.step, loss, tokens)
+
+
+def show_sample(session: Session) -> None:
+    """Generate a short text and print it on rank 0. Every rank takes part, since parameters may be sharded."""
+    session.heartbeat.beat("sample", session.step)
+    config, engine, tokenizer = session.config, session.engine, session.data.tokenizer
+    prompt = torch.from_numpy(np.asarray(tokenizer.encode(config.prompt), dtype=np.int64))[None].to(engine.device)
+    generator = torch.Generator().manual_seed(seed_for(config.seed, "sample", session.step))
+    with engine.evaluating():
+        ids = sample(engine.module, prompt, new_tokens=config.sample_tokens, generator=generator,
+                     block_size=session.plan.model.block_size, vocab_size=session.data.vocab_size)
+    if session.dist.is_main:
+        text = tokenizer.decode(ids[0].tolist())
+        lines = "\n".join(f"  | {line}" for line in text.splitlines())
+        print(f"\nsample after step {session.step}:\n{lines}\n", flush=True)
+
+
+def save(session: Session) -> None:
+    """Write a checkpoint, then remove the oldest ones beyond `keep_last`."""
+    session.heartbeat.beat("checkpoint", session.step)
+    dist, position = session.dist, session.position
+    checkpoint.save(session.engine, dist, dist.run_dir, {
+        "step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
+        "seed": session.config.seed, "data": session.data.fingerprint, "model": asdict(session.plan.model),
+    })
+    if dist.is_main:
+        checkpoint.prune(dist.run_dir, session.config.keep_last)

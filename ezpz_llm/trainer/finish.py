@@ -1,0 +1,38 @@
+"""The end of a run: plots, where the time went, and the result in run.json."""
+
+from __future__ import annotations
+
+import sys
+
+from ezpz_llm.observe import HostProfile, final_text, plot_run, summarise, wants_colour, where_time_went
+from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.session import Session
+
+
+def finish(session: Session) -> int:
+    """Close the profiles, draw and print on rank 0; the exit code: 1 if the loss stopped being a number."""
+    for profile in session.profiles:
+        profile.close()
+    straggler = session.metrics.straggler()
+    diverged = session.metrics.non_finite_step
+    if session.dist.is_main:
+        report(session, straggler)
+    if diverged is not None and session.dist.is_main:
+        print(f"error: the loss is not a number from step {diverged} on\n  instead: a lower --lr, or --clip 1",
+              file=sys.stderr, flush=True)
+    return 0 if diverged is None else 1
+
+
+def report(session: Session, straggler) -> None:
+    """Print plots, tables and the closing block, and put the result into run.json."""
+    run_dir = session.dist.run_dir
+    summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
+                        unigram_entropy=session.data.unigram_entropy, straggler=straggler)
+    colour = wants_colour()
+    profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
+    print("\n" + plot_run(run_dir, colour=colour))
+    print(where_time_went(summary, session.dist.world_size, rich=colour))
+    print(final_text(summary, run_dir, profile), end="", flush=True)
+    update_record(run_dir, val_loss=summary.val_loss, val_tokens=session.validation.predictions,
+                  steps=session.step, samples_consumed=session.position.consumed,
+                  sample_hash=session.position.sample_hash, summary=summary.as_record())

@@ -1,0 +1,26 @@
+"""One training run from set-up to summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ezpz_llm.dist.setup import setup
+from ezpz_llm.trainer.finish import finish
+from ezpz_llm.trainer.loop import train
+from ezpz_llm.trainer.options import Options
+from ezpz_llm.trainer.session import WallClock
+from ezpz_llm.trainer.start import start
+
+
+def run(options: Options) -> int:
+    """Train as `options` say; returns the exit code. Every rank calls it."""
+    config = options.config
+    clock = WallClock()
+    run_dir = Path(config.run_dir) if config.run_dir is not None else None
+    with clock.span("set-up"):
+        dist = setup(device=config.device, run_dir=run_dir, name=config.model)
+    with dist:
+        with clock.span("set-up"):
+            session = start(options, dist, clock)
+        train(session)
+        return finish(session)

@@ -1,0 +1,64 @@
+"""Everything a run holds while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ezpz_llm.data.samples import Batches, ValidationWindows
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile
+from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.plan import RunPlan
+from ezpz_llm.trainer.position import Position
+
+
+@dataclass
+class WallClock:
+    """Seconds of the run's wall time by what they were spent on; what no span covers is "other"."""
+
+    started: float = field(default_factory=time.perf_counter)
+    spans: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to `name`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans[name] = self.spans.get(name, 0.0) + time.perf_counter() - begin
+
+    def split(self) -> dict[str, float]:
+        """Seconds by name so far, adding up to the run's wall time."""
+        total = time.perf_counter() - self.started
+        return {**self.spans, "other": total - sum(self.spans.values())}
+
+
+@dataclass
+class Session:
+    """A run in progress. `step` counts finished optimizer steps, `position` the data they consumed."""
+
+    plan: RunPlan
+    dist: Dist
+    data: TokenData
+    batches: Batches
+    validation: ValidationWindows
+    engine: Engine
+    work: StepWork
+    timeline: StepTimeline
+    metrics: MetricsLog
+    profiles: list[HostProfile | TraceProfile]
+    heartbeat: Heartbeat
+    clock: WallClock
+    first_step: int
+    step: int
+    position: Position
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.plan.config

@@ -1,0 +1,176 @@
+"""From parsed options to a session ready for its first step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.samples import Batches, validation_windows
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.engine import checkpoint
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.checkpoint.agree import raise_together
+from ezpz_llm.engine.precision import native_precision
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.compile import compile_blocks
+from ezpz_llm.model.config import parameter_count
+from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.flops import flops_per_token
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import init_weights
+from ezpz_llm.observe import (
+    HostProfile,
+    MetricsLog,
+    StepTimeline,
+    StepWork,
+    TraceProfile,
+    peak_flops,
+    profile_window,
+    run_environment,
+)
+from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.options import Options
+from ezpz_llm.trainer.plan import RunPlan, plan_run
+from ezpz_llm.trainer.position import Position
+from ezpz_llm.trainer.session import Session, WallClock
+
+
+def start(options: Options, dist: Dist, clock: WallClock) -> Session:
+    """Prepare the data, build the model and its engine, go back to a checkpoint if asked to. Collective.
+
+    Raises:
+        UserError: whatever the user can mend; the same on every rank.
+    """
+    heartbeat = Heartbeat(dist.run_dir, dist.rank)
+    heartbeat.beat("start")
+    data = open_data(options, dist)
+    plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
+    if plan.resolved.precision == "auto":
+        plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
+    config, batch = plan.config, plan.resolved.batch
+    validation = validation_windows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
+    batches = Batches(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
+                      global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                      dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
+    engine = make_engine(plan, dist)
+    first_step, position = 0, Position()
+    if config.resume is not None:
+        first_step, position = go_back(Path(config.resume), plan, data, engine, dist)
+    work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
+                    flops_per_token(plan.model), peak_flops(dist.device, plan.resolved.precision))
+    metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
+                         flush_every=config.log_every)
+    record(plan, data, work, dist)
+    return Session(plan, dist, data, batches, validation, engine, work, StepTimeline(dist.device), metrics,
+                   profiles(plan, dist, first_step), heartbeat, clock, first_step, first_step, position)
+
+
+def open_data(options: Options, dist: Dist) -> TokenData:
+    """The corpus as token shards; rank 0 prepares them while the others wait."""
+    config, error = options.config, None
+    try:
+        if dist.is_main:
+            prepare(config.corpus, config.tokenizer)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    return TokenData.open(prepare(config.corpus, config.tokenizer, progress=False))
+
+
+def make_engine(plan: RunPlan, dist: Dist) -> Engine:
+    """The model, initialised alike on every rank, in the engine of the plan's layout."""
+    config = plan.config
+    model = GPT(plan.model)
+    init_weights(model, config.seed)
+    if config.compile:
+        compile_blocks(model)
+    engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
+                          eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
+    torch.manual_seed(seed_for(config.seed, "dropout", dist.mesh.dp_rank) % 2**63)
+    return engine
+
+
+def go_back(where: Path, plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple[int, Position]:
+    """Load a checkpoint; the step and the data position to go on from.
+
+    Raises:
+        UserError: it was made of other data or another seed, so that the sample order would break.
+    """
+    folder = checkpoint.find(where)
+    state = checkpoint.load(folder, engine, dist)
+    for name, saved, ours in (("seed", state["seed"], plan.config.seed),
+                              ("data", state["data"], data.fingerprint)):
+        if saved != ours:
+            raise UserError(f"the checkpoint's {name} is {saved}, this run's is {ours}: the order of samples would "
+                            "break", where=str(folder), instead=f"the same {name}, or a new run without --resume")
+    if state["step"] >= plan.config.steps:
+        raise UserError(f"the checkpoint is of step {state['step']}, this run ends at {plan.config.steps}",
+                        where=str(folder), instead=f"--steps {2 * state['step']}, or any number above it")
+    if dist.is_main:
+        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {folder}", flush=True)
+    return state["step"], Position(state["consumed"], state["sample_hash"])
+
+
+def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[HostProfile | TraceProfile]:
+    """The profiles that the configuration asks for, on rank 0."""
+    config = plan.config
+    wanted: list[HostProfile | TraceProfile] = []
+    if not dist.is_main:
+        return wanted
+    if config.profile and (window := profile_window(first_step, config.steps)):
+        wanted.append(HostProfile(dist.run_dir, window))
+    if config.trace_steps and (window := profile_window(first_step, config.steps, config.trace_steps)):
+        wanted.append(TraceProfile(dist.run_dir, dist.rank, window))
+    return wanted
+
+
+def record(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None:
+    """Write what the run is into run.json, layout.json and deepspeed.json, and its essence to the console."""
+    environment = run_environment(dist)
+    if not dist.is_main:
+        return
+    plan.resolved.write(dist.run_dir)
+    update_record(dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
+                  parameters=parameter_count(plan.model), precision=plan.resolved.precision,
+                  environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy)
+    print(description(plan, data, work, dist), flush=True)
+
+
+def describe_data(data: TokenData) -> dict[str, Any]:
+    """What the run read, without the tokenizer's table."""
+    manifest = data.manifest
+    return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
+            "vocab_size": data.vocab_size, "documents": manifest["documents"],
+            "tokens": {split: entry["tokens"] for split, entry in manifest["splits"].items()},
+            "fingerprint": data.fingerprint}
+
+
+def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> str:
+    """What a user wants to see before the first step."""
+    model, batch, config = plan.model, plan.resolved.batch, plan.config
+    tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
+    peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
+    rows = [
+        ("ranks", f"{dist.world_size} ({dist.info.source}), {dist.device.type}{peak}, "
+                  f"backend {dist.backend or 'none'}"),
+        ("layout", f"{plan.resolved.layout.name}, {plan.resolved.precision}"),
+        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
+                  f"({batch.micro_batch} a rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
+        ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+                  f"{parameter_count(model):,} parameters"),
+        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
+                 f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
+                 f"unigram entropy {data.unigram_entropy:.4f} nats"),
+        ("optimizer", f"AdamW, lr {config.lr:g} to {config.min_lr:g} over {config.steps} steps, "
+                      f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
+                      f"clip {plan.resolved.clip or 'none'}"),
+        *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
+    ]
+    return "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
