@@ -10,19 +10,15 @@ import sys
 from ezpz_llm.rundir import RunDir, read_lines
 
 RANK = """
-import json, os, sys, time
+import json, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from types import SimpleNamespace
+from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWork, run_environment
-from ezpz_llm.rundir import RunDir
 
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-cpu = torch.device("cpu")
-me = SimpleNamespace(rank=rank, world_size=world, is_main=rank == 0, device=cpu, backend="gloo",
-                     info=SimpleNamespace(source="torchrun"))
+me = setup(device="cpu", run_dir=Path(sys.argv[1]))
+rank, world, run_dir = me.rank, me.world_size, me.run_dir
 collectives = []
 for name in ("all_reduce", "all_gather", "reduce", "broadcast", "all_gather_into_tensor"):
     def counted(*args, _original=getattr(dist, name), _name=name, **kwargs):
@@ -30,9 +26,8 @@ for name in ("all_reduce", "all_gather", "reduce", "broadcast", "all_gather_into
         return _original(*args, **kwargs)
     setattr(dist, name, counted)
 
-run_dir = RunDir(Path(sys.argv[1]))
 log = MetricsLog(run_dir, me, StepWork(1, 1, world, world, 16), total_steps=20, flush_every=10)
-timeline = StepTimeline(cpu)
+timeline = StepTimeline(me.device)
 for step in range(1, 21):
     timeline.begin_step()
     with timeline.span("data"):
@@ -49,12 +44,12 @@ environment = run_environment(me)
 Path(f"{sys.argv[1]}/rank{rank}.json").write_text(json.dumps({
     "collectives": flush_collectives, "straggler": [straggler.rank, straggler.seconds, straggler.median_s],
     "non_finite_step": log.non_finite_step, "environment": environment}))
-dist.destroy_process_group()
+me.close()
 """
 
 
 def test_two_ranks(tmp_path):
-    run_dir = RunDir(tmp_path / "run").create()
+    run_dir = RunDir(tmp_path / "run")
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "NCCL_API_KEY": "hush"}
