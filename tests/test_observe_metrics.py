@@ -175,14 +175,14 @@ def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys):
                              total_steps=1500, flush_every=4)
     flushed = []
     for step in range(1, 9):
-        take_step(log, timeline, step, loss=11.0 if step < 6 else 1.2345)
+        take_step(log, timeline, step, loss={4: float("nan")}.get(step, 11.0 if step < 6 else 1.2345))
         if step == 6:
             log.record_validation(step, 1.9876, 640)
         if log.due:
             log.flush(timeline)
             flushed.append(step)
     assert flushed == [1, 4, 8]
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("warning")]
     assert lines[0].split() == ["step", "loss", "lr", "grad", "norm", "ms/step", "tok/s", "tok/s/dev", "MFU",
                                 "val", "loss"]
     assert [line.split()[0] for line in lines[1:]] == ["1/1500", "4/1500", "6/1500", "8/1500"]
@@ -191,6 +191,7 @@ def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys):
     for line in lines[1:]:
         assert len(line) <= len(lines[0]) <= 100
         assert all(line[end - 1] != " " for end in ends if end <= len(line)), "a cell does not end below its name"
+    assert "inf/nan" in lines[2]
     assert lines[3].endswith("1.9876")
     assert "1.2345" in lines[4]
 

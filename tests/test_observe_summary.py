@@ -73,6 +73,7 @@ def test_warnings_that_are_due(tmp_path):
     text = final_text(summary, run_dir)
     assert "warning: evaluation took 29% of the wall time" in text
     assert "warning: the loss did not fall" in text
+    assert all(len(line) <= 100 for line in text.splitlines() if line.startswith("warning"))
 
 
 def test_a_resumed_process_summarises_its_own_steps(tmp_path):

@@ -70,7 +70,7 @@ class Progress:
 
 def _fixed(value: float | None, width: int, digits: int) -> str:
     if value is None:
-        return "not finite".rjust(width)
+        return "inf/nan".rjust(width)
     # A value too large for its column (an exploding norm) keeps its order of magnitude instead of its decimals.
     text = f"{value:.{digits}f}"
     return (text if len(text) <= width else f"{value:.2e}").rjust(width)

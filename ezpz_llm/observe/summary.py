@@ -58,8 +58,8 @@ class Summary:
         found = []
         evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
         if evaluation > EVALUATION_LIMIT:
-            found.append(f"evaluation took {evaluation:.0%} of the wall time: a larger --eval-every or a smaller "
-                         "--eval-tokens leaves more for training")
+            found.append(f"evaluation took {evaluation:.0%} of the wall time (larger --eval-every, smaller "
+                         "--eval-tokens)")
         if self.mfu is not None and self.mfu > 1:
             found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
         if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)

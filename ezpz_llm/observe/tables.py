@@ -50,11 +50,11 @@ def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], foo
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left", show_footer=footer is not None)
+    drawn = Table(show_footer=footer is not None)
     for i, name in enumerate(columns):
         drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right")
     for row in rows:
         drawn.add_row(*row)
     console = Console(file=io.StringIO(), force_terminal=True, width=TABLE_WIDTH)
     console.print(drawn)
-    return console.file.getvalue()
+    return f"{title}\n{console.file.getvalue()}"
