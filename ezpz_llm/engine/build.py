@@ -9,7 +9,7 @@ from torch import nn
 
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.precision import autocast_forward
-from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.engine.resolve import Resolved, check_precision
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],
                  eps: float, param_groups: Sequence[dict[str, Any]]) -> Engine:
-    """Move the model to its device, give it its precision, and put it under AdamW in its layout's engine. Collective.
+    """Put a model under AdamW in its layout's engine, on its device and in its precision. Collective.
 
     Args:
         model: initialised alike on every rank; the engine keeps and changes it.
@@ -26,6 +26,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     Raises:
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
     """
+    check_precision(resolved.precision, resolved.sources.get("precision", "the run"), dist.device.type)
     model.to(dist.device)
     model.train()
     autocast_forward(model, dist.device, resolved.precision)

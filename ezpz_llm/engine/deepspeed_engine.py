@@ -6,7 +6,6 @@ reductions, its optimizer and its norms are fp32 for each stage, and a loss scal
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,6 @@ class DeepSpeedEngine(Engine):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_adamw(groups, adam, dist.device)
-        # DeepSpeed demands LOCAL_RANK even where it is given the device otherwise.
-        os.environ.setdefault("LOCAL_RANK", str(dist.info.local_rank))
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
                                             optimizer=optimizer, config=dict(resolved.deepspeed))[0]
 

@@ -173,7 +173,8 @@ def _optimizer(block: dict[str, Any], wishes: Wishes, config: DsConfig) -> None:
         return
     kind, params = str(block.get("type", "AdamW")), block.get("params") or {}
     if kind.lower() not in _OPTIMIZERS or params.get("adam_w_mode") is False:
-        raise UserError(f"the optimizer is {kind}, with adam_w_mode {params.get('adam_w_mode', True)}; supported: AdamW",
+        mode = params.get("adam_w_mode", True)
+        raise UserError(f"the optimizer is {kind} with adam_w_mode {mode}; supported: AdamW",
                         where=f"optimizer in {config.path}", instead='"type": "AdamW", or no optimizer block')
     betas = params.get("betas")
     if betas is not None:

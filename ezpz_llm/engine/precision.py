@@ -18,10 +18,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def native_precision(device: torch.device) -> str:
-    """What "auto" means: bf16 on accelerators that multiply matrices in it, else fp32.
-
-    CPUs get fp32: small models, which is what trains on CPUs, lose more to the casts than bf16 gains.
-    """
+    """What "auto" means: bf16 on devices that multiply matrices in it, else fp32."""
+    if device.type == "cpu":
+        return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "bf16" if device.type == "xpu" else "fp32"

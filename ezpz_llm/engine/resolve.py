@@ -86,7 +86,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
                                                   wishes.precision, config, sources)
-    _check_precision(chosen_precision, used["precision"], device)
+    check_precision(chosen_precision, used["precision"], device)
     adam = {name: value for name, value in wishes.adam.items() if sources.get(name) != COMMAND_LINE}
     used.update(dict.fromkeys(adam, str(config.path)))
     deepspeed = None
@@ -167,10 +167,16 @@ def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, 
 
 def _precedence(source: str) -> int:
     """A YAML file (named by its path) comes before a preset, a model's recipe and the defaults."""
-    return next((rank for rank, word in enumerate(("preset ", "recipe ", "default"), 1) if source.startswith(word)), 0)
+    kinds = ("preset ", "recipe ", "default")
+    return next((rank for rank, kind in enumerate(kinds, 1) if source.startswith(kind)), 0)
 
 
-def _check_precision(precision: str | None, source: str, device: str | None) -> None:
+def check_precision(precision: str | None, source: str, device: str | None) -> None:
+    """Refuse a precision that does not exist, or not on this kind of device.
+
+    Raises:
+        UserError: names what does.
+    """
     if precision is not None and precision not in PRECISIONS:
         raise unknown("precision", precision, ("auto", *PRECISIONS), where=source)
     if precision == "fp16" and device == "cpu":

@@ -33,7 +33,7 @@ class TorchEngine(Engine):
         self._scale = LossScale() if resolved.precision == "fp16" else None
         self._wrapped = model if self.batch.dp_size == 1 else DistributedDataParallel(
             model, device_ids=None if dist.device.index is None else [dist.device.index],
-            process_group=dist.mesh.group("dp"), gradient_as_bucket_view=True, broadcast_buffers=False)
+            process_group=dist.mesh.group("dp"), gradient_as_bucket_view=True)
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         # The forward pass decides whether the backward pass reduces: the flag comes first.
