@@ -9,13 +9,14 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.resources import cache_dir
 
 OPS = {"cpu_adam": "CPUAdamBuilder"}
-"""The ops that layouts use, by the name of DeepSpeed's builder."""
+"""The ops that the shipped layouts need, with the name of DeepSpeed's builder."""
 
 
 def ops_dir() -> Path:
@@ -29,6 +30,11 @@ def ops_dir() -> Path:
     return cache_dir() / "ops" / f"{python}-{versions}-{platform.machine()}-{_processor()}"
 
 
+def building_dir() -> Path:
+    """Where ops are compiled, before they are moved to `ops_dir` whole."""
+    return ops_dir() / "building"
+
+
 def built_library(name: str) -> Path | None:
     """The file that `doctor --build-ops` made, if it is there."""
     library = ops_dir() / name / f"{name}.so"
@@ -40,26 +46,20 @@ def is_built(name: str) -> bool:
     return built_library(name) is not None or name in _installed_ops()
 
 
-def lock_file(name: str) -> Path:
-    """What a build in progress holds, and a killed build leaves behind."""
-    return ops_dir() / name / "lock"
-
-
-def stale_locks() -> list[Path]:
-    """Locks in the cache, of any version; a lock is stale unless a build is running."""
-    return sorted((cache_dir() / "ops").glob("*/*/lock"))
+def build_lock(name: str) -> Path:
+    """What torch's extension builder holds while it compiles the op, and leaves behind when it is killed."""
+    return building_dir() / name / "lock"
 
 
 def refuse_unbuilt(name: str, needed_by: str | None = None) -> None:
     """Raise if the op is not there.
 
     Raises:
-        UserError: says how to build it, and names the lock of an unfinished build.
+        UserError: says how to build it, and names the lock of a build that goes on or was killed.
     """
     if is_built(name):
         return
-    lock = lock_file(name)
-    unfinished = f" (an unfinished build left {lock})" if lock.exists() else ""
+    unfinished = f"; a build was begun and has not ended ({build_lock(name)})" if build_lock(name).exists() else ""
     raise UserError(f"DeepSpeed's compiled op {name} is not built for this Python, torch and processor{unfinished}",
                     where=needed_by, instead=f"ezpz-llm doctor --build-ops {name}")
 
@@ -77,14 +77,14 @@ def _processor() -> str:
     """A short hash of the processor's model and instruction sets."""
     try:
         with open("/proc/cpuinfo") as file:
-            lines = {line.split(":")[0].strip(): line for line in _first_processor(file)}
+            lines = {line.split(":")[0].strip(): line for line in _first_entry(file)}
     except OSError:
         return platform.processor() or "unknown"
     known = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
     return hashlib.sha256(known.encode()).hexdigest()[:8]
 
 
-def _first_processor(lines):
+def _first_entry(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if not line.strip():
             return
