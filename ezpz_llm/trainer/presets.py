@@ -20,7 +20,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "llama3-1b": {**_GPT, "lr": 3e-4},
     "llama3-8b": {**_GPT, "lr": 3e-4},
     "shakespeare-char": {"corpus": "shakespeare", "lr": 1e-3, "beta2": 0.99, "steps": 5000,
-                         "global_batch": 64, "eval_tokens": 0},
+                         "global_batch": 64, "accumulation": 1, "eval_tokens": 0},
 }
 """Hyper-parameters that come with a model's name."""
 
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "shakespeare-char-cpu": {
         "model": "shakespeare-char", "n_layer": 4, "n_head": 4, "n_kv_head": 4, "n_embd": 128, "block_size": 64,
         "dropout": 0.0, "bias": False, "corpus": "shakespeare", "tokenizer": "char",
-        "global_batch": 12, "steps": 2000, "lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 100,
+        "global_batch": 12, "accumulation": 1, "steps": 2000, "lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 100,
         "beta2": 0.99, "clip": 1.0, "precision": "fp32", "eval_every": 500, "eval_tokens": 0, "save_every": 0,
     },
 }

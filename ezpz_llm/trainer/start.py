@@ -35,6 +35,7 @@ from ezpz_llm.observe import (
     profile_window,
     run_environment,
 )
+from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
@@ -126,7 +127,9 @@ def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[HostProfile | T
         return wanted
     if config.profile and (window := profile_window(first_step, config.steps)):
         wanted.append(HostProfile(dist.run_dir, window))
-    if config.trace_steps and (window := profile_window(first_step, config.steps, config.trace_steps)):
+    # After the host profile's steps: each would find the other's cost in its own.
+    skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
+    if config.trace_steps and (window := profile_window(first_step, config.steps, config.trace_steps, skip)):
         wanted.append(TraceProfile(dist.run_dir, dist.rank, window))
     return wanted
 

@@ -1,0 +1,151 @@
+"""The whole trainer as a user runs it: through launch, on real ranks, with its files read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
+SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048", "--sample-tokens", "20",
+         "--log-every", "5", "--precision", "fp32"]
+
+
+def train(*options: str, run_dir: Path, ranks: int = 2, timeout: int = 150) -> subprocess.CompletedProcess[str]:
+    """One run through launch."""
+    command = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", str(run_dir),
+               sys.executable, "-m", "ezpz_llm.train", *options]
+    return subprocess.run(command, env=ENV, cwd=run_dir.parent, capture_output=True, text=True, timeout=timeout,
+                          check=False)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunDir(run_dir).metrics)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run on two ranks with validation, sample, checkpoint, plots and profile."""
+    run_dir = tmp_path_factory.mktemp("run") / "whole"
+    done = train(*SMALL, "--steps", "20", "--eval-every", "10", "--save-every", "10", "--trace-steps", "3",
+                 run_dir=run_dir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir, done.stderr + done.stdout
+
+
+def test_every_step_has_one_line_with_the_documented_members(finished):
+    run_dir, _ = finished
+    lines = list(read_lines(RunDir(run_dir).metrics))
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        assert {"loss", "lr", "grad_norm", "step_time_s", "tokens_per_second",
+                "tokens_per_second_per_device"} <= line.keys()
+        phases = sum(line[f"{phase}_s"] for phase in ("data", "forward", "backward", "optimizer", "other"))
+        assert phases == pytest.approx(line["step_time_s"], rel=1e-9)
+        assert line["tokens_per_second"] == pytest.approx(2 * line["tokens_per_second_per_device"])
+    assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]
+    assert {line["val_tokens"] for line in lines if "val_loss" in line} == {2048}
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+
+
+def test_the_record_holds_what_ran_and_what_came_out(finished):
+    run_dir, _ = finished
+    record = read_record(RunDir(run_dir))
+    assert record["launch"]["world_size"] == 2
+    assert record["exit"]["code"] == 0
+    assert record["config"]["steps"] == 20
+    assert record["sources"]["steps"] == "command line"
+    assert 3.0 < record["unigram_entropy"] < 3.5
+    assert record["val_loss"] == list(read_lines(RunDir(run_dir).metrics))[-1]["val_loss"]
+    assert record["samples_consumed"] == 20 * 8
+    assert sum(record["summary"]["phase_share"].values()) == pytest.approx(1.0)
+    assert json.loads((run_dir / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 1
+    assert json.loads((run_dir / "layout.json").read_text())["layout"]["name"] == "zero1"
+
+
+def test_plots_profile_logs_and_checkpoints_are_where_they_should_be(finished):
+    run_dir, _ = finished
+    plots = {path.name for path in (run_dir / "plots").iterdir()}
+    assert {"loss.txt", "step_time_s.txt", "tokens_per_second.txt"} <= plots
+    assert "train_step" in (run_dir / "profile" / "host.txt").read_text()
+    assert (run_dir / "profile" / "host.html").stat().st_size > 10_000
+    assert (run_dir / "profile" / "trace-rank0000.json.gz").stat().st_size > 1000
+    assert [p.name for p in sorted((run_dir / "logs").iterdir())] == ["rank0000.log", "rank0001.log"]
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000020"
+    assert not list((run_dir / "errors").iterdir())
+
+
+def test_the_console_shows_what_a_user_looks_for(finished):
+    run_dir, text = finished
+    for word in ("scheduler", "launcher", "mpiexec", "cpu, backend gloo", "zero1, fp32", "unigram entropy",
+                 "sample after step 20", "Where the step time went", "host.html", str(run_dir)):
+        assert word in text, word
+    assert re.search(r"20/20 +\d+\.\d{4} +\d\.\d{2}e-0\d +\d+\.\d+ +\d+\.\d +[\d.]+k? +[\d.]+k? +\d+\.\d{4}", text)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
+def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp_path):
+    """Equal to the last digit, in a new process group, dropout included."""
+    steps = [*SMALL, "--steps", "8", "--ds-config", layout, "--dropout", "0.1", "--eval-every", "4",
+             "--save-every", "4", "--sample-tokens", "0", "--profile", "false"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    done = train(*steps, run_dir=whole)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = train(*steps, "--resume", str(whole / "checkpoints" / "step-00000004"), run_dir=resumed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming after step 4" in done.stdout
+    assert losses(resumed) == losses(whole)[4:]
+    records = [read_record(RunDir(run_dir)) for run_dir in (whole, resumed)]
+    assert records[0]["sample_hash"] == records[1]["sample_hash"]
+    assert records[0]["val_loss"] == records[1]["val_loss"]
+
+
+def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path):
+    run_dir, _ = finished
+    done = train(*SMALL, "--steps", "30", "--seed", "7", "--resume", str(run_dir), run_dir=tmp_path / "other")
+    assert done.returncode == 2
+    assert "the checkpoint's seed is 1337, this run's is 7" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("options", "found"), [
+    (["--model", "gpt2-125m"], "did you mean gpt3-125m or gpt2-124m"),
+    (["--ds-config", "zero5"], "unknown ds_config 'zero5'"),
+    (["--corpus", "missing.txt"], "no such corpus file"),
+    (["--global-batch", "7"], "a global batch of 6 or 8"),
+    (["--global-batch", "1"], "cannot feed 2"),
+    (["--resume", "missing"], "no run directory or checkpoint at missing"),
+    (["--n-head", "3"], "not a multiple of 3 heads"),
+    (["--steps", "10", "--warmup-steps", "20"], "--warmup-steps 1"),
+    (["--steps", "0"], "1 or more"),
+])
+def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
+    done = train(*options, run_dir=tmp_path / "run", timeout=20)
+    assert done.returncode == 2
+    assert found in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_check_imports_no_torch():
+    code = ("import sys; from ezpz_llm.train import main; code = main(['--check', '--world-size', '4']); "
+            "print(code, 'torch' in sys.modules, 'deepspeed' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["0", "False", "False"]
+
+
+@pytest.mark.slow
+def test_yardstick(tmp_path):
+    """nanoGPT's CPU yardstick under every layout; needs tiny Shakespeare in EZPZ_LLM_TEST_DATA."""
+    text = Path(os.environ.get("EZPZ_LLM_TEST_DATA", "../shared/data")) / "tinyshakespeare.txt"
+    if not text.is_file():
+        pytest.skip(f"no {text}: name its folder with EZPZ_LLM_TEST_DATA")
+    script = Path(__file__).parents[1] / "benchmarks" / "yardstick.py"
+    subprocess.run([sys.executable, str(script), str(text)], env=ENV, timeout=3600, check=True)
