@@ -19,6 +19,8 @@ from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
+_KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
+
 
 @dataclass
 class Dist:
@@ -59,9 +61,16 @@ class Dist:
 
     def close(self) -> None:
         """Leave the process group together with the others."""
-        if torch.distributed.is_initialized():
-            self.barrier()
-            torch.distributed.destroy_process_group()
+        if not torch.distributed.is_initialized():
+            return
+        if self.world_size > 1:
+            # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
+            # threads, while the interpreter shuts down, that ends the process ("terminate called without an active
+            # exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
+            barrier = torch.distributed.barrier(async_op=True)
+            barrier.wait()
+            _KEPT_UNTIL_EXIT.append(barrier)
+        torch.distributed.destroy_process_group()
 
     def __enter__(self) -> Dist:
         return self
