@@ -49,9 +49,10 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported where ranks really start: --dry-run and --help do without.
     from ezpz_llm.launch.precheck import check_first
     from ezpz_llm.launch.supervise import run
-    from ezpz_llm.rundir import update_record
+    from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record
 
-    if code := check_first(plan.target, plan.command, len(plan.ranks), os.environ):
+    env = {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}
+    if code := check_first(plan.target, plan.command, len(plan.ranks), env):
         return code
     plan = _claim_run_dir(plan, options)
     print(details(plan) if options.explain else summary(plan), file=sys.stderr, flush=True)

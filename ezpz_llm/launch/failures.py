@@ -16,6 +16,8 @@ _PEER_LOST = re.compile(
     r"|Connection was likely closed"
 )
 
+_TAIL_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -71,3 +73,14 @@ def post_mortem(cause: Failure, others: Sequence[Failure], run_dir: RunDir) -> s
         named = ", ".join(f"{failure.rank} ({failure.signal or failure.exit_code})" for failure in others[:8])
         lines.append(f"  after it, rank(s) {named}{', …' if len(others) > 8 else ''} ended too")
     return "\n".join(lines)
+
+
+def last_lines(run_dir: RunDir, ranks: int = 3, lines: int = 5) -> list[str]:
+    """The ends of the logs that were written last, for a launcher that killed all ranks before any left a record
+    (as MPI_Abort has it done)."""
+    logs = sorted(run_dir.rank_log(0).parent.glob("rank*.log"), key=lambda log: log.stat().st_mtime, reverse=True)
+    shown = []
+    for log in [log for log in logs if log.stat().st_size][:ranks]:
+        tail = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").splitlines()[-lines:]
+        shown += [f"  last lines of {log}:", *(f"  | {line}" for line in tail)]
+    return shown

@@ -177,10 +177,10 @@ def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placeme
 def _meeting_point(env: Mapping[str, str], placement: Placement, run_id: str) -> dict[str, Setting]:
     hosts = tuple(name for name, _ in placement.ranks)
     settings = {}
-    if "MASTER_ADDR" not in env:
+    if not _is_users_choice("MASTER_ADDR", env):
         source = "all ranks on one host" if len(hosts) == 1 else "the first host"
         settings["MASTER_ADDR"] = Setting(meeting_host(hosts), source)
-    if "MASTER_PORT" not in env:
+    if not _is_users_choice("MASTER_PORT", env):
         # On one host only the loopback is used; for several, ranks come in by any interface.
         port = free_port("127.0.0.1" if len(hosts) == 1 else "", int(run_id, 16))
         settings["MASTER_PORT"] = Setting(str(port), "free just now")
@@ -188,9 +188,12 @@ def _meeting_point(env: Mapping[str, str], placement: Placement, run_id: str) ->
 
 
 def _is_users_choice(name: str, env: Mapping[str, str]) -> bool:
-    # PBS exports the job's own number of cores under this name.
-    by_pbs = bool(env.get("PBS_JOBID")) and env.get(name) == env.get("NCPUS")
-    return bool(env.get(name)) and not by_pbs
+    if not env.get(name):
+        return False
+    # PBS exports the job's own number of cores as OMP_NUM_THREADS; a launch inside a rank of another one would
+    # inherit what that one set.
+    by_pbs = name == "OMP_NUM_THREADS" and bool(env.get("PBS_JOBID")) and env[name] == env.get("NCPUS")
+    return not by_pbs and RUN_ID_VARIABLE not in env
 
 
 def _forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
@@ -215,7 +218,8 @@ def _device(devices: Devices, local_rank: int) -> str | None:
 
 def _notes(env: Mapping[str, str], allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, ...]:
     notes = list(allocation.notes)
-    notes += [f"{name}={env[name]} is yours and stays" for name in ("MASTER_ADDR", "MASTER_PORT") if name in env]
+    notes += [f"{name}={env[name]} is yours and stays" for name in ("MASTER_ADDR", "MASTER_PORT")
+              if _is_users_choice(name, env)]
     unused = len(allocation.hosts) - len(hosts)
     if unused:
         notes.append(f"{unused} of {len(allocation.hosts)} hosts get no rank")

@@ -103,8 +103,11 @@ class _Rank:
             os.setpgid(0, 0)
             die_with_parent(signal.SIGKILL)
 
-        output = subprocess.PIPE if self.info.rank == 0 else self.log
-        child = subprocess.Popen(self.command, stdout=output, stderr=output, close_fds=False, preexec_fn=in_child)
+        is_first = self.info.rank == 0
+        output = subprocess.PIPE if is_first else self.log
+        # MPICH never closes the standard input of the other ranks: one that reads it would wait for ever.
+        child = subprocess.Popen(self.command, stdin=None if is_first else subprocess.DEVNULL, stdout=output,
+                                 stderr=output, close_fds=False, preexec_fn=in_child)
         for pipe, console in ((child.stdout, 1), (child.stderr, 2)):
             if pipe is not None:
                 self.selector.register(pipe, selectors.EVENT_READ, console)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ezpz_llm.errors import EXIT_IDLE, UserError
-from ezpz_llm.launch.failures import first_failure, post_mortem, read_failures
+from ezpz_llm.launch.failures import first_failure, last_lines, post_mortem, read_failures
 from ezpz_llm.launch.leftovers import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.life import SignsOfLife
 from ezpz_llm.launch.plan import LaunchPlan
@@ -45,8 +45,10 @@ class _Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._note) for number in _STOP_SIGNALS
-                  if signal.getsignal(number) != signal.SIG_IGN}
+        # nohup's wish is kept. A shell's `launch … &` ignores Ctrl-C, but not a SIGINT meant for launch alone.
+        heard = [number for number in _STOP_SIGNALS
+                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield
         finally:
@@ -156,7 +158,7 @@ class _Watch:
             return Outcome(0, "all ranks ended well")
         code = status if status > 0 else 128 - status
         cause = f"{self.plan.launcher.kind} ended with code {code}, and no rank left a record"
-        print(f"launch: {cause}", file=sys.stderr, flush=True)
+        print(f"launch: {cause}", *last_lines(self.plan.run_dir), sep="\n", file=sys.stderr, flush=True)
         return Outcome(code, cause)
 
 
