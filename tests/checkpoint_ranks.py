@@ -1,0 +1,227 @@
+"""Programs that the checkpoint tests run on one rank or two; not a test file itself.
+
+Usage: python checkpoint_ranks.py PROGRAM FOLDER. Rank 0 writes what a program returns to FOLDER/PROGRAM.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as torch_dist
+
+from ezpz_llm.dist.setup import Dist, setup
+from ezpz_llm.engine import checkpoint
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import init_weights
+from ezpz_llm.rundir import RunDir
+
+LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3")
+PAIRS = (("ddp", "zero3"), ("zero3", "ddp"), ("zero1", "zero3"), ("zero3", "zero2"), ("zero2", "zero0"),
+         ("zero0", "zero1"))
+VOCABULARY, BLOCK, GLOBAL_BATCH = 61, 16, 8
+
+
+def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: int = 24) -> Engine:
+    """A small GPT whose sizes no number of ranks divides, with embeddings tied."""
+    config = get_model_config("tiny-gpt2", n_layer=2, n_head=3, n_embd=width, block_size=BLOCK,
+                              vocab_size=VOCABULARY, dropout=dropout)
+    model = GPT(config)
+    init_weights(model, seed)
+    resolved = resolve(layout, world_size=dist.world_size, global_batch=GLOBAL_BATCH, micro_batch=2,
+                       precision="fp32", clip=1.0)
+    return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
+                        param_groups=decay_groups(model, 0.1))
+
+
+def train(engine: Engine, dist: Dist, first: int, last: int) -> list[float]:
+    """Losses of steps [first, last), over the same samples for any number of ranks."""
+    losses = []
+    for step in range(first, last):
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, BLOCK), generator=torch.Generator().manual_seed(step))
+        targets = (3 * tokens + 1) % VOCABULARY
+        share = GLOBAL_BATCH // dist.world_size
+        rows = range(dist.rank * share, (dist.rank + 1) * share, engine.batch.micro_batch)
+        total = torch.zeros(())
+        for start in rows:
+            mine = slice(start, start + engine.batch.micro_batch)
+            loss = engine.forward(tokens[mine], targets[mine], last_micro_step=start == rows[-1])
+            engine.backward(loss)
+            total += loss.detach() / len(rows)
+        engine.step(1e-2 / (1 + step / 10))
+        if dist.world_size > 1:
+            torch_dist.all_reduce(total)
+        losses.append(total.item() / dist.world_size)
+    return losses
+
+
+def run_dir_of(folder: Path, layout: str, dist: Dist) -> RunDir:
+    return RunDir(folder / f"{Path(layout).stem}-on-{dist.world_size}")
+
+
+def state_after(step: int) -> dict[str, object]:
+    return {"step": step, "consumed": step * GLOBAL_BATCH, "sample_hash": "ab" * 32}
+
+
+def same_layout(folder: Path, dist: Dist) -> dict[str, object]:
+    """20 steps at a stretch, with a save after 10; then a new engine, a load, and the last 10 again."""
+    result: dict[str, object] = {}
+    for layout in (*LAYOUTS, *sys.argv[3:]):  # further layouts may be given by name or path
+        torch.manual_seed(100 + dist.rank)
+        engine = build(layout, dist, seed=1, dropout=0.1)
+        straight = train(engine, dist, 0, 10)
+        saved = checkpoint.save(engine, dist, run_dir_of(folder, layout, dist), state_after(10))
+        straight += train(engine, dist, 10, 20)
+        torch.manual_seed(dist.rank)
+        engine = build(layout, dist, seed=2, dropout=0.1)
+        train(engine, dist, 0, 1)  # what was stepped before is overwritten too
+        state = checkpoint.load(checkpoint.find(saved), engine, dist)
+        resumed = straight[:10] + train(engine, dist, 10, 20)
+        result[Path(layout).stem] = {"straight": straight, "resumed": resumed, "state": state}
+    return result
+
+
+def cross_layout(folder: Path, dist: Dist) -> dict[str, object]:
+    """One layout's checkpoint in another, without dropout (whose masks depend on the layout's use of the RNG)."""
+    expected = {}
+    for layout in LAYOUTS:
+        engine = build(layout, dist, seed=1)
+        train(engine, dist, 0, 10)
+        checkpoint.save(engine, dist, run_dir_of(folder, f"plain-{layout}", dist), state_after(10))
+        expected[layout] = train(engine, dist, 10, 15)
+    found = {}
+    for saved, loaded in PAIRS:
+        engine = build(loaded, dist, seed=2)
+        checkpoint.load(checkpoint.find(run_dir_of(folder, f"plain-{saved}", dist).path), engine, dist)
+        found[f"{saved} -> {loaded}"] = [expected[saved], train(engine, dist, 10, 15)]
+    return {"pairs": found, "expected": expected}
+
+
+def other_world(folder: Path, dist: Dist) -> dict[str, object]:
+    """Checkpoints that two ranks saved, on this number of ranks."""
+    found = {}
+    for saved, loaded in (("zero3", "ddp"), ("zero1", "zero3"), ("zero2", "zero2")):
+        engine = build(loaded, dist, seed=2)
+        state = checkpoint.load(checkpoint.find(folder / f"plain-{saved}-on-2"), engine, dist)
+        found[saved] = {"losses": train(engine, dist, 10, 15), "rng_restored": state["rng_restored"]}
+    return found
+
+
+def train_alone(folder: Path, dist: Dist) -> dict[str, object]:
+    """Save on this number of ranks, then go on."""
+    engine = build("ddp", dist, seed=1)
+    train(engine, dist, 0, 10)
+    checkpoint.save(engine, dist, run_dir_of(folder, "alone", dist), state_after(10))
+    return {"losses": train(engine, dist, 10, 15)}
+
+
+def new_process(folder: Path, dist: Dist) -> dict[str, object]:
+    """What `same_layout` and `train_alone` saved, in processes that never saw those runs."""
+    engine = build("zero2", dist, seed=2, dropout=0.1)
+    checkpoint.load(checkpoint.find(run_dir_of(folder, "zero2", dist).path), engine, dist)
+    resumed = train(engine, dist, 10, 20)
+    engine = build("zero3", dist, seed=2)
+    checkpoint.load(checkpoint.find(folder / "alone-on-1"), engine, dist)
+    return {"zero2": resumed, "alone in zero3": train(engine, dist, 10, 15)}
+
+
+@contextmanager
+def small_files_only(limit: int) -> Iterator[None]:
+    """Writing beyond `limit` bytes of a file fails with an OSError, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def error_of(dist: Dist, action: object) -> list[str]:
+    """The UserError that `action` ends in, as every rank tells it."""
+    message = "no error"
+    try:
+        action()
+    except UserError as error:
+        message = str(error)
+    messages = [None] * dist.world_size
+    torch_dist.all_gather_object(messages, message)
+    return messages
+
+
+def failures(folder: Path, dist: Dist) -> dict[str, object]:
+    """A disk that is full for one rank, files that changed, and a checkpoint of another model."""
+    run_dir = run_dir_of(folder, "failures", dist)
+    engine = build("zero1", dist, seed=1)
+    train(engine, dist, 0, 1)
+    checkpoint.save(engine, dist, run_dir, state_after(1))
+    result: dict[str, object] = {}
+    for rank in (0, 1):
+        with small_files_only(5000 if dist.rank == rank else resource.RLIM_INFINITY):
+            result[f"full disk on rank {rank}"] = error_of(
+                dist, lambda: checkpoint.save(engine, dist, run_dir, state_after(2)))
+    result["left after a full disk"] = sorted(os.listdir(run_dir.checkpoints))
+    # The state that could not be written trains on, and the earlier checkpoint can still be loaded.
+    saved = checkpoint.find(run_dir.path)
+    train(engine, dist, 1, 2)
+    checkpoint.load(saved, engine, dist)
+    result["another model"] = error_of(dist, lambda: checkpoint.load(saved, build("zero1", dist, seed=1, width=48),
+                                                                     dist))
+    before = train(engine, dist, 1, 2)
+    checkpoint.load(saved, engine, dist)
+    if dist.is_main:
+        shard = saved / "rank-00001.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-100] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+    result["flipped byte"] = error_of(dist, lambda: checkpoint.load(saved, engine, dist))
+    result["unchanged by failed loads"] = before == train(engine, dist, 1, 2)
+    dist.barrier()
+    if dist.is_main:
+        (saved / "index.json").unlink()
+    dist.barrier()
+    result["missing file"] = error_of(dist, lambda: checkpoint.load(saved, engine, dist))
+    return result
+
+
+def save_for_ever(folder: Path, dist: Dist) -> dict[str, object]:
+    """Save step after step until killed, from the step that an earlier call came to."""
+    engine = build("ddp", dist, seed=1, width=384)  # 43 MB of state: a save takes long enough to be hit
+    run_dir = RunDir(folder)
+    found = complete(run_dir.checkpoints)
+    step = int(found[-1].name.removeprefix("step-")) if found else 0
+    while True:
+        step += 1
+        checkpoint.save(engine, dist, run_dir, state_after(step))
+        checkpoint.prune(run_dir, 2)
+
+
+PROGRAMS = {program.__name__: program for program in (same_layout, cross_layout, other_world, train_alone,
+                                                      new_process, failures, save_for_ever)}
+
+
+def main() -> None:
+    folder = Path(sys.argv[2])
+    dist = setup(device="cpu", run_dir=folder / "run")
+    for name in sys.argv[1].split(","):
+        result = PROGRAMS[name](folder, dist)
+        if dist.is_main:
+            (folder / f"{name}.json").write_text(json.dumps(result))
+    dist.close()
+
+
+if __name__ == "__main__":
+    main()
