@@ -45,7 +45,7 @@ def report() -> str:
 
 
 def stale_locks() -> list[Path]:
-    """Locks of compilations that no process works on, in our cache and in torch's own, where others wait on them."""
+    """Locks of compilations that no process works on: in our cache, and in torch's own, where others would wait."""
     from ezpz_llm.engine.build_ops import lock_holder
 
     places = [building_dir()] if _installed("torch") and _installed("deepspeed") else []
