@@ -90,8 +90,9 @@ def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | Non
     instead = f"a global batch of {near}"
     if name and global_batch % dp_size == 0:
         share = global_batch // dp_size
-        fitting = sorted((size for size in range(1, share + 1) if share % size == 0),
-                         key=lambda size: (abs(size - factor), size))[:2]
-        instead += f", or {name} {' or '.join(map(str, sorted(fitting)))}"
+        fitting = [size for size in range(1, share + 1) if share % size == 0]
+        smaller, larger = ([size for size in fitting if size < factor][-1:],
+                           [size for size in fitting if size > factor][:1])
+        instead += f", or {name} {' or '.join(map(str, smaller + larger))}"
     raise UserError(f"a global batch of {global_batch} sequences is not a multiple of {product}", where=where,
                     instead=instead)

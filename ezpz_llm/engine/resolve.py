@@ -147,22 +147,25 @@ def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, 
     used: dict[str, str] = {}
     for source, level in levels:
         # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
-        for name in ("global_batch", "micro_batch", "accumulation"):
+        for name in BATCH_KEYS:
             if name not in level or name in known:
                 continue
-            complete_above = len(known) == 2 and any(used[other] != source for other in known)
-            if complete_above and solve_batch(*map(known.get, BATCH_KEYS), dp_size) != solve_batch(
-                    *map({**known, name: level[name]}.get, BATCH_KEYS), dp_size):
-                wishes.notes.append(f"{name} {level[name]} of {source} gives way to "
-                                    + ", ".join(f"{other} {known[other]} ({used[other]})" for other in known))
+            if len(known) == 2 and set(used.values()) != {source}:
+                if getattr(_solve(known, used, dp_size, default_micro_batch), name) != level[name]:
+                    stronger = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
+                    wishes.notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
                 continue
             known[name], used[name] = level[name], source
-    where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
-    batch = solve_batch(*map(known.get, BATCH_KEYS), dp_size, default_micro_batch=default_micro_batch, where=where)
+    batch = _solve(known, used, dp_size, default_micro_batch)
     given = " and ".join(used) or "the default"
     for name in BATCH_KEYS:
         used.setdefault(name, f"follows from {given}")
     return batch, used
+
+
+def _solve(known: Mapping[str, int], used: Mapping[str, str], dp_size: int, default_micro_batch: int) -> Batch:
+    where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
+    return solve_batch(*map(known.get, BATCH_KEYS), dp_size, default_micro_batch=default_micro_batch, where=where)
 
 
 def _precedence(source: str) -> int:

@@ -1,0 +1,73 @@
+"""Batch arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ezpz_llm.engine.batch import Batch, solve_batch
+from ezpz_llm.errors import UserError
+
+SMALL = st.integers(1, 64)
+
+
+@given(SMALL, SMALL, SMALL)
+def test_any_two_numbers_give_the_third(micro: int, accumulation: int, dp_size: int) -> None:
+    total = micro * accumulation * dp_size
+    expected = Batch(total, micro, accumulation, dp_size)
+    assert solve_batch(total, micro, None, dp_size) == expected
+    assert solve_batch(total, None, accumulation, dp_size) == expected
+    assert solve_batch(None, micro, accumulation, dp_size) == expected
+    assert solve_batch(total, micro, accumulation, dp_size) == expected
+
+
+@given(st.none() | st.integers(1, 4096), st.none() | SMALL, st.none() | SMALL, SMALL, SMALL)
+def test_what_is_solved_multiplies_out_and_keeps_what_was_given(
+        total: int | None, micro: int | None, accumulation: int | None, dp_size: int, default: int) -> None:
+    try:
+        batch = solve_batch(total, micro, accumulation, dp_size, default_micro_batch=default)
+    except UserError:
+        assert total is not None  # without a total there is nothing to contradict
+        return
+    assert batch.micro_batch * batch.accumulation * batch.dp_size == batch.global_batch
+    for given_value, solved in ((total, batch.global_batch), (micro, batch.micro_batch),
+                                (accumulation, batch.accumulation)):
+        assert given_value is None or given_value == solved
+
+
+@given(st.integers(1, 2048), SMALL, SMALL)
+def test_the_valid_totals_that_are_offered_are_valid(total: int, micro: int, dp_size: int) -> None:
+    try:
+        solve_batch(total, micro, None, dp_size)
+    except UserError as error:
+        if "cannot feed" in error.found:
+            assert total < dp_size
+            return
+        offered = error.instead.removeprefix("a global batch of ").split(",")[0].split(" or ")
+        for value in map(int, offered):
+            solve_batch(value, micro, None, dp_size)
+
+
+def test_a_global_batch_alone_takes_the_largest_micro_batch_that_divides_it() -> None:
+    assert solve_batch(12, None, None, 2, default_micro_batch=4) == Batch(12, 3, 2, 2)
+    assert solve_batch(12, None, None, 1, default_micro_batch=4) == Batch(12, 4, 3, 1)
+    assert solve_batch(None, None, None, 3, default_micro_batch=4) == Batch(12, 4, 1, 3)
+
+
+@pytest.mark.parametrize(("numbers", "dp_size", "words"), [
+    ((512, 8, None), 7, ("512", "504", "560")),  # never rounded to 10 micro-steps
+    ((24, 8, None), 2, ("16 or 32", "micro batch 6 or 12")),
+    ((24, None, 5), 2, ("20 or 30", "accumulation 4 or 6")),
+    ((7, None, None), 2, ("6 or 8",)),
+    ((4, None, None), 8, ("cannot feed 8", "at least 8", "at most 4")),
+    ((64, 4, 2), 2, ("64", "16", "only two")),
+    ((64, 4, 2), 1, ("launch -n 8",)),  # the world of a program started without its launcher
+    ((0, None, None), 1, ("0", "1 or more")),
+    ((8, None, -1), 1, ("-1", "1 or more")),
+])
+def test_what_does_not_work_out_is_refused_with_what_does(
+        numbers: tuple[int | None, ...], dp_size: int, words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        solve_batch(*numbers, dp_size, where="--global-batch")
+    assert all(word in str(caught.value) for word in (*words, "--global-batch"))

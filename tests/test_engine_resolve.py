@@ -1,0 +1,243 @@
+"""The resolver: reading a ds_config, precedence, refusals, and what is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ezpz_llm.engine import ds_config, ops
+from ezpz_llm.engine.batch import Batch
+from ezpz_llm.engine.resolve import Resolved, resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RunDir
+
+SHIPPED = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer")
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a ds_config and give its path."""
+    def write(values: dict[str, Any] | str) -> str:
+        path = tmp_path / "mine.json"
+        path.write_text(values if isinstance(values, str) else json.dumps(values))
+        return str(path)
+    return write
+
+
+def refused(name: str, world_size: int = 2, **given: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(name, world_size=world_size, **given)
+    return str(caught.value)
+
+
+def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+    assert ds_config.names() == sorted(SHIPPED)
+    purposes = (ds_config.data_dir("ds_configs") / "README.md").read_text()
+    for name in SHIPPED:
+        values = ds_config.load(name).values
+        assert not {"optimizer", "scheduler", "gradient_clipping", "train_batch_size"} & values.keys()
+        assert f"| `{name}` |" in purposes
+        resolved = resolve(name, world_size=2, global_batch=8, device="cpu")
+        assert (resolved.deepspeed is None) == (name == "ddp")
+        assert resolved.notes == ()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = ("import sys; from ezpz_llm.engine.resolve import resolve; resolve('zero3', world_size=4); "
+               "import ezpz_llm.doctor; sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_an_unknown_name_offers_the_nearest() -> None:
+    assert "did you mean zero3" in refused("zero_3")
+    assert "there is no file" in refused("configs/zero3.json")
+
+
+def test_json_that_does_not_parse_is_shown_by_line_and_column(write) -> None:
+    message = refused(write('{\n  "zero_optimization": {"stage": 1,}\n}'))
+    assert "line 2, column 3" in message  # 35 or 36, by Python's version
+    assert "mine.json" in message
+    assert "twice" in refused(write('{"fp16": {"enabled": false, "enabled": true}}'))
+    assert "a JSON object" in refused(write("[1]"))
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"zero_optimisation": {"stage": 1}}, ("zero_optimisation", "zero_optimization", "top level")),
+    ({"zero_optimization": {"stage": 1, "overlap_com": True}}, ("did you mean overlap_comm", "zero_optim")),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu"}}},
+     ("did you mean device", "zero_optimization.offload_optimizer")),
+    ({"bf16": {"enable": True}}, ("did you mean enabled", "bf16")),
+    ({"ezpz_llm": {"motor": "torch"}}, ("motor", "ezpz_llm")),
+    ({"ezpz-llm": {}}, ("did you mean ezpz_llm",)),
+    ({"bf16": True}, ("not a block",)),
+    ({"elasticity": {"enabled": True}}, ("removed elastic training", "delete")),
+    ({"zero_optimization": {"mics_shard_size": 2}}, ("removed MiCS",)),
+])
+def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refused(write(values))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("values", "given", "words"), [
+    ({"ezpz_llm": {"tp": 2}}, {}, ("tensor-parallel", "supported: 1")),
+    ({"ezpz_llm": {"pp": 2}}, {}, ("pipeline-parallel", "supported: 1")),
+    ({"ezpz_llm": {"sp": 2}}, {}, ("sequence-parallel", "supported: 1")),
+    ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel.autotp_size", "delete")),
+    ({"ezpz_llm": {"engine": "tourch"}}, {}, ("did you mean torch",)),
+    ({"ezpz_llm": {"engine": "torch"}, "zero_optimization": {"stage": 2}}, {}, ("no ZeRO stage 2",)),
+    ({"zero_optimization": {"stage": 4}}, {}, ("stage is 4",)),
+    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, ("stage 0",)),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, ('"none" or "cpu"',)),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, {}, ("offload_param.device",)),
+    ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, ("dynamic", "loss_scale")),
+    ({"fp16": {"enabled": True}}, {"device": "cpu"}, ("fp16 on a CPU",)),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, ("both bf16 and fp16",)),
+    ({"optimizer": {"type": "Lamb"}}, {}, ("Lamb", "AdamW")),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {}, ("adam_w_mode False",)),
+    ({"gradient_allreduce_op": "sum"}, {}, ("supported here: \"mean\"",)),
+    ({"communication_data_type": "bf16"}, {}, ("reduced in fp32",)),
+    ({"managed_gradient_accumulation": False}, {}, ("micro-step",)),
+    ({"train_batch_size": "16"}, {}, ("not a whole number",)),
+    ({"gradient_clipping": True}, {}, ("not a number",)),
+    ({}, {"precision": "bfloat16"}, ("did you mean bf16",)),
+    ({"train_batch_size": 9}, {}, ("8 or 10", "mine.json")),
+])
+def test_what_cannot_run_is_refused_with_the_reason(
+        write, values: dict[str, Any], given: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refused(write(values), **given)
+    assert all(word in message for word in words), message
+
+
+def test_more_ranks_than_the_batch_can_feed_are_refused() -> None:
+    assert "cannot feed 8" in refused("zero2", 8, global_batch=4)
+
+
+def test_a_layout_whose_op_is_not_built_says_how_to_build_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(ops, "_installed_ops", frozenset)
+    assert "ezpz-llm doctor --build-ops cpu_adam" in refused("zero3_offload_optimizer")
+    lock = ops.build_lock("cpu_adam")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert str(lock) in refused("zero3_offload_optimizer")
+    library = ops.ops_dir() / "cpu_adam" / "cpu_adam.so"
+    library.parent.mkdir()
+    library.touch()
+    assert resolve("zero3_offload_optimizer", world_size=2).layout.offload_optimizer == "cpu"
+
+
+FOREIGN = {
+    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.5, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW",
+                  "params": {"lr": 1e-4, "betas": [0.9, 0.99], "eps": "auto", "weight_decay": 0.01}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 50, "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True},
+}
+
+
+def resolve_foreign(write, **given: Any) -> Resolved:
+    return resolve(write(FOREIGN), world_size=2, **given)
+
+
+def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
+    resolved = resolve_foreign(write, device="cuda")
+    assert resolved.batch == Batch(32, 4, 4, 2)
+    assert (resolved.clip, resolved.precision, resolved.layout.zero_stage) == (0.5, "bf16", 2)
+    assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "warmup_steps": 50}
+    assert resolved.sources["lr"].endswith("mine.json")
+    notes = " ".join(resolved.notes)
+    for word in ("gradient_accumulation_steps", "reduce_bucket_size", "bf16", "WarmupDecayLR"):
+        assert word in notes
+    assert resolved.deepspeed["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert not {"bf16", "optimizer", "scheduler"} & resolved.deepspeed.keys()
+    assert "auto" not in json.dumps(resolved.deepspeed)
+
+
+def test_the_command_line_comes_before_the_ds_config_and_that_before_the_rest(write) -> None:
+    sources = {"clip": "command line", "precision": "run.yaml", "lr": "command line", "eps": "default",
+               "global_batch": "preset small", "micro_batch": "command line"}
+    resolved = resolve_foreign(write, clip=2.0, precision="fp32", global_batch=64, micro_batch=8, sources=sources)
+    assert (resolved.clip, resolved.sources["clip"]) == (2.0, "command line")
+    assert resolved.precision == "bf16"
+    assert "lr" not in resolved.adam
+    assert resolved.batch == Batch(32, 8, 2, 2)
+    assert resolved.sources["global_batch"].endswith("mine.json")
+    assert resolved.sources["accumulation"].startswith("follows from")
+
+
+def test_a_number_of_lower_precedence_gives_way(write) -> None:
+    """The command line's batch keeps the file's micro batch, which was sized for the memory, and not its steps."""
+    path = write({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2})
+    resolved = resolve(path, world_size=2, global_batch=64)
+    assert resolved.batch == Batch(64, 4, 8, 2)
+    assert "accumulation 2" in " ".join(resolved.notes)
+    assert "64 is not" in refused(write({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
+                                         "gradient_accumulation_steps": 2}))
+
+
+def test_yaml_comes_before_a_preset(write) -> None:
+    sources = {"global_batch": "preset small", "micro_batch": "run.yaml", "accumulation": "run.yaml"}
+    resolved = resolve("zero1", world_size=2, global_batch=64, micro_batch=2, accumulation=3, sources=sources)
+    assert resolved.batch == Batch(12, 2, 3, 2)
+    assert "global_batch 64 of preset small" in " ".join(resolved.notes)
+
+
+def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
+    resolved = resolve("zero2", world_size=2, global_batch=16, accumulation=2, clip=1.0, precision="bf16")
+    run_dir = RunDir(tmp_path)
+    resolved.write(run_dir)
+    assert json.loads(run_dir.deepspeed.read_text()) == resolved.deepspeed
+    layout = json.loads(run_dir.layout.read_text())
+    assert layout["layout"] == {"name": "zero2", "engine": "deepspeed", "zero_stage": 2, "tp": 1, "pp": 1, "sp": 1,
+                                "offload_optimizer": None}
+    assert layout["batch"]["micro_batch"] == 4
+    assert layout["sources"]["micro_batch"] == "follows from global_batch and accumulation"
+    text = resolved.explain()
+    assert "zero2" in text
+    assert "follows from" in text
+
+
+def test_ddp_leaves_no_deepspeed_file(tmp_path: Path) -> None:
+    resolve("ddp", world_size=2).write(RunDir(tmp_path))
+    assert not RunDir(tmp_path).deepspeed.exists()
+
+
+@pytest.mark.skipif(not version("deepspeed").startswith("0.19."), reason="the table is that of DeepSpeed 0.19")
+def test_deepspeed_reads_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of keys against the installed DeepSpeed, and each shipped layout through its own parser."""
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    keys = ds_config.DEEPSPEED_KEYS
+    zero = keys["zero_optimization"]
+    for known, model in ((zero, DeepSpeedZeroConfig), (keys["bf16"], DeepSpeedBF16Config),
+                         (keys["fp16"], DeepSpeedFP16Config), (keys["comms_logger"], CommsLoggerConfig),
+                         (keys["tensor_parallel"], TPTrainingConfig), (keys["compile"], CompileConfig),
+                         (zero["offload_optimizer"], DeepSpeedZeroOffloadOptimizerConfig),
+                         (zero["offload_param"], DeepSpeedZeroOffloadParamConfig)):
+        fields = {field.alias or name for name, field in model.model_fields.items()}
+        assert set(known) == fields - {"tensor_parallel", "mpu", "tp_group"}, model.__name__
+    for name in SHIPPED[1:]:
+        resolved = resolve(name, world_size=1, global_batch=8, clip=1.0)
+        parsed = DeepSpeedConfig(json.loads(json.dumps(resolved.deepspeed)))
+        assert parsed.zero_optimization_stage == resolved.layout.zero_stage
+        assert parsed.train_batch_size == 8
