@@ -115,6 +115,15 @@ def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_a_directory_that_holds_a_run_is_not_written_over(finished):
+    run_dir, _ = finished
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    done = train(*SMALL, "--steps", "30", run_dir=run_dir, timeout=20)
+    assert done.returncode == 2
+    assert f"--resume {run_dir}" in done.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(("options", "found"), [
     (["--model", "gpt2-125m"], "did you mean gpt3-125m or gpt2-124m"),
     (["--ds-config", "zero5"], "unknown ds_config 'zero5'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ezpz_llm.engine.checkpoint import find
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig, get_model_config
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY
@@ -75,8 +77,12 @@ def check_run(options: Options, world_size: int) -> RunPlan:
     """Find what is wrong with a run before any rank starts: its numbers, layout, corpus and resume point."""
     plan = plan_run(options, world_size)
     check_corpus(plan.config.corpus, plan.config.tokenizer)
+    folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
         find(Path(plan.config.resume))
+    elif folder and RunDir(Path(folder)).metrics.exists():
+        raise UserError("the run directory holds another run's metrics", where=folder,
+                        instead=f"another --run-dir, or --resume {folder} to go on with that run")
     return plan
 
 
