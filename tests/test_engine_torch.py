@@ -1,0 +1,144 @@
+"""The engine of one process: accumulation, clipping, precision, loss scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.optimizer import make_adamw
+from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.rundir import RunDir
+
+
+class Net(nn.Module):
+    """A regression with a loss of its own, as an engine wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.dtype = torch.float32
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(inputs)
+        self.dtype = hidden.dtype
+        return (hidden.float() - targets).square().mean()
+
+
+def make(tmp_path, *, accumulation: int = 1, precision: str = "fp32", clip: float = 0.1) -> Engine:
+    dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(tmp_path))
+    resolved = resolve("ddp", world_size=1, global_batch=16, accumulation=accumulation, clip=clip,
+                       precision=precision)
+    model = Net()
+    return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
+                        param_groups=decay_groups(model, 0.1))
+
+
+def train(engine: Engine, steps: int = 8) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(16, 8, generator=generator)
+        parts = inputs.chunk(engine.batch.accumulation)
+        total = 0.0
+        for index, part in enumerate(parts):
+            loss = engine.forward(part, part.sum(1, keepdim=True), last_micro_step=index == len(parts) - 1)
+            engine.backward(loss)
+            total += loss.item() / len(parts)
+        losses.append(total)
+        norms.append(engine.step(1e-2).item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("accumulation", [2, 4, 16])
+def test_accumulation_is_the_full_batch(tmp_path, accumulation: int) -> None:
+    losses, norms = train(make(tmp_path))
+    ours = train(make(tmp_path, accumulation=accumulation))
+    assert ours[0] == pytest.approx(losses, rel=1e-6)
+    assert ours[1] == pytest.approx(norms, rel=1e-5)
+    assert min(norms) > 0.1  # clipping is at work
+    assert losses[-1] < losses[0]
+
+
+def test_the_norm_and_the_clipping_are_torchs() -> None:
+    ours, theirs = Net(), Net()
+    for net in (ours, theirs):
+        net(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    assert norm_and_clip(ours.parameters(), 0.1).item() == pytest.approx(expected.item(), rel=1e-6)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-6)
+
+
+def test_without_clipping_the_gradient_is_left_as_it_is() -> None:
+    net = Net()
+    net(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    before = [parameter.grad.clone() for parameter in net.parameters()]
+    norm_and_clip(net.parameters(), 0.0)
+    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(before, net.parameters(), strict=True))
+
+
+def test_a_loss_scale_is_undone_before_clipping() -> None:
+    plain, scaled = Net(), Net()
+    plain(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    (scaled(torch.ones(4, 8), torch.ones(4, 1)) * 1024).backward()
+    norms = norm_and_clip(plain.parameters(), 0.1), norm_and_clip(scaled.parameters(), 0.1, 1024.0)
+    assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-6)
+    for one, other in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-5)
+
+
+def test_the_loss_scale_halves_on_overflow_and_grows_when_it_may() -> None:
+    scale = LossScale()
+    scale.update(finite=False)
+    assert (scale.scale, scale.good_steps) == (32768.0, 0)
+    for _ in range(LossScale.INTERVAL):
+        scale.update(finite=True)
+    assert (scale.scale, scale.good_steps) == (65536.0, 0)
+    other = LossScale()
+    other.load_state_dict(scale.state_dict())
+    assert other.scale == scale.scale
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_holds_in_training_and_in_evaluation(tmp_path, precision: str, dtype: torch.dtype) -> None:
+    engine = make(tmp_path, precision=precision)
+    losses, _ = train(engine)
+    assert losses[-1] < losses[0]
+    assert engine.module.dtype == dtype
+    engine.module.dtype = None
+    weights = [parameter.clone() for parameter in engine.module.parameters()]
+    with engine.evaluating() as module:
+        assert not module.training
+        assert not module(torch.ones(4, 8), torch.ones(4, 1)).requires_grad
+    assert engine.module.dtype == dtype
+    assert engine.module.training
+    assert all(parameter.dtype == torch.float32 for parameter in engine.module.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights, engine.module.parameters(), strict=True))
+
+
+def test_training_mode_comes_back_after_an_error(tmp_path) -> None:
+    engine = make(tmp_path)
+    with pytest.raises(ZeroDivisionError), engine.evaluating():
+        raise ZeroDivisionError
+    assert engine.module.training
+
+
+def test_fp16_on_a_cpu_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="fp16 on a CPU"):
+        make(tmp_path, precision="fp16")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "xpu:1"])
+def test_adamw_is_fused_by_the_type_of_the_device(device: str) -> None:
+    groups = [{"params": list(Net().parameters()), "weight_decay": 0.1}]
+    assert make_adamw(groups, {"lr": 1e-3}, torch.device(device)).defaults["fused"] is True
