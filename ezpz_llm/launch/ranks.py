@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -28,87 +29,153 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Family:
-    """The variables of one launcher; each field lists names in the order in which they are tried."""
+    """The variables of one launcher. Of several names, the first that is set counts.
+
+    `requires` are variables without which the others mean something else. `nodes` is the number of hosts.
+    """
 
     name: str
-    rank: tuple[str, ...]
+    rank: str
     size: tuple[str, ...]
-    local_rank: tuple[str, ...] = ()
+    local_rank: str | None = None
     local_size: tuple[str, ...] = ()
-    node_rank: tuple[str, ...] = ()
-    required: str | None = None
+    node_rank: str | None = None
+    nodes: str | None = None
+    tasks_per_node: str | None = None
+    requires: tuple[str, ...] = ()
 
+
+_STEP = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "tasks_per_node": "SLURM_STEP_TASKS_PER_NODE"}
 
 FAMILIES = (
-    Family("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-           ("GROUP_RANK",)),
-    Family("Cray PALS", ("PALS_RANKID",), ("PALS_SIZE", "PMI_SIZE"), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",),
-           ("PALS_NODEID",)),
-    Family("Open MPI", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    # LOCAL_SIZE is what dist.setup tells DeepSpeed.
+    Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "GROUP_RANK"),
+    # PALS has no size of its own: PMI's where its PMI is Cray's, nothing under PMIx, where launch's has to do.
+    Family("Cray PALS", "PALS_RANKID", ("PMI_SIZE", WORLD_SIZE_VARIABLE), "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",),
+           "PALS_NODEID"),
+    # OMPI_COMM_WORLD_NODE_RANK is the rank within the node.
+    Family("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
            ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    Family("MVAPICH", ("MV2_COMM_WORLD_RANK",), ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
+    Family("MVAPICH", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_LOCAL_RANK",
            ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-    Family("Hydra/PMI", ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"),
-           ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
-    Family("PMIx", ("PMIX_RANK",), ("PMIX_SIZE",), ("PMIX_LOCAL_RANK",), ("PMIX_LOCAL_SIZE",)),
-    Family("jsrun", ("JSM_NAMESPACE_RANK",), ("JSM_NAMESPACE_SIZE",), ("JSM_NAMESPACE_LOCAL_RANK",),
+    Family("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",),
+           requires=("MPI_LOCALRANKID",)),
+    Family("srun with PMI", "PMI_RANK", ("PMI_SIZE",), **_STEP, requires=("SLURM_STEP_ID", "SLURM_LOCALID")),
+    Family("PMI", "PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
+    Family("PMIx", "PMIX_RANK", (WORLD_SIZE_VARIABLE,), "PMIX_LOCAL_RANK"),
+    Family("jsrun", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_LOCAL_RANK",
            ("JSM_NAMESPACE_LOCAL_SIZE",)),
-    Family("Flux", ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",)),
-    Family("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), (), ("SLURM_NODEID",),
-           required="SLURM_STEP_ID"),
+    Family("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
+    # A batch script has SLURM_PROCID=0 too; only a step's tasks have a step's number.
+    Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), **_STEP, requires=("SLURM_STEP_ID",)),
 )
+"""In order of precedence."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What one family says; None where it says nothing."""
+
+    source: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_size: int | None
+    node_rank: int | None
 
 
 def find_rank(env: Mapping[str, str]) -> RankInfo:
     """Read this process's place from `env`; a process that nothing launched is rank 0 of 1.
 
+    What the family that counts leaves open (as torchrun's variables set by hand often do) is taken from others
+    that agree with it on rank and size. A node's number that no variable gives is derived, which is right where
+    all hosts run equally many ranks in blocks.
+
     Raises:
-        UserError: RANK without WORLD_SIZE or the other way round, or a value that cannot be.
+        UserError: a rank without a size or the other way round, or a value that cannot be.
     """
-    told = [info for family in FAMILIES if (info := _read(family, env)) is not None]
-    if not told:
+    _refuse_half(env)
+    # By rank variable, since PMI_RANK means something else under each of three launchers: the first that fits.
+    told = {family.rank: family for family in reversed(FAMILIES) if _is_told(family, env)}
+    families = sorted(told.values(), key=FAMILIES.index)
+    if not families:
+        _refuse_rank_alone(env)
         return RankInfo(0, 1, 0, 1, 0, "single process")
-    chosen = told[0]
-    notes = tuple(
-        f"{other.source} says rank {other.rank} of {other.world_size}, "
-        f"{chosen.source} says rank {chosen.rank} of {chosen.world_size}: the latter counts"
-        for other in told[1:] if (other.rank, other.world_size) != (chosen.rank, chosen.world_size))
-    return replace(chosen, notes=notes)
+    chosen = _read(families[0], env)
+    agreeing, notes = [chosen], []
+    for family in families[1:]:
+        try:
+            other = _read(family, env)
+        except UserError as error:
+            notes.append(f"{error.found}; {chosen.source} counts")
+            continue
+        if (other.rank, other.world_size) == (chosen.rank, chosen.world_size):
+            agreeing.append(other)
+        else:
+            notes.append(f"{other.source} says rank {other.rank} of {other.world_size}, {chosen.source} says rank "
+                         f"{chosen.rank} of {chosen.world_size}: the latter counts")
+    return _completed(agreeing, notes)
 
 
-def _read(family: Family, env: Mapping[str, str]) -> RankInfo | None:
-    if family.required is not None and family.required not in env:
-        return None
-    rank, size = _first(family.rank, env), _first(family.size, env)
-    if family.name == "torchrun" and (rank is None) != (size is None):
-        found, missing = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
-        raise UserError(f"{found}={env[found]} is set, {missing} is not", where="environment",
-                        instead=f"unset {found} (a leftover), or set both")
-    if rank is None or size is None:
-        return None
-    where, world_size = _whole(rank, env), _whole(size, env)
-    if not 0 <= where < world_size:
-        raise UserError(f"{rank}={where} is not a rank of {size}={world_size}", where="environment")
-    local_name = _first(family.local_rank, env)
-    local_rank = _whole(local_name, env) if local_name else 0
-    local_size = _local_size(family, env, world_size)
+def _completed(agreeing: list[_Reading], notes: list[str]) -> RankInfo:
+    """The first reading, with what it leaves open taken from the others or derived."""
+    rank, world_size, source = agreeing[0].rank, agreeing[0].world_size, agreeing[0].source
+    local_rank = next((one.local_rank for one in agreeing if one.local_rank is not None), None)
+    local_size = next((one.local_size for one in agreeing if one.local_size is not None), None)
+    node_rank = next((one.node_rank for one in agreeing if one.node_rank is not None), None)
+    if local_rank is None:
+        if world_size > 1:
+            notes.append(f"{source} gives no local rank: taken to be alone on its host")
+        local_rank, local_size = 0, 1
+    elif local_size is None:
+        local_size = world_size
     if local_rank >= local_size:
-        raise UserError(f"{local_name}={local_rank} is not one of {local_size} ranks on its host",
-                        where="environment")
-    node_name = _first(family.node_rank, env)
-    node_rank = _whole(node_name, env) if node_name else (where - local_rank) // local_size
-    return RankInfo(where, world_size, local_rank, local_size, node_rank, f"{family.name} ({rank})")
+        raise UserError(f"local rank {local_rank} is not one of {local_size} ranks on its host",
+                        where=f"environment ({source})")
+    if node_rank is None:
+        node_rank = (rank - local_rank) // local_size
+    return RankInfo(rank, world_size, local_rank, local_size, node_rank, source, tuple(notes))
 
 
-def _local_size(family: Family, env: Mapping[str, str], world_size: int) -> int:
+def _is_told(family: Family, env: Mapping[str, str]) -> bool:
+    names = (family.rank, *family.requires)
+    return all(env.get(name) for name in names) and _first(family.size, env) is not None
+
+
+def _refuse_half(env: Mapping[str, str]) -> None:
+    for found, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if env.get(found) and not env.get(missing):
+            raise UserError(f"{found}={env[found]} is set, {missing} is not", where="environment",
+                            instead=f"unset {found} (a leftover), or set both")
+
+
+def _refuse_rank_alone(env: Mapping[str, str]) -> None:
+    # Taking such a process for rank 0 of 1 would make as many rank 0s as there are ranks.
+    for family in FAMILIES:
+        if env.get(family.rank) and all(env.get(name) for name in family.requires):
+            raise UserError(f"{family.rank}={env[family.rank]} is set, {' or '.join(family.size)} is not",
+                            where=f"environment ({family.name})",
+                            instead=f"start with launch, or unset {family.rank} if it is a leftover")
+
+
+def _read(family: Family, env: Mapping[str, str]) -> _Reading:
+    size = _first(family.size, env)
+    rank, world_size = _whole(family.rank, env), _whole(size, env)
+    if not rank < world_size:
+        raise UserError(f"{family.rank}={rank} is not a rank of {size}={world_size}", where="environment")
+    node_rank = _optional(family.node_rank, env)
+    return _Reading(f"{family.name} ({family.rank})", rank, world_size, _optional(family.local_rank, env),
+                    _local_size(family, env, world_size, node_rank), node_rank)
+
+
+def _local_size(family: Family, env: Mapping[str, str], world_size: int, node_rank: int | None) -> int | None:
     if name := _first(family.local_size, env):
         return _whole(name, env)
-    if (family.name == "srun" or _first(family.local_rank, env) == "SLURM_LOCALID") and "SLURM_STEP_ID" in env:
-        counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        node = _whole("SLURM_NODEID", env) if "SLURM_NODEID" in env else 0
-        if node < len(counts):
-            return counts[node]
-    return world_size if _first(family.local_rank, env) else 1
+    if family.tasks_per_node is not None:
+        counts = _tasks_per_node(env.get(family.tasks_per_node, ""))
+        return counts[node_rank] if node_rank is not None and node_rank < len(counts) else None
+    nodes = _optional(family.nodes, env)
+    return -(-world_size // nodes) if nodes else None
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -123,8 +190,11 @@ def _first(names: tuple[str, ...], env: Mapping[str, str]) -> str | None:
     return next((name for name in names if env.get(name)), None)
 
 
+def _optional(name: str | None, env: Mapping[str, str]) -> int | None:
+    return _whole(name, env) if name and env.get(name) else None
+
+
 def _whole(name: str, env: Mapping[str, str]) -> int:
-    try:
-        return int(env[name])
-    except ValueError:
-        raise UserError(f"{name}={env[name]!r} is not a whole number", where="environment") from None
+    if not re.fullmatch(r"[0-9]+", env[name].strip()):
+        raise UserError(f"{name}={env[name]!r} is not a whole number", where="environment")
+    return int(env[name])
