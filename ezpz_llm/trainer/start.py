@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ from ezpz_llm.engine.checkpoint.agree import raise_together
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.compile import compile_blocks
-from ezpz_llm.model.config import parameter_count
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.model.gpt import GPT
@@ -33,10 +31,9 @@ from ezpz_llm.observe import (
     TraceProfile,
     peak_flops,
     profile_window,
-    run_environment,
 )
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
-from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.position import Position
@@ -68,7 +65,7 @@ def start(options: Options, dist: Dist, clock: WallClock) -> Session:
                     flops_per_token(plan.model), peak_flops(dist.device, plan.resolved.precision))
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every)
-    record(plan, data, work, dist)
+    announce(plan, data, work, dist)
     return Session(plan, dist, data, batches, validation, engine, work, StepTimeline(dist.device), metrics,
                    profiles(plan, dist, first_step), heartbeat, clock, first_step, first_step, position)
 
@@ -132,48 +129,3 @@ def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[HostProfile | T
     if config.trace_steps and (window := profile_window(first_step, config.steps, config.trace_steps, skip)):
         wanted.append(TraceProfile(dist.run_dir, dist.rank, window))
     return wanted
-
-
-def record(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None:
-    """Write what the run is into run.json, layout.json and deepspeed.json, and its essence to the console."""
-    environment = run_environment(dist)
-    if not dist.is_main:
-        return
-    plan.resolved.write(dist.run_dir)
-    update_record(dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
-                  parameters=parameter_count(plan.model), precision=plan.resolved.precision,
-                  environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy)
-    print(description(plan, data, work, dist), flush=True)
-
-
-def describe_data(data: TokenData) -> dict[str, Any]:
-    """What the run read, without the tokenizer's table."""
-    manifest = data.manifest
-    return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
-            "vocab_size": data.vocab_size, "documents": manifest["documents"],
-            "tokens": {split: entry["tokens"] for split, entry in manifest["splits"].items()},
-            "fingerprint": data.fingerprint}
-
-
-def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> str:
-    """What a user wants to see before the first step."""
-    model, batch, config = plan.model, plan.resolved.batch, plan.config
-    tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
-    peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
-    rows = [
-        ("ranks", f"{dist.world_size} ({dist.info.source}), {dist.device.type}{peak}, "
-                  f"backend {dist.backend or 'none'}"),
-        ("layout", f"{plan.resolved.layout.name}, {plan.resolved.precision}"),
-        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
-                  f"({batch.micro_batch} a rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
-        ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-                  f"{parameter_count(model):,} parameters"),
-        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
-                 f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
-                 f"unigram entropy {data.unigram_entropy:.4f} nats"),
-        ("optimizer", f"AdamW, lr {config.lr:g} to {config.min_lr:g} over {config.steps} steps, "
-                      f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
-                      f"clip {plan.resolved.clip or 'none'}"),
-        *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
-    ]
-    return "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"

@@ -1,0 +1,73 @@
+"""What a run is, told before its first step: in run.json, layout.json and deepspeed.json, and on the console."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist
+from ezpz_llm.engine.precision import DTYPES
+from ezpz_llm.model.config import parameter_count
+from ezpz_llm.model.kernel import attention_kernel
+from ezpz_llm.observe import StepWork, run_environment
+from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.plan import RunPlan
+
+
+def announce(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None:
+    """Write and print what the run is. Collective, since every rank's host is listed."""
+    environment = run_environment(dist)
+    if not dist.is_main:
+        return
+    plan.resolved.write(dist.run_dir)
+    update_record(dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
+                  parameters=parameter_count(plan.model), precision=plan.resolved.precision,
+                  environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy)
+    print(description(plan, data, work, dist), flush=True)
+
+
+def describe_data(data: TokenData) -> dict[str, Any]:
+    """What the run read, without the tokenizer's table."""
+    manifest = data.manifest
+    return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
+            "vocab_size": data.vocab_size, "documents": manifest["documents"],
+            "tokens": {split: entry["tokens"] for split, entry in manifest["splits"].items()},
+            "fingerprint": data.fingerprint}
+
+
+def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> str:
+    """What a user wants to see before the first step."""
+    model, batch, config = plan.model, plan.resolved.batch, plan.config
+    tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
+    peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
+    rows = [
+        ("ranks", f"{dist.world_size} ({dist.info.source}), {dist.device.type}{peak}, "
+                  f"backend {dist.backend or 'none'}"),
+        ("layout", f"{plan.resolved.layout.name}, {plan.resolved.precision}"),
+        ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
+                  f"({batch.micro_batch} a rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
+        ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+                  f"{parameter_count(model):,} parameters"),
+        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
+                 f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
+                 f"unigram entropy {data.unigram_entropy:.4f} nats"),
+        ("optimizer", f"AdamW, lr {config.lr:g} to {config.min_lr:g} over {config.steps} steps, "
+                      f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
+                      f"clip {plan.resolved.clip or 'none'}"),
+        ("attention", attention(plan, dist)),
+        *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
+    ]
+    return "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
+
+
+def attention(plan: RunPlan, dist: Dist) -> str:
+    """Which kernel attention gets, and what it keeps where it is the slow one."""
+    dtype = DTYPES.get(plan.resolved.precision, torch.float32)
+    kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype)
+    if not kernel.score_bytes:
+        return kernel.name
+    return (f"warning: {kernel.name}, the slow kernel, which keeps {kernel.score_bytes / 1e9:.3g} GB of scores a "
+            "layer; --precision bf16 may allow a faster one")
