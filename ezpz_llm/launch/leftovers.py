@@ -3,6 +3,7 @@ name, and ended on this host whatever became of the one that started them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -55,10 +56,8 @@ def end_marked(run_id: str, within_s: float = 5.0) -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 @dataclass
@@ -97,8 +96,10 @@ def _watch(read_end: int, run_id: str, delay_s: float) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.closerange(3, read_end)
-    os.closerange(read_end + 1, os.sysconf("SC_OPEN_MAX"))
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != read_end:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
     if not os.read(read_end, 1):
         time.sleep(delay_s)
         end_marked(run_id)

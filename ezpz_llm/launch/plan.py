@@ -17,15 +17,15 @@ from ezpz_llm.launch.dialects.work import Built, Launcher, Work
 from ezpz_llm.launch.options import Options
 from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import find_allocation, local, pbs, started
+from ezpz_llm.launch.schedulers import find_allocation, local, started
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
 # What ranks on other hosts need of this environment where the launcher passes nothing by itself.
-_FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "HOME")
-_FORWARDED_PREFIXES = ("EZPZ_LLM_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "DS_", "OMP_",
-                       "CUDA_", "HSA_", "ZE_", "SYCL_", "HF_", "TIKTOKEN_")
+_FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME")
+_FORWARDED_PREFIXES = ("PYTHON", "EZPZ_LLM_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "DS_",
+                       "OMP_", "CUDA_", "HSA_", "ZE_", "SYCL_", "HF_", "TIKTOKEN_")
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,13 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     placement = place(allocation, devices, options.ranks, options.per_host)
     launcher = choose(options.launcher, allocation.scheduler, placement.world_size, env)
     hosts = tuple(name for name, _ in placement.ranks)
-    here = all(is_here(name) for name in hosts)
-    cores = _cores_per_rank(allocation, placement, here)
+    cores = _cores_per_rank(allocation, placement)
     run_id = os.urandom(8).hex()
     settings = _settings(env, allocation, placement, launcher, run_dir, run_id, cores)
     work = Work(
         command=(sys.executable, "-m", "ezpz_llm.launch.shim", "--", *options.command),
         placement=placement,
-        here=here and len(hosts) == 1,
+        here=len(hosts) == 1 and is_here(hosts[0]),
         hosts_file=run_dir.path / "hostfile",
         cores_per_rank=cores,
         variables=_forwarded(env, settings),
@@ -111,7 +110,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     return LaunchPlan(
         argv=built.argv,
         env=settings,
-        ranks=_rank_table(placement, devices, here),
+        ranks=_rank_table(placement, devices),
         hosts=hosts,
         run_dir=run_dir,
         run_id=run_id,
@@ -151,8 +150,11 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
     )
 
 
-def _cores_per_rank(allocation: Allocation, placement: Placement, here: bool) -> int | None:
-    cores = allocation.cores_per_host or (len(usable_cores()) if here or allocation.scheduler == pbs.NAME else None)
+def _cores_per_rank(allocation: Allocation, placement: Placement) -> int | None:
+    cores = allocation.cores_per_host
+    if cores is None and any(is_here(name) for name, _ in placement.ranks):
+        # Hosts of one reservation are taken to be alike.
+        cores = len(usable_cores())
     return max(1, cores // placement.most) if cores else None
 
 
@@ -201,10 +203,11 @@ def _forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple
     return tuple(sorted({*wanted, *settings, *({"MASTER_ADDR", "MASTER_PORT"} & env.keys())}))
 
 
-def _rank_table(placement: Placement, devices: Devices, here: bool) -> tuple[RankPlace, ...]:
-    cores = core_ranges(usable_cores()) if here else None
-    table = []
+def _rank_table(placement: Placement, devices: Devices) -> tuple[RankPlace, ...]:
+    own_cores = core_ranges(usable_cores())
+    table: list[RankPlace] = []
     for host, count in placement.ranks:
+        cores = own_cores if is_here(host) else None
         for local_rank in range(count):
             table.append(RankPlace(len(table), host, local_rank, cores, _device(devices, local_rank)))
     return tuple(table)

@@ -20,7 +20,8 @@ def check_first(target: Target, command: tuple[str, ...], world_size: int, env: 
     Raises:
         UserError: the check does not end.
     """
-    if target.module is None:
+    # A launch inside the ranks has nothing to check: it only executes its own command.
+    if target.module in (None, "ezpz_llm.launch"):
         return 0
     words = [*command, "--check", "--world-size", str(world_size)]
     try:

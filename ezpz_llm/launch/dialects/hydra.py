@@ -15,7 +15,8 @@ def build(program: str, work: Work) -> Built:
         hosts = [name for name, _ in ranks]
     else:
         hosts = [f"{name}:{count}" for name, count in ranks]
-    if len(hosts) > HOSTS_ON_THE_LINE:
+    # Intel MPI reads host:count in a file only.
+    if len(hosts) > HOSTS_ON_THE_LINE or not work.placement.uniform:
         files[work.hosts_file] = "".join(f"{host}\n" for host in hosts)
         argv += ["-f", str(work.hosts_file)]
     elif not work.here:

@@ -1,0 +1,94 @@
+"""What launch takes for its own, and what it leaves to the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.options import Options, parse
+from ezpz_llm.launch.target import read_command, run_dir_of
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("python3 x.py -n 4 --timeout 9", Options(("python3", "x.py", "-n", "4", "--timeout", "9"))),
+    ("-n 2 python3 x.py --dry-run", Options(("python3", "x.py", "--dry-run"), ranks=2)),
+    ("-n 2 -- -odd --help", Options(("-odd", "--help"), ranks=2)),
+    ("--ppn=3 --hostfile h --launcher srun hostname -- -n 1",
+     Options(("hostname", "--", "-n", "1"), per_host=3, hostfile=Path("h"), launcher="srun")),
+    ("--timeout-idle 2.5 --run-dir=a=b --dry-run --json x",
+     Options(("x",), idle_limit_s=2.5, run_dir=Path("a=b"), dry_run=True, as_json=True)),
+    ("--explain - x", Options(("-", "x"), explain=True)),
+])
+def test_options_end_at_the_first_other_word(words: str, expected: Options) -> None:
+    assert parse(words.split()) == expected
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("", "no command"),
+    ("-n 2", "no command"),
+    ("--dryrun x", "--dry-run"),
+    ("--time 3 x", "unknown option --time"),
+    ("--launch mpiexec x", "--launcher"),
+    ("-n", "-n needs a value"),
+    ("-n 0 x", "'0' is not a whole number"),
+    ("-n two x", "'two' is not a whole number"),
+    ("--ppn=-1 x", "'-1' is not"),
+    ("--timeout-idle 0 x", "above 0"),
+    ("--timeout-idle nan x", "above 0"),
+    ("--launcher mpirun x", "auto, mpiexec, srun, torchrun"),
+    ("--dry-run=yes x", "takes no value"),
+    ("--json x", "--dry-run"),
+])
+def test_a_wrong_word_is_named(words: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse(words.split())
+    assert message in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("words", "name", "module", "arguments"), [
+    ("python3 -m ezpz_llm.train --steps 3", "train", "ezpz_llm.train", "--steps 3"),
+    ("/usr/bin/python3.11 -u -X dev -W ignore -m ezpz_llm.test_dist", "test_dist", "ezpz_llm.test_dist", ""),
+    ("python3 -m other.train x", "train", None, "x"),
+    ("python3 -c pass -m ezpz_llm.train", "python", None, "pass -m ezpz_llm.train"),
+    ("python3 dir/x.py -m ezpz_llm.train", "x", None, "-m ezpz_llm.train"),
+    ("bin/ezpz-llm test-dist --x", "test_dist", "ezpz_llm.test_dist", "--x"),
+    ("hostname -s", "hostname", None, "-s"),
+])
+def test_our_own_commands_are_recognised(words: str, name: str, module: str | None, arguments: str) -> None:
+    target = read_command(tuple(words.split()))
+    assert (target.name, target.module, " ".join(target.arguments)) == (name, module, arguments)
+
+
+def test_one_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = read_command(("python3", "-m", "ezpz_llm.train", "--run-dir", "d"))
+    assert run_dir_of(ours, None) == Path("d")
+    assert run_dir_of(ours, tmp_path / "d") == tmp_path / "d"
+    with pytest.raises(UserError, match="two run directories"):
+        run_dir_of(ours, Path("e"))
+    foreign = read_command(("python3", "x.py", "--run-dir", "d"))
+    assert run_dir_of(foreign, Path("e")) == Path("e")
+    assert run_dir_of(foreign, None) is None
+
+
+def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None:
+    program = "import sys, ezpz_llm.cli as c; sys.argv = ['ezpz-llm', *sys.argv[1:]]; code = c.main();" \
+              " print(sorted({'torch', 'numpy', 'deepspeed', 'mpi4py'} & set(sys.modules))); sys.exit(code)"
+
+    def ezpz_llm(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60,
+                              cwd=tmp_path, check=False)
+
+    listed = ezpz_llm("--help")
+    assert listed.returncode == 0
+    assert "\n  launch      Start a program on every rank of the reservation.\n" in listed.stdout
+    assert "[]" in listed.stdout
+    assert "usage: launch" in ezpz_llm("launch", "--help").stdout
+    wrong = ezpz_llm("lunch")
+    assert wrong.returncode == 2
+    assert "did you mean launch?" in wrong.stderr

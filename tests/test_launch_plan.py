@@ -1,0 +1,203 @@
+"""Plans: who runs where, by which launcher, with which environment; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import CAPTURED, captured_env, clean_env, launch
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.devices import Devices
+from ezpz_llm.launch.dialects import identify
+from ezpz_llm.launch.dialects.work import Built, Work
+from ezpz_llm.launch.options import parse
+from ezpz_llm.launch.placement import Placement, place
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+
+_NONE = Devices((), "none")
+_FOUR = Devices(("0", "1", "2", "3"), "a mask")
+
+
+def _allocation(*slots: int | None, limit: bool = False) -> Allocation:
+    hosts = tuple(Host(f"n{number}", count) for number, count in enumerate(slots, start=1))
+    return Allocation("pbs", "1", hosts, None, "the test", slots_are_a_limit=limit)
+
+
+@pytest.mark.parametrize(("slots", "devices", "ranks", "per_host", "expected"), [
+    ((None, None), _NONE, None, None, [1, 1]),
+    ((None, None), _FOUR, None, None, [4, 4]),
+    ((2, 2), _FOUR, None, None, [2, 2]),
+    ((1, 2, 2), _NONE, None, None, [1, 2, 2]),
+    ((None, None), _NONE, 4, None, [2, 2]),
+    ((None, None), _FOUR, 4, None, [4]),
+    ((None, None), _FOUR, 6, None, [4, 2]),
+    ((None, None), _FOUR, 16, None, [8, 8]),
+    ((2, 2), _NONE, 3, None, [2, 1]),
+    ((None, None), _NONE, None, 3, [3, 3]),
+    ((None, None), _NONE, 4, 3, [3, 1]),
+    ((None, None, None), _NONE, 5, None, [2, 2, 1]),
+])
+def test_ranks_per_host(slots: tuple[int | None, ...], devices: Devices, ranks: int | None, per_host: int | None,
+                        expected: list[int]) -> None:
+    placement = place(_allocation(*slots), devices, ranks, per_host)
+    assert [count for _, count in placement.ranks] == expected
+    assert placement.source
+
+
+def test_a_hostfiles_slots_are_a_limit() -> None:
+    with pytest.raises(UserError, match="5 ranks, but the hosts have slots for 4"):
+        place(_allocation(2, 2, limit=True), _NONE, 5, None)
+    with pytest.raises(UserError, match="3 ranks for host n1"):
+        place(_allocation(2, 4, limit=True), _NONE, None, 3)
+    with pytest.raises(UserError, match="do not fit"):
+        place(_allocation(None, None), _NONE, 9, 4)
+    # A host that states none takes what the others leave.
+    assert place(_allocation(2, None, limit=True), _NONE, 5, None).ranks == (("n1", 2), ("n2", 3))
+
+
+def _version_texts() -> dict[str, str]:
+    # The captured blocks end in the first line of the launcher's own version text.
+    lines = (CAPTURED / "mpi/flags_two_hosts.txt").read_text().splitlines()
+    return {name: next(line for line in lines if line.startswith(start)) for name, start in
+            (("mpich", "HYDRA build details:"), ("intel", "Intel(R) MPI"), ("openmpi", "mpiexec (Open MPI)"))}
+
+
+def _built(version: str, *ranks: tuple[str, int], here: bool = False) -> Built:
+    work = Work(("SHIM", "cmd", "a b"), Placement(ranks, "test"), here, Path("/r/hostfile"), 4, ("PATH",), True)
+    chosen = identify(version, "mpiexec", "test")
+    return chosen.build(chosen.program, work)
+
+
+def test_each_dialect_has_its_own_line() -> None:
+    texts = _version_texts()
+    two = (("n1", 2), ("n2", 2))
+    for name in ("mpich", "intel"):
+        assert " ".join(_built(texts[name], *two).argv) == "mpiexec -n 4 -ppn 2 -hosts n1,n2 -genvall SHIM cmd a b"
+        uneven = _built(texts[name], ("n1", 2), ("n2", 1))
+        assert " ".join(uneven.argv) == "mpiexec -n 3 -f /r/hostfile -genvall SHIM cmd a b"
+        assert uneven.files == {Path("/r/hostfile"): "n1:2\nn2:1\n"}
+    ours = _built(texts["openmpi"], *two)
+    assert " ".join(ours.argv) == ("mpiexec -n 4 --host n1:2,n2:2 --map-by ppr:2:node:OVERSUBSCRIBE --bind-to none"
+                                   " -x PATH SHIM cmd a b")
+    assert ours.argv[-1] == "a b"
+    assert ours.env["OMPI_ALLOW_RUN_AS_ROOT"][0] == "1"
+    many = _built(texts["openmpi"], *((f"n{number}", 2) for number in range(20)))
+    assert "--host" not in many.argv
+    assert many.files[Path("/r/hostfile")].startswith("n0 slots=2\nn1 slots=2\n")
+    assert identify("mpiexec (OpenRTE) 4.1.4\n\nReport bugs", "m", "t").dialect == "Open MPI 4.1.4"
+    assert identify(texts["intel"], "m", "t").dialect == "Intel MPI 2021.18.1"
+    with pytest.raises(UserError, match="begins 'PBS mpiexec'"):
+        identify("PBS mpiexec\n", "m", "t")
+
+
+def _programs(folder: Path, **bodies: str) -> str:
+    """A PATH that holds nothing but these scripts."""
+    for name, body in bodies.items():
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(folder)
+
+
+def _plan(words: str, env: dict[str, str]) -> LaunchPlan:
+    return build_plan(parse(words.split()), env)
+
+
+def test_inside_a_slurm_job_auto_is_srun(tmp_path: Path) -> None:
+    path = _programs(tmp_path, srun="exit 1", mpiexec="echo HYDRA build details:")
+    env = captured_env("slurm/env_sbatch_script.txt") | {"PATH": path}
+    plan = _plan("python3 x.py", env)
+    words = " ".join(plan.argv[1:8])
+    assert (plan.launcher.kind, words) == ("srun", "-N 2 -n 4 --ntasks-per-node 2 -c")
+    assert plan.argv[8:12] == ("1", "--kill-on-bad-exit=0", "--nodelist", "n1,n2")
+    assert plan.env["MASTER_ADDR"].value == "n1"
+    assert plan.ranks_source == "slots of SLURM_JOB_NODELIST"
+    assert [(place.rank, place.host, place.local_rank) for place in plan.ranks] == [
+        (0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1)]
+    assert _plan("--launcher mpiexec python3 x.py", env).launcher.kind == "mpiexec"
+
+
+def test_pbs_own_thread_count_is_no_choice_of_the_user(tmp_path: Path) -> None:
+    env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
+    env |= {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"),
+            "PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_nc2_mpi2.txt")}
+    # This machine is no host of that job, so its cores say nothing about theirs; OMP_NUM_THREADS=2 is PBS's.
+    hosts = tmp_path / "here"
+    hosts.write_text("localhost slots=2\n")
+    plan = _plan(f"--hostfile {hosts} python3 x.py", env)
+    assert plan.env["OMP_NUM_THREADS"].value == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert "OMP_NUM_THREADS" not in _plan(f"--hostfile {hosts} x", env | {"OMP_NUM_THREADS": "7"}).env
+
+
+def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python3"))
+    empty = _programs(tmp_path)
+    assert _plan("hostname", {"PATH": empty}).launcher.kind == "direct"
+    with pytest.raises(UserError, match="no mpiexec, no torchrun") as raised:
+        _plan("-n 2 hostname", {"PATH": empty})
+    assert "pip install mpich" in str(raised.value)
+    path = _programs(tmp_path, torchrun="exit 1")
+    plan = _plan("-n 2 hostname", {"PATH": path})
+    assert plan.launcher.kind == "torchrun"
+    assert "MASTER_ADDR" not in plan.env
+    (tmp_path / "two").write_text("n1\nn2\n")
+    with pytest.raises(UserError, match="torchrun is started on one host"):
+        _plan(f"--hostfile {tmp_path / 'two'} hostname", {"PATH": path})
+    with pytest.raises(UserError, match="srun is not on PATH"):
+        _plan("--launcher srun hostname", {"PATH": path})
+
+
+def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> None:
+    env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"), "MASTER_ADDR": "n9",
+           "MASTER_PORT": "7", "OMP_NUM_THREADS": "3"}
+    plan = _plan("hostname", env)
+    assert not {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} & plan.env.keys()
+    assert "MASTER_ADDR=n9 is yours and stays" in plan.notes
+    inner = _plan("hostname", env | {"EZPZ_LLM_RUN_ID": "outer"})
+    assert inner.env["MASTER_ADDR"].value == "127.0.0.1"
+    assert inner.env["EZPZ_LLM_RUN_ID"].value != "outer"
+
+
+def test_a_rank_stays_what_it_is() -> None:
+    plan = _plan("-n 8 python3 x.py", captured_env("mpi/env_mpich_rank2.txt"))
+    assert plan.is_started
+    assert plan.argv == ("python3", "x.py")
+    assert "already rank 2 of 4" in plan.notes[0]
+    assert "-n 8 says nothing here" in plan.notes[0]
+    with pytest.raises(UserError):
+        _plan("python3 x.py", {"WORLD_SIZE": "4"})
+
+
+def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+    words = ("-n", "2", "python3", "-m", "ezpz_llm.train", "--steps", "nonsense", "a b", "$(x)")
+    done = launch(tmp_path, "--dry-run", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["argv"][-7:] == list(words[2:])
+    assert [place["local_rank"] for place in plan["ranks"]] == [0, 1]
+    assert plan["env"]["EZPZ_LLM_WORLD_SIZE"] == "2"
+    assert plan["env"]["MASTER_ADDR"] == "127.0.0.1"
+    assert 1024 < int(plan["env"]["MASTER_PORT"]) < 32768
+    assert len(plan["hosts"]) == 1
+    assert plan["sources"]["ranks"] == "-n"
+    assert Path(plan["run_dir"]).parent == tmp_path / "runs"
+    text = launch(tmp_path, "--dry-run", *words).stdout
+    for expected in ("scheduler  none", "launcher   ", "ranks      2 on 1 host", "EZPZ_LLM_WORLD_SIZE=2",
+                     "local rank"):
+        assert expected in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
+    program = "import sys; from ezpz_llm.launch.command import main; main(['--dry-run', '-n', '2', 'hostname']);" \
+              " print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=clean_env(), capture_output=True,
+                          text=True, timeout=60, check=True)
+    assert "HEAVY set()" in done.stdout
