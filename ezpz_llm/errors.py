@@ -6,6 +6,7 @@ Every room may import this module; it imports only the standard library.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +71,14 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            full = UserError(os.strerror(error.errno), where=error.filename or "a file that is being written",
+                             instead="make room, or name another place (--run-dir, EZPZ_LLM_CACHE)")
+            print(f"error: {full}", file=sys.stderr, flush=True)
+            return 1
+        if not isinstance(error, BrokenPipeError):
+            raise
         # The reader of our output has gone (`… | head`): what is left to flush has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

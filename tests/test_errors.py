@@ -1,0 +1,51 @@
+"""What a user sees when a command cannot go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ezpz_llm.errors import UserError, run_command, unknown
+
+
+def test_a_users_error_is_a_message_with_a_place_and_a_remedy(capsys):
+    def main(argv):
+        raise UserError("found 3", where="--option", instead="4", exit_code=7)
+
+    assert run_command(main, []) == 7
+    assert capsys.readouterr().err == "error: found 3\n  where:   --option\n  instead: 4\n"
+
+
+def test_a_full_disk_is_a_message(capsys):
+    def main(argv):
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)
+
+    assert run_command(main, []) == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_our_own_faults_keep_their_traceback():
+    def main(argv):
+        raise FileNotFoundError(2, "No such file", "ours")
+
+    with pytest.raises(FileNotFoundError):
+        run_command(main, [])
+
+
+def test_a_reader_that_goes_away_is_no_fault():
+    code = ("import sys; from ezpz_llm.errors import run_command\n"
+            "def main(argv):\n    [print('x' * 1000) for _ in range(10000)]\n"
+            "sys.exit(run_command(main, []))")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait(timeout=20) == 141
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_an_unknown_name_offers_the_nearest_or_all():
+    assert "zero1" in unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
+    assert unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
