@@ -55,19 +55,31 @@ def _count(kind: str) -> int:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """What tells this physical device from its neighbours; None where ranks may share (CPU)."""
+    """What tells this physical device from its neighbours; None where ranks may share it, or torch cannot tell."""
     if device.type not in ("cuda", "xpu"):
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
-    return str(getattr(properties, "uuid", None) or f"index {device.index}")
+    if uuid := getattr(properties, "uuid", None):
+        return str(uuid)
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in place else "PCI {:04x}:{:02x}:{:02x}".format(*place)
 
 
-def claim_device(store: Store, host: str, identity: str, rank: int) -> None:
-    """Register a rank's device before training starts.
+def claim_device(store: Store, host: str, kind: str, identity: str | None, rank: int) -> None:
+    """Register a rank's device with the others', before training starts.
+
+    Args:
+        identity: what tells the device apart on its host; None where ranks may share it.
 
     Raises:
-        UserError: another rank of this host has it already.
+        UserError: another rank of this host has it already, or other ranks compute on another type of device.
     """
+    first = store.compare_set("device/type", "", kind).decode()
+    if first != kind:
+        raise UserError(f"rank {rank} on {host} computes on {kind}, others on {first}", where="visible devices",
+                        instead=f"the same on every host: --device {'cpu' if 'cpu' in (first, kind) else first}")
+    if identity is None:
+        return
     key = f"device/{host}/{identity}"
     if store.add(f"{key}/ranks", 1) == 1:
         store.set(f"{key}/owner", str(rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,16 +58,20 @@ class Degrees:
 class Mesh:
     """This rank's place and its process groups. Making it is collective."""
 
-    def __init__(self, degrees: Degrees, rank: int) -> None:
+    def __init__(self, degrees: Degrees, rank: int, timeout: datetime.timedelta | None = None) -> None:
         self.degrees = degrees
         self.rank = rank
+        self._timeout = timeout
         place = degrees.coordinates(rank)
         self.dp_rank, self.tp_rank, self.pp_rank, self.sp_rank = (place[axis] for axis in ("dp", "tp", "pp", "sp"))
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
         self._groups = {axis: self._make(axis) for axis in AXES}
 
     def group(self, axis: Axis) -> torch.distributed.ProcessGroup | None:
-        """This rank's group along an axis; None where it is the whole world, or this rank alone."""
+        """This rank's group along an axis; None where it is the whole world, or this rank alone.
+
+        To torch None is the whole world: look at the size before communicating.
+        """
         return self._groups[axis]
 
     def _make(self, axis: Axis) -> torch.distributed.ProcessGroup | None:
@@ -79,6 +84,6 @@ class Mesh:
         for first in range(world):
             ranks = degrees.peers(first, axis)
             if ranks[0] == first:
-                group = torch.distributed.new_group(ranks)
+                group = torch.distributed.new_group(ranks, timeout=self._timeout)
                 own = group if self.rank in ranks else own
         return own

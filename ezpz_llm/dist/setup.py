@@ -5,20 +5,21 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity
-from ezpz_llm.dist.master import find_master
+from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
+_EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 
 
@@ -34,6 +35,8 @@ class Dist:
     backend: str | None
     mesh: Mesh
     run_dir: RunDir
+    environment_before: dict[str, str | None] = field(default_factory=dict)
+    """What `setup` found of the variables that it set, put back by `close`."""
 
     @property
     def rank(self) -> int:
@@ -61,16 +64,14 @@ class Dist:
 
     def close(self) -> None:
         """Leave the process group together with the others."""
-        if not torch.distributed.is_initialized():
-            return
-        if self.world_size > 1:
+        if torch.distributed.is_initialized() and self.world_size > 1:
             # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
             # threads, while the interpreter shuts down, that ends the process ("terminate called without an active
             # exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
             barrier = torch.distributed.barrier(async_op=True)
             barrier.wait()
             _KEPT_UNTIL_EXIT.append(barrier)
-        torch.distributed.destroy_process_group()
+        _leave(self.environment_before)
 
     def __enter__(self) -> Dist:
         return self
@@ -79,9 +80,9 @@ class Dist:
                  trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif torch.distributed.is_initialized():
+        else:
             # The others may be anywhere: waiting for them could take for ever.
-            torch.distributed.destroy_process_group()
+            _leave(self.environment_before)
 
 
 def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, run_dir: Path | None = None,
@@ -101,19 +102,22 @@ def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, r
     info = find_rank(os.environ)
     _check_promise(info)
     degrees = Degrees.of_world(info.world_size, tp, pp, sp)
-    chosen = choose_device(device, info)
-    backend = None
-    if info.world_size > 1:
-        backend = BACKENDS[chosen.type]
-        _join(info, chosen, backend, timeout_s)
-    _export(info)
-    folder = _agree_on_run_dir(info, run_dir, name)
-    return Dist(info, chosen, backend, Mesh(degrees, info.rank), folder)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    before = {name: os.environ.get(name) for name in _EXPORTED}
+    try:
+        chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
+        _export(info)
+        folder = _agree_on_run_dir(info, run_dir, name)
+        mesh = Mesh(degrees, info.rank, timeout)
+    except BaseException:
+        _leave(before)
+        raise
+    return Dist(info, chosen, BACKENDS[chosen.type] if info.world_size > 1 else None, mesh, folder, before)
 
 
 def _check_promise(info: RankInfo) -> None:
     promised = os.environ.get(WORLD_SIZE_VARIABLE)
-    if promised is None or int(promised) == info.world_size:
+    if promised is None or promised == str(info.world_size):
         return
     raise UserError(f"launch started {promised} ranks, but this process sees {info.world_size} ({info.source})",
                     where=f"rank {info.rank} on {socket.gethostname()}",
@@ -121,18 +125,21 @@ def _check_promise(info: RankInfo) -> None:
                             "was taken), or srun with a PMI: srun --mpi=none makes every rank a world of its own")
 
 
-def _join(info: RankInfo, device: torch.device, backend: str, timeout_s: float) -> None:
-    address, port = find_master(info, os.environ)
+def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> torch.device:
+    """Meet the other ranks, take a device each, and make the process group."""
+    store, address, port = meet(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    # torchrun's agent holds the port itself: its store is joined, not made again.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = torch.distributed.TCPStore(address, port, info.world_size, info.rank == 0 and not agent, timeout)
-    store = torch.distributed.PrefixStore(f"ezpz_llm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    if (identity := device_identity(device)) is not None:
-        claim_device(store, socket.gethostname(), identity, info.rank)
-    torch.distributed.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size,
-                                         timeout=timeout, device_id=device if device.type == "cuda" else None)
+    error = None
+    try:
+        device = choose_device(asked, info)
+        claim_device(store, socket.gethostname(), device.type, device_identity(device), info.rank)
+    except UserError as found:
+        error = found
+    raise_together(store, info, error)
+    torch.distributed.init_process_group(BACKENDS[device.type], store=store, rank=info.rank,
+                                         world_size=info.world_size, timeout=timeout,
+                                         device_id=device if device.type == "cuda" else None)
+    return device
 
 
 def _export(info: RankInfo) -> None:
@@ -141,17 +148,32 @@ def _export(info: RankInfo) -> None:
                       LOCAL_SIZE=str(info.local_size))
 
 
+def _leave(environment_before: dict[str, str | None]) -> None:
+    for name, value in environment_before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> RunDir:
     given = os.environ.get(RUN_DIR_VARIABLE)
     if given and asked is not None and Path(given).resolve() != asked.resolve():
         raise UserError(f"two run directories: launch made {given}, the command asks for {asked}",
                         where=f"{RUN_DIR_VARIABLE} and --run-dir", instead="one of the two, or the same in both")
-    chosen = [str((Path(given) if given else asked or default_run_dir(name).path).absolute())]
-    if info.world_size > 1:
-        torch.distributed.broadcast_object_list(chosen, src=0)
-    run_dir = RunDir(Path(chosen[0]))
+    error, outcome = None, [None, None]
     if info.rank == 0:
-        run_dir.create()
+        run_dir = RunDir((Path(given) if given else asked or default_run_dir(name).path).absolute())
+        try:
+            run_dir.create()
+            outcome = [str(run_dir.path), None]
+        except UserError as found:
+            error, outcome = found, [None, str(found)]
     if info.world_size > 1:
-        torch.distributed.barrier()
-    return run_dir
+        torch.distributed.broadcast_object_list(outcome, src=0)
+    path, failure = outcome
+    if path is None:
+        raise error or UserError(failure)
+    return RunDir(Path(path))
