@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ezpz_llm.errors import UserError
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,10 +62,17 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Halve the scale after an overflow; double it after INTERVAL steps without one."""
+        """Halve the scale after an overflow; double it after INTERVAL steps without one.
+
+        Raises:
+            UserError: the gradients are not finite even without a scale.
+        """
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale *= self.BACKOFF
+            if self.scale < 1:
+                raise UserError("fp16 gradients are not finite under any loss scale: the loss has diverged",
+                                instead="--precision bf16, a lower --lr, or --clip 1", exit_code=1)
         elif self.good_steps == self.INTERVAL:
             self.scale *= self.GROWTH
             self.good_steps = 0

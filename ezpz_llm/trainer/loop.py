@@ -32,8 +32,23 @@ def train_step(session: Session, step: int) -> None:
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
                          max_steps=config.steps)
-    loss = torch.zeros((), device=engine.device)
     timeline.begin_step()
+    skipped = -1
+    while skipped != engine.skipped_steps:
+        # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
+        skipped = engine.skipped_steps
+        loss = forward_backward(session)
+        with timeline.span("optimizer"):
+            grad_norm = engine.step(rate)
+    timeline.end_step()
+    session.position = session.position.advance(session.batches.global_batch)
+    session.metrics.record(step + 1, loss, grad_norm, rate)
+
+
+def forward_backward(session: Session) -> torch.Tensor:
+    """Accumulate the gradients of a step's micro batches; this rank's mean loss, 0-d on the device."""
+    engine, timeline = session.engine, session.timeline
+    loss = torch.zeros((), device=engine.device)
     with timeline.span("data"):
         micro_batches = session.batches.micro_batches(session.position.consumed)
     for index, arrays in enumerate(micro_batches):
@@ -44,8 +59,4 @@ def train_step(session: Session, step: int) -> None:
         with timeline.span("backward"):
             engine.backward(micro_loss)
         loss += micro_loss.detach() / len(micro_batches)
-    with timeline.span("optimizer"):
-        grad_norm = engine.step(rate)
-    timeline.end_step()
-    session.position = session.position.advance(session.batches.global_batch)
-    session.metrics.record(step + 1, loss, grad_norm, rate)
+    return loss

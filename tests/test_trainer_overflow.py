@@ -1,0 +1,61 @@
+"""fp16 gradients that overflow: the step is taken again, and neither it, nor its rate, nor its samples are lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ezpz_llm.engine import build
+from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.trainer import plan
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.run import run
+
+SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
+         "--steps", "4", "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false", "--ds-config",
+         "ddp", "--device", "cpu", "--precision", "bf16"]
+
+
+@pytest.fixture
+def fp16_on_cpu(monkeypatch):
+    """fp16 is refused on CPUs because it is slow there; a tiny model does not mind."""
+    monkeypatch.setattr(build, "check_precision", lambda *_: None)
+    resolve = plan.resolve
+    monkeypatch.setattr(plan, "resolve", lambda *a, **k: _with_fp16(resolve(*a, **k)))
+
+
+def _with_fp16(resolved):
+    return replace(resolved, precision="fp16")
+
+
+def train(folder, scale, monkeypatch):
+    monkeypatch.setattr(LossScale.__init__, "__defaults__", (scale,))
+    assert run(parse([*SMALL, "--run-dir", str(folder)])) == 0
+    run_dir = RunDir(folder)
+    return list(read_lines(run_dir.metrics)), read_record(run_dir)
+
+
+def test_a_skipped_step_is_taken_again(fp16_on_cpu, tmp_path, monkeypatch):
+    calm, calm_record = train(tmp_path / "calm", 1024.0, monkeypatch)
+    verdicts = []
+    update = LossScale.update
+    monkeypatch.setattr(LossScale, "update", lambda scale, finite: (verdicts.append(finite), update(scale, finite)))
+    wild, wild_record = train(tmp_path / "wild", 2.0**40, monkeypatch)
+    assert verdicts.count(True) == 4
+    assert verdicts.count(False) > 4
+    for names in ("step", "lr"):
+        assert [line[names] for line in wild] == [line[names] for line in calm]
+    assert [line["loss"] for line in wild] == pytest.approx([line["loss"] for line in calm], abs=2e-3)
+    assert all(line["grad_norm"] is not None for line in wild)
+    assert wild_record["sample_hash"] == calm_record["sample_hash"]
+
+
+def test_a_loss_that_no_scale_helps_ends_the_run():
+    scale = LossScale(4.0)
+    scale.update(False)
+    scale.update(False)
+    with pytest.raises(UserError, match="diverged"):
+        scale.update(False)
