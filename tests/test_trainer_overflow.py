@@ -15,8 +15,8 @@ from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
-         "--steps", "4", "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false", "--ds-config",
-         "ddp", "--device", "cpu", "--precision", "bf16"]
+         "--steps", "4", "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false",
+         "--ds-config", "ddp", "--device", "cpu", "--precision", "bf16"]
 
 
 @pytest.fixture
