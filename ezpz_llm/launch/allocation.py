@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
+import re
 from dataclasses import dataclass
+
+_ADDRESS = re.compile(r"\d+(\.\d+){3}")
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,7 @@ class Allocation:
 
 def short_name(host: str) -> str:
     """The part before the first dot, by which two spellings of one host are compared; addresses stay whole."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host.split(".", 1)[0]
-    return host
+    return host if _ADDRESS.fullmatch(host) else host.split(".", 1)[0]
 
 
 def count_repeats(names: list[str]) -> dict[str, int]:
