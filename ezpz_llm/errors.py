@@ -5,7 +5,6 @@ Every room may import this module; it imports only the standard library.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import sys
@@ -48,6 +47,9 @@ class UserError(Exception):
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Up to `count` of the known words that look most like `word`, best first; may be empty."""
+    # Imported here: every command imports this module, and few of them fail.
+    import difflib
+
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.5)
 
 
