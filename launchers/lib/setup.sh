@@ -1,164 +1,252 @@
-# Making the environment; sourced by with-env, which sets root, here, cache, python, venv, stamp and wheels.
+# shellcheck shell=bash
+# Makes the virtual environment. Sourced by with-env, which has set: here, self, cache, python, venv, wheels.
 
 default_torch=torch==2.13.0
 log=$venv.log
+signs_of_life='^ *(Collecting|Downloading|Using cached|Installing|Building|Preparing|## )'
+child='' ticker='' scratch=''
 
-say() {
-    printf '[with-env %3d s] %s\n' "$SECONDS" "$*"
-}
+source "$here/launchers/lib/site.sh"
+source "$here/launchers/lib/wheels.sh"
 
-# step WHAT COMMAND…: run COMMAND with its output in the log and a sign of life; explain a failure and stop.
-step() {
-    local what=$1 job shown
-    shift
-    say "$what"
-    { printf '\n==> %s\n' "$what"; printf '%q ' "$@"; echo; } >>"$log"
-    "$@" >>"$log" 2>&1 9>&- </dev/null &
-    job=$!
-    trap 'kill "$job" 2>/dev/null; wait "$job" 2>/dev/null; say "interrupted: run the same command again to go on"; exit 130' INT TERM
-    shown=$SECONDS
-    while kill -0 "$job" 2>/dev/null; do
-        sleep 0.2
-        if ((SECONDS - shown >= 15)); then
-            say "… still: $what"
-            shown=$SECONDS
-        fi
-    done
-    trap - INT TERM
-    wait "$job" || fail "$what"
-}
+say() { printf 'with-env: [%3d s] %s\n' "$SECONDS" "$*" >&2; }
 
 fail() {
-    say "failed: $1; the last lines of $log:"
-    tail -n 12 -- "$log" | sed 's/^/    /'
-    if grep -qE 'NewConnectionError|Temporary failure in name resolution|Network is unreachable|ConnectTimeout|Connection refused' "$log"; then
-        cat <<EOT
-This machine cannot reach a package index. On one that can (a login node), in the same checkout, type
-    ./launchers/with-env --wheels DIR
-and here, with DIR copied or on a shared file system,
-    ./launchers/with-env --wheels DIR COMMAND…
-EOT
-    fi
-    say "nothing is broken for good: run the same command again once the cause is mended"
+    printf 'with-env: %s\n' "$@" >&2
     exit 1
 }
 
-pip() {
-    local from=()
-    [[ -z $wheels ]] || from=(--no-index --find-links "$wheels")
-    "$venv/bin/python" -m pip "$1" --disable-pip-version-check --no-input --retries 2 --timeout 20 "${from[@]}" "${@:2}"
+end_children() {
+    local group
+    for group in $child $ticker; do kill -- "-$group" 2>/dev/null || true; done
+    if [[ -n $scratch ]]; then rm -rf "$scratch"; fi
 }
+
+interrupted() { # SIGNAL NUMBER
+    say "interrupted by $1; the same command again starts over"
+    exit $((128 + $2))
+}
+
+watch_signals() {
+    trap end_children EXIT
+    trap 'interrupted SIGINT 2' INT
+    trap 'interrupted SIGTERM 15' TERM
+    trap 'interrupted SIGHUP 1' HUP
+}
+
+# Runs a command with its output in the log, and a sign of life now and then. Each job has a process group of its own,
+# so that an interrupt ends pip together with what pip started.
+step() { # WHAT COMMAND…
+    local what=$1 first status=0
+    shift
+    say "$what"
+    printf '\n## %s\n## %s\n' "$what" "$*" >>"$log"
+    first=$(wc -l <"$log")
+    set -m
+    "$@" >>"$log" 2>&1 </dev/null 9>&- &
+    child=$!
+    while sleep 10; do say "  … $(grep -E "$signs_of_life" "$log" | tail -n 1 | cut -c 1-90)"; done 9>&- &
+    ticker=$!
+    set +m
+    wait "$child" || status=$?
+    child=
+    kill -- "-$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    ticker=
+    if ((status)); then step_failed "$what" "$first"; fi
+}
+
+step_failed() { # WHAT FIRST_LINE
+    local text
+    text=$(tail -n "+$2" "$log")
+    printf 'with-env: failed: %s. The last lines:\n%s\n' "$1" "$(tail -n 12 <<<"$text" | sed 's/^/    /')" >&2
+    if [[ -n $wheels && -d $wheels && $text == *"No matching distribution"* ]]; then
+        printf 'with-env: %s lacks a wheel. Make it again, on a machine with a network and this Python: %s\n' \
+            "$wheels" "launchers/with-env --wheels DIR" >&2
+    elif grep -qE 'NewConnectionError|ConnectTimeout|NameResolution|ProxyError|unreachable|name resolution' <<<"$text"; then
+        printf 'with-env: %s\n' \
+            "there seems to be no network here: the package index cannot be reached." \
+            "On a machine with a network and the same Python:   launchers/with-env --wheels DIR" \
+            "then here:                                         launchers/with-env --wheels DIR CMD …" >&2
+    fi
+    fail "the whole log: $log" "the same command again repairs the set-up"
+}
+
+pip_run() { # SUBCOMMAND ARGS…
+    # DeepSpeed's ops are built by a command of their own. PEP 517: older pips build DeepSpeed with a setuptools that
+    # has no bdist_wheel. The index answers or does not: pip's own five retries take minutes on a compute node.
+    DS_BUILD_OPS=0 PIP_USE_PEP517=1 PIP_USER=0 PIP_CACHE_DIR=${PIP_CACHE_DIR:-$cache/pip} \
+        PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip "$1" \
+        --timeout 20 --retries 2 --progress-bar off ${source_of_wheels[@]+"${source_of_wheels[@]}"} "${@:2}"
+}
+
+requirement() { # NAME: as pyproject.toml has it
+    sed -n "s/^[a-z ]*=* *\[*\"\($1>=[^\"]*\)\".*/\1/p" "$here/pyproject.toml" | head -n 1
+}
+
+# --- steps -----------------------------------------------------------------------------------------------------
 
 check_python() {
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-        echo "with-env: $python is $("$python" --version 2>&1), and Python 3.10 or newer is needed; load a newer one, or"
-        echo "name it with EZPZ_PYTHON"
-        exit 2
-    }
-    "$python" -c 'import venv, ensurepip' 2>/dev/null || {
-        echo "with-env: $python cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
-        exit 2
-    }
-    command -v c++ >/dev/null || command -v g++ >/dev/null ||
-        say "no C++ compiler found: everything runs but DeepSpeed's offload ops and torch.compile"
-}
-
-# The site-packages that hold the torch $python imports; nothing where it has none. A new environment sees its base
-# Python's packages, not those of another environment that happens to be active.
-torch_site() {
-    "$python" -c 'import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null || true
-}
-
-make_venv() {
-    local site=$1 own
-    "$python" -m venv --clear ${site:+--system-site-packages} "$venv" || return
-    if [[ -n $site ]]; then
-        own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
-        printf '%s\n' "$site" >"$own/zz_torch_of_the_site.pth"
+    local version
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run"
+    case $version in
+        2.* | 3.[0-9]) fail "$python is Python $version; 3.10 or newer is needed" \
+            "load a newer Python module, or name one: EZPZ_PYTHON=/path/to/python3" ;;
+    esac
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python cannot make virtual environments (no ensurepip)" \
+            "on Debian and Ubuntu: apt-get install python$version-venv"
+    if [[ -z ${CXX:-} && -z $(type -P c++ || type -P g++) ]]; then
+        say "warning: no C++ compiler (c++, g++ or \$CXX); DeepSpeed's ops and torch.compile need one"
     fi
 }
 
-torch_version() {
-    "$venv/bin/python" -c 'import torch; print(torch.__version__)'
+# With --system-site-packages the new environment sees what its base Python has, which for the Python of an active
+# virtual environment is not what that environment has: its packages are added by name.
+make_venv() {
+    "$python" -m venv --clear --system-site-packages "$venv"
+    local site
+    site=$("$python" -c 'import sys, sysconfig
+if sys.prefix != sys.base_prefix: print("\n".join(sorted({sysconfig.get_path(p) for p in ("purelib", "platlib")})))')
+    if [[ -n $site ]]; then
+        sed 's/.*/import site; site.addsitedir(r"&")/' <<<"$site" >"$(site_packages)/with_env_outer.pth"
+    fi
+}
+
+site_packages() { "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+isolate_venv() {
+    sed -i 's/^include-system-site-packages = true/include-system-site-packages = false/' "$venv/pyvenv.cfg"
+    rm -f "$(site_packages)/with_env_outer.pth"
+}
+
+# Sets torch_file, torch_version and torch_words: what pip is to install, or nothing where a torch is reused.
+find_torch() {
+    local found status=0
+    torch_file='' torch_version='' torch_words=()
+    if [[ -n ${EZPZ_LLM_TORCH:-} ]]; then
+        isolate_venv
+        read -ra torch_words <<<"$EZPZ_LLM_TORCH"
+        return
+    fi
+    found=$(ask_torch) || status=$?
+    case $status in
+        0) { read -r torch_file && read -r torch_version; } <<<"$found" ;;
+        3)
+            local gpu
+            gpu=$(foreign_gpu)
+            if [[ -n $gpu ]]; then
+                explain_foreign_gpu "$gpu" >&2
+                exit 1
+            fi
+            isolate_venv
+            torch_words=("$default_torch")
+            ;;
+        *) fail "${found:-torch cannot be looked for}" \
+            "load a module or a Python with another torch, or have one installed: EZPZ_LLM_TORCH=$default_torch" ;;
+    esac
+}
+
+ask_torch() {
+    local floor
+    floor=$(requirement torch)
+    "$venv/bin/python" "$here/launchers/lib/find_torch.py" "${floor#*>=}" 2>>"$log"
 }
 
 install_torch() {
-    if [[ -n $(torch_site) ]]; then
-        say "using the torch that $python has: $(torch_version) (it is not changed)"
+    if ((${#torch_words[@]})); then
+        step "installing ${torch_words[*]}" pip_run install "${torch_words[@]}"
     else
-        refuse_foreign_gpu
-        step "installing ${EZPZ_LLM_TORCH:-$default_torch} (the largest part)" \
-            pip install "${EZPZ_LLM_TORCH:-$default_torch}"
+        say "using torch $torch_version of $torch_file"
     fi
-    echo "torch==$(torch_version)" >"$venv/constraints.txt"
+    local found
+    found=$(ask_torch) || fail "torch was installed but does not work: $found" "the whole log: $log"
+    { read -r torch_file && read -r torch_version; } <<<"$found"
+    printf 'torch==%s\n' "$torch_version" >"$venv/constraints.txt"
 }
 
-# A torch from the package index computes on NVIDIA GPUs and CPUs only.
-refuse_foreign_gpu() {
-    local kind= list=
-    [[ -z ${EZPZ_LLM_TORCH:-} ]] || return 0
-    if command -v nvidia-smi >/dev/null; then return 0; fi
-    if [[ -d /opt/rocm ]] || command -v rocminfo >/dev/null; then kind="AMD (ROCm)"; fi
-    if command -v xpu-smi >/dev/null || command -v sycl-ls >/dev/null; then kind="Intel"; fi
-    [[ -n $kind ]] || return 0
-    [[ -z ${MODULESHOME:-} || ! -f $MODULESHOME/init/bash ]] || list=$(
-        set +eu
-        source "$MODULESHOME/init/bash"
-        module -t avail 2>&1 | grep -iE 'torch|framework|conda|miniforge' | sed 's/^/    module load /'
-    ) || true
-    echo "with-env: this host has $kind GPUs and $python has no torch; the one from the package index would not use them."
-    echo "Load the site's own build and run this again${list:+; the site offers}"
-    [[ -z $list ]] || echo "$list"
-    echo "or say what to install: EZPZ_LLM_TORCH='torch==…' (with PIP_EXTRA_INDEX_URL for the vendor's index)."
-    exit 2
+install_package() { pip_run install -c "$venv/constraints.txt" -e "${here}[test]"; }
+
+try_out() {
+    local found
+    found=$(DS_ACCELERATOR=cpu "$venv/bin/python" -c '
+import deepspeed, mpi4py, plotext, tiktoken, torch
+import ezpz_llm.cli
+print(torch.__file__)')
+    found=${found##*$'\n'}
+    printf 'torch: %s\n' "$found"
+    [[ $found == "$torch_file" ]] # not shadowed by one that pip put beside it
 }
 
-has_launcher() {
-    command -v mpiexec >/dev/null || command -v srun >/dev/null || [[ -n ${CRAYPE_VERSION:-}${CRAY_MPICH_DIR:-} ]] ||
-        [[ -d /opt/cray/pe ]]
-}
-
-# The mpich wheel goes into a folder of its own. Its libmpi is named to mpi4py by its own mpiexec only: under a
-# site's mpiexec, mpi4py finds the site's library.
+# MPICH lies beside the environment, not in it: its mpiexec must not come before a site's on PATH, and its library must
+# not be the one that mpi4py finds first. Whichever mpiexec is run decides: ours names its library to its ranks.
 install_mpich() {
-    step "installing the mpich wheel (no mpiexec, srun or Cray environment here)" \
-        pip install --prefix "$venv/mpich" --no-deps 'mpich>=4.2'
     local name
-    mkdir -p "$venv/mpi/bin"
+    pip_run install --ignore-installed --no-deps --prefix "$venv/mpich" "$(requirement mpich)"
+    mkdir -p "$venv/mpi"
     for name in mpiexec mpirun; do
-        cat >"$venv/mpi/bin/$name" <<EOT
+        cat >"$venv/mpi/$name" <<END
 #!/bin/sh
-MPI4PY_LIBMPI='$venv/mpich/lib/libmpi.so.12'
-export MPI4PY_LIBMPI
-exec '$venv/mpich/bin/mpiexec' "\$@"
-EOT
-        chmod 755 "$venv/mpi/bin/$name"
+export MPI4PY_LIBMPI='$venv/mpich/lib/libmpi.so.12'
+unset MPI4PY_MPIABI
+exec '$venv/mpich/bin/$name' "\$@"
+END
+        chmod +x "$venv/mpi/$name"
     done
 }
 
-set_up() {
-    mkdir -p "$cache/venvs"
+# --- the whole ---------------------------------------------------------------------------------------------------
+
+# Of the files that is_ready compares the stamp's age with.
+fingerprint() { cat "$here/pyproject.toml" "$self" "$here/launchers/lib/setup.sh" | sha256sum; }
+
+take_lock() {
+    local status=0
     exec 9>"$venv.lock"
-    flock -n 9 || { say "another set-up of this environment is running: waiting for it"; flock 9; }
-    if [[ $stamp -nt $root/pyproject.toml && $stamp -nt $here/lib/setup.sh ]]; then return; fi
+    flock -n -E 75 9 2>/dev/null || status=$?
+    if ((status == 75)); then
+        say "another with-env is making this environment; waiting for it"
+        flock 9
+    elif ((status)); then
+        say "warning: this file system has no locks; do not start a second with-env during the set-up"
+    fi
+}
+
+set_up() {
+    local recorded=
+    source_of_wheels=()
+    mkdir -p "$cache/venvs" || fail "$cache cannot be written: choose another folder with EZPZ_LLM_CACHE"
+    watch_signals
+    take_lock
+    if ! is_ready; then
+        if [[ -x $venv/bin/python ]] && torch_is_there; then read -r recorded <"$venv/stamp"; fi
+        if [[ $recorded == "$(fingerprint)" ]]; then
+            touch "$venv/stamp"
+        else
+            use_wheels
+            make_environment "$recorded"
+        fi
+    fi
+    exec 9>&-
+    trap - EXIT INT TERM HUP
+}
+
+make_environment() { # RECORDED: fingerprint of a finished environment that only has to follow its sources, or nothing
     : >"$log"
     check_python
-    if [[ -f $stamp ]]; then
-        say "pyproject.toml has changed: bringing the environment up to date"
-        rm -- "$stamp"
+    if [[ -n $1 ]]; then
+        say "bringing $venv up to date"
     else
-        say "making the environment in $venv (once; about a minute)"
-        step "making a virtual environment with $("$python" --version 2>&1)" make_venv "$(torch_site)"
-        step "bringing pip up to date" pip install --upgrade pip
-        install_torch
+        say "setting up $venv (once; the log: $log)"
+        rm -f "$venv/stamp"
+        step "making the virtual environment with $python" make_venv
     fi
-    # DeepSpeed's C++ ops are built when asked for (ezpz-llm doctor --build-ops), never here.
-    export DS_BUILD_OPS=0
-    step "installing deepspeed, the project and its test tools" \
-        pip install -c "$venv/constraints.txt" -e "$root[test]"
-    has_launcher || install_mpich
-    step "trying it out" "$venv/bin/python" -c 'import torch, mpi4py, tiktoken, plotext, ezpz_llm'
-    touch "$stamp"
-    say "ready: $venv"
-    exec 9>&-
+    find_torch
+    install_torch
+    if ! site_has_launcher; then step "no mpiexec, srun or Cray environment: installing MPICH" install_mpich; fi
+    step "installing DeepSpeed, ezpz_llm and what they need" install_package
+    step "trying it out" try_out
+    printf '%s\n%s\n' "$(fingerprint)" "$torch_file" >"$venv/stamp.new"
+    mv "$venv/stamp.new" "$venv/stamp"
+    say "ready"
 }
