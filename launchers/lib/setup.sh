@@ -153,6 +153,9 @@ ask_torch() {
     "$venv/bin/python" "$here/launchers/lib/find_torch.py" "${floor#*>=}" 2>>"$log"
 }
 
+# Something small that is needed anyway: where there is no network this says so at once.
+ask_index() { pip_run install --timeout 10 --retries 1 --dry-run --ignore-installed --no-deps "$(requirement hatchling)"; }
+
 install_torch() {
     if ((${#torch_words[@]})); then
         step "installing ${torch_words[*]}" pip_run install "${torch_words[@]}"
@@ -242,8 +245,9 @@ make_environment() { # RECORDED: fingerprint of a finished environment that only
         step "making the virtual environment with $python" make_venv
     fi
     find_torch
-    install_torch
+    step "asking for packages: ${wheels:-the index that pip is set up for}" ask_index
     if ! site_has_launcher; then step "no mpiexec, srun or Cray environment: installing MPICH" install_mpich; fi
+    install_torch
     step "installing DeepSpeed, ezpz_llm and what they need" install_package
     step "trying it out" try_out
     printf '%s\n%s\n' "$(fingerprint)" "$torch_file" >"$venv/stamp.new"
