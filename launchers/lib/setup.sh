@@ -74,10 +74,10 @@ step_failed() { # WHAT FIRST_LINE
 
 pip_run() { # SUBCOMMAND ARGS…
     # DeepSpeed's ops are built by a command of their own. PEP 517: older pips build DeepSpeed with a setuptools that
-    # has no bdist_wheel. The index answers or does not: pip's own five retries take minutes on a compute node.
+    # has no bdist_wheel. An index answers or does not: pip's own five retries take minutes where there is no network.
     DS_BUILD_OPS=0 PIP_USE_PEP517=1 PIP_USER=0 PIP_CACHE_DIR=${PIP_CACHE_DIR:-$cache/pip} \
         PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip "$1" \
-        --timeout 20 --retries 2 --progress-bar off ${source_of_wheels[@]+"${source_of_wheels[@]}"} "${@:2}"
+        --timeout 15 --retries 2 --progress-bar off ${source_of_wheels[@]+"${source_of_wheels[@]}"} "${@:2}"
 }
 
 requirement() { # NAME: as pyproject.toml has it
@@ -102,9 +102,11 @@ check_python() {
 }
 
 # With --system-site-packages the new environment sees what its base Python has, which for the Python of an active
-# virtual environment is not what that environment has: its packages are added by name.
+# virtual environment is not what that environment has: its packages are added by name. The setuptools that Pythons
+# before 3.12 put into a new environment would shadow the one that a reused torch asks for.
 make_venv() {
     "$python" -m venv --clear --system-site-packages "$venv"
+    "$venv/bin/python" -m pip uninstall --yes --quiet setuptools
     local site
     site=$("$python" -c 'import sys, sysconfig
 if sys.prefix != sys.base_prefix: print("\n".join(sorted({sysconfig.get_path(p) for p in ("purelib", "platlib")})))')
@@ -152,9 +154,6 @@ ask_torch() {
     floor=$(requirement torch)
     "$venv/bin/python" "$here/launchers/lib/find_torch.py" "${floor#*>=}" 2>>"$log"
 }
-
-# Something small that is needed anyway: where there is no network this says so at once.
-ask_index() { pip_run install --timeout 10 --retries 1 --dry-run --ignore-installed --no-deps "$(requirement hatchling)"; }
 
 install_torch() {
     if ((${#torch_words[@]})); then
@@ -245,7 +244,6 @@ make_environment() { # RECORDED: fingerprint of a finished environment that only
         step "making the virtual environment with $python" make_venv
     fi
     find_torch
-    step "asking for packages: ${wheels:-the index that pip is set up for}" ask_index
     if ! site_has_launcher; then step "no mpiexec, srun or Cray environment: installing MPICH" install_mpich; fi
     install_torch
     step "installing DeepSpeed, ezpz_llm and what they need" install_package

@@ -1,0 +1,250 @@
+"""with-env and activate on a copy of the checkout, built on the Python that runs the tests, whose torch it reuses.
+
+Nothing is downloaded: what the set-up needs is there already, and pip has an index that cannot be reached or that
+never answers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def no_network(port: int = 9) -> dict[str, str]:
+    """Settings of pip with nothing but an index on this host, where by default nothing listens."""
+    return {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "",
+            "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
+
+
+@dataclass
+class Checkout:
+    """A copy of the checkout with a cache of its own."""
+
+    root: Path
+    cache: Path
+
+    def command(self, *words: str) -> list[str]:
+        return [str(self.root / "launchers" / "with-env"), *words]
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "EZPZ_LLM_TORCH")}
+        # The build back end is that of the tests' own environment.
+        return {**kept, "EZPZ_LLM_CACHE": str(self.cache), "EZPZ_PYTHON": sys.executable, **no_network(),
+                "PIP_NO_BUILD_ISOLATION": "0", **variables}
+
+    def run(self, *words: str, stdin: str = "", timeout: float = 60, **variables: str):
+        return subprocess.run(self.command(*words), input=stdin, capture_output=True, text=True, timeout=timeout,
+                              env=self.environment(**variables), cwd=self.root.parent, check=False)
+
+    @property
+    def venv(self) -> Path:
+        found = [path for path in (self.cache / "venvs").iterdir() if path.is_dir()]
+        assert len(found) == 1, found
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    exit_code: int
+    shown: str
+    left_running: list[str]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    folder = tmp_path_factory.mktemp("with env")  # the blank is meant
+    root = folder / "a checkout"
+    root.mkdir()
+    for name in ("ezpz_llm", "ds_configs", "launchers", "jobs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
+    return Checkout(root, folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def interrupted(checkout: Checkout) -> Interrupted:
+    """A first set-up that pip hangs in, ended by SIGINT."""
+    with socket.create_server(("127.0.0.1", 0)) as silent_index:
+        variables = no_network(silent_index.getsockname()[1])
+        env = checkout.environment(**variables)
+        del env["PIP_NO_BUILD_ISOLATION"]
+        process = subprocess.Popen(checkout.command("true"), env=env, stderr=subprocess.PIPE, text=True)
+        silent_index.settimeout(60)
+        connection, _ = silent_index.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, shown = process.communicate(timeout=20)
+    return Interrupted(process.returncode, shown, processes_that_name(str(checkout.cache)))
+
+
+@pytest.fixture(scope="module")
+def ready(checkout: Checkout, interrupted: Interrupted) -> Checkout:
+    """The same checkout, set up: what the interrupt left is repaired."""
+    done = checkout.run("true", timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "setting up" in done.stderr
+    assert "using torch" in done.stderr
+    return checkout
+
+
+def processes_that_name(text: str) -> list[str]:
+    for _ in range(20):  # a process that was told to end needs a moment
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in words:
+                found.append(words)
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize(("words", "shown"), [
+    ((), "no command given"),
+    (("--wheel", "x", "true"), "unknown option --wheel"),
+    (("--wheels",), "--wheels needs a folder"),
+])
+def test_usage_errors(checkout: Checkout, words: tuple[str, ...], shown: str) -> None:
+    done = checkout.run(*words)
+    assert done.returncode == 2
+    assert shown in done.stderr
+    assert "usage: launchers/with-env" in done.stderr
+
+
+def test_help(checkout: Checkout) -> None:
+    done = checkout.run("--help")
+    assert done.returncode == 0
+    assert "--wheels DIR" in done.stdout
+
+
+def test_no_python_and_an_old_python_are_named(checkout: Checkout, tmp_path: Path) -> None:
+    done = checkout.run("true", EZPZ_PYTHON=str(tmp_path / "python3"))
+    assert (done.returncode, "EZPZ_PYTHON" in done.stderr) == (1, True)
+    old = tmp_path / "python3.8"
+    old.write_text("#!/bin/sh\necho 3.8\n")
+    old.chmod(0o755)
+    done = checkout.run("true", EZPZ_PYTHON=str(old), EZPZ_LLM_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert "is Python 3.8; 3.10 or newer is needed" in done.stderr
+
+
+def test_interrupt_ends_pip_and_says_how_to_go_on(interrupted: Interrupted) -> None:
+    assert interrupted.exit_code == 128 + signal.SIGINT
+    assert "interrupted by SIGINT; the same command again" in interrupted.shown
+    assert interrupted.left_running == []
+
+
+def test_command_gets_streams_and_gives_exit_code(ready: Checkout) -> None:
+    done = ready.run("sh", "-c", "cat; echo error >&2; exit 7", stdin="input")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "input", "error\n")
+    assert ready.run("--", "sh", "-c", "kill -9 $$").returncode == -signal.SIGKILL
+    missing = ready.run("no-such-command")
+    assert (missing.returncode, missing.stderr) == (127, "with-env: no command no-such-command\n")
+
+
+def test_environment_is_the_checkouts_with_the_torch_that_was_there(ready: Checkout) -> None:
+    script = "import ezpz_llm, torch; print(ezpz_llm.__file__); print(torch.__file__)"
+    ours, torch_file = ready.run("python3", "-c", script).stdout.splitlines()
+    assert Path(ours).is_relative_to(ready.root)
+    expected = subprocess.run([sys.executable, "-c", "import torch; print(torch.__file__)"], capture_output=True,
+                              text=True, timeout=60, check=True).stdout.strip()
+    assert torch_file == expected
+    assert ready.run("launch", "--dry-run", "hostname").returncode == 0
+
+
+def test_warm_start_adds_little(ready: Checkout) -> None:
+    def median_ms(words: list[str]) -> float:
+        times = []
+        for _ in range(11):
+            start = time.perf_counter()
+            subprocess.run(words, env=ready.environment(), check=True, timeout=20)
+            times.append(1000 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+    assert median_ms(ready.command("true")) - median_ms(["true"]) < 50
+
+
+def test_unchanged_pyproject_with_a_newer_date_costs_nothing(ready: Checkout) -> None:
+    (ready.root / "pyproject.toml").touch()
+    done = ready.run("true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> None:
+    ours, site = ready.venv / "mpi", tmp_path / "site"
+    for folder in (ours, site):
+        folder.mkdir()
+        (folder / "mpiexec").write_text(f"#!/bin/sh\necho {folder.name}\n")
+        (folder / "mpiexec").chmod(0o755)
+    bare = "/usr/bin:/bin"
+    if not shutil.which("mpiexec", path=bare):
+        assert ready.run("mpiexec", PATH=bare).stdout == "mpi\n"
+    assert ready.run("mpiexec", PATH=f"{site}:{bare}").stdout == "site\n"
+    assert ready.run("mpiexec", PATH=f"{bare}:{site}").stdout.strip() != "mpi"
+    later = ready.run("bash", "-c", 'PATH="$0:$PATH"; hash -r; mpiexec', str(site), PATH=bare)
+    assert later.stdout == "site\n"
+    shutil.rmtree(ours)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_activate_and_deactivate(ready: Checkout, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    script = """
+        before=$PATH
+        deactivate() { echo "outer deactivate"; }
+        . "$1/launchers/activate" || exit 9
+        . "$1/launchers/activate"
+        command -v launch
+        PATH=/loaded/later:$PATH
+        deactivate
+        test "$PATH" = "/loaded/later:$before" && test -z "${VIRTUAL_ENV:-}" && echo "as before"
+        deactivate
+        false
+        echo "still here"
+    """
+    done = subprocess.run([shell, "-c", script, shell, str(ready.root)], env=ready.environment(), timeout=60,
+                          capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    found = str(ready.venv / "bin" / "launch")
+    assert done.stdout.splitlines() == [found, "as before", "outer deactivate", "still here"]
+
+
+def test_two_at_once_make_one_environment_and_failure_is_explained(checkout: Checkout, tmp_path: Path) -> None:
+    """Two set-ups start together; the index cannot be reached, so both fail, one after the other."""
+    env = checkout.environment(EZPZ_LLM_CACHE=str(tmp_path), EZPZ_LLM_TORCH="torch==2.13.0")
+    command = checkout.command("true")
+    both = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    shown = [process.communicate(timeout=100)[1] for process in both]
+    assert [process.returncode for process in both] == [1, 1]
+    assert sum("waiting for it" in text for text in shown) == 1
+    for text in shown:
+        assert "there seems to be no network here" in text
+        assert "with-env --wheels DIR" in text
+        assert "the same command again repairs the set-up" in text
+    assert len([path for path in tmp_path.glob("venvs/*") if path.is_dir()]) == 1
+
+
+def test_broken_stamp_means_starting_over(ready: Checkout) -> None:
+    (ready.venv / "stamp").write_text("")
+    done = ready.run("true", timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "setting up" in done.stderr
+    assert ready.run("true").stderr == ""
