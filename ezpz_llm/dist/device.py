@@ -33,12 +33,23 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
                         instead="--device cpu, or a reservation with devices")
     if kind in ("cpu", "mps"):
         return torch.device(kind)
-    if count > 1 and info.local_rank >= count:
-        raise UserError(f"local rank {info.local_rank} has no device: {count} {kind} devices for {info.local_size} "
-                        "ranks on this host", instead=f"at most {count} ranks a host (launch --ppn {count})")
-    device = torch.device(kind, 0 if count == 1 else info.local_rank)
+    device = torch.device(kind, device_index(kind, count, info))
     torch.get_device_module(device).set_device(device)
     return device
+
+
+def device_index(kind: str, count: int, info: RankInfo) -> int:
+    """Which of `count` visible devices is this rank's.
+
+    Raises:
+        UserError: the host runs more ranks than it has devices.
+    """
+    if count == 1:
+        return 0
+    if info.local_rank >= count:
+        raise UserError(f"local rank {info.local_rank} has no device: {count} {kind} devices for {info.local_size} "
+                        "ranks on this host", instead=f"at most {count} ranks a host (launch --ppn {count})")
+    return info.local_rank
 
 
 def _best() -> str:
@@ -84,7 +95,7 @@ def claim_device(store: Store, host: str, kind: str, identity: str | None, rank:
     if store.add(f"{key}/ranks", 1) == 1:
         store.set(f"{key}/owner", str(rank))
         return
-    owner = store.get(f"{key}/owner").decode()
-    raise UserError(f"ranks {owner} and {rank} on {host} share one device ({identity})",
+    one, other = sorted((int(store.get(f"{key}/owner")), rank))
+    raise UserError(f"ranks {one} and {other} on {host} share one device ({identity})",
                     instead="as many ranks a host as it has devices (launch --ppn), or a mask that shows each rank "
                             "its own")

@@ -1,0 +1,1 @@
+"""A short, judged training run that says whether an allocation is healthy."""

@@ -1,0 +1,35 @@
+"""`launch python3 -m ezpz_llm.test_dist`: is this allocation healthy?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from ezpz_llm.errors import run_command
+from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.rundir import RUN_DIR_VARIABLE
+from ezpz_llm.test_dist.options import check, parser, refuse_used
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns its exit code. torch is imported only once there is something to run."""
+    began = time.perf_counter()
+    options = parser().parse_args(argv)
+    if options.check:
+        check(options, options.world_size)
+        if folder := options.run_dir or os.environ.get(RUN_DIR_VARIABLE):
+            refuse_used(folder)
+        return 0
+    resolved = check(options, find_rank(os.environ).world_size)
+    began_import = time.perf_counter()
+    import torch  # noqa: F401 (its import is timed)
+
+    import_seconds = {"torch": time.perf_counter() - began_import}
+    from ezpz_llm.test_dist.run import run
+
+    return run(options, resolved, import_seconds, began)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

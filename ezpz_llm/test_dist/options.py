@@ -1,0 +1,60 @@
+"""The command line and what can be wrong with it (imports no torch)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ezpz_llm.engine.resolve import Resolved, resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RunDir
+
+MICRO_BATCH = 64
+LEAST_STEPS = 10
+
+_DESCRIPTION = """Is this allocation healthy? Check every rank's reductions, then train a small MLP and judge it.
+
+Exit code 0 only if the loss fell and every rank computed the right sums.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="test_dist", allow_abbrev=False, description=_DESCRIPTION,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
+    made.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
+    made.add_argument("--device", default="auto", choices=("auto", "cuda", "xpu", "mps", "cpu"),
+                      help="where to compute; the backend follows (%(default)s)")
+    made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
+    made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
+    made.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
+    return made
+
+
+def check(options: argparse.Namespace, world_size: int) -> Resolved:
+    """Validate the options for a number of ranks.
+
+    Raises:
+        UserError: an unknown layout, one that cannot run here, or too few iterations to judge.
+    """
+    if options.steps < LEAST_STEPS:
+        raise UserError(f"{options.steps} iterations are too few to see a loss fall", where="--steps",
+                        instead=f"--steps {LEAST_STEPS}, or more")
+    if world_size < 1:
+        raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
+    # A ds_config's own batch and precision count: these are only defaults.
+    return resolve(options.ds_config, world_size=world_size, micro_batch=MICRO_BATCH, precision="fp32",
+                   device=options.device, sources={"micro_batch": "default", "precision": "default",
+                                                   "clip": "default"})
+
+
+def refuse_used(folder: Path | str) -> None:
+    """Refuse to mix two runs' metrics.
+
+    Raises:
+        UserError: the run directory has some already.
+    """
+    if RunDir(Path(folder)).metrics.exists():
+        raise UserError("the run directory holds another run's metrics", where=str(folder),
+                        instead="another --run-dir")

@@ -1,0 +1,188 @@
+"""The parts of dist that need no ranks: seeds, the mesh's arithmetic, devices, heartbeats."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, TCPStore
+
+from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity, device_index
+from ezpz_llm.dist.heartbeat import Heartbeat
+from ezpz_llm.dist.meeting import raise_together
+from ezpz_llm.dist.mesh import AXES, Degrees
+from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir import RunDir
+
+STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
+                    st.integers(0, 2**24 - 1))
+DEGREES = st.builds(Degrees, *(st.integers(1, 4) for _ in range(4)))
+
+
+def unmix(value: int) -> int:
+    """The inverse of the mixing, step by step: that there is one proves that no two streams share a seed."""
+    mask = 2**64 - 1
+
+    def undo_shift(value: int, shift: int) -> int:
+        result = value
+        for _ in range(64 // shift):
+            result = value ^ result >> shift
+        return result
+
+    value = undo_shift(value, 31) * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    value = undo_shift(value, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    return undo_shift(value, 30)
+
+
+@given(STREAMS)
+def test_a_seed_tells_its_stream(stream):
+    seed, purpose, index = stream
+    value = seed_for(seed, purpose, index)
+    assert 0 <= value < 2**64
+    packed = unmix(value)
+    assert (packed >> 32, packed & 2**24 - 1) == (seed, index)
+    assert ["init", "data", "dropout", "sample"][packed >> 24 & 255] == purpose
+
+
+def test_seeds_of_many_ranks_and_neighbouring_runs_all_differ():
+    purposes = ("init", "data", "dropout", "sample")
+    seeds = {seed_for(seed, purpose, index)
+             for seed in range(4) for purpose in purposes for index in range(10_000)}
+    assert len(seeds) == 4 * 4 * 10_000
+    # Neighbours differ in about half of their bits, so that generators seeded by them are unlike.
+    flips = [(seed_for(1, "data", i) ^ seed_for(1, "data", i + 1)).bit_count() for i in range(1000)]
+    assert 30 < sum(flips) / len(flips) < 34
+
+
+@pytest.mark.parametrize("stream", [(-1, "data", 0), (2**32, "data", 0), (0, "data", 2**24), (0, "data", -1)])
+def test_a_seed_out_of_range_is_refused(stream):
+    with pytest.raises(UserError, match="out of range"):
+        seed_for(*stream)
+
+
+def test_seeds_and_heartbeats_need_no_torch():
+    code = "import sys, ezpz_llm.dist.seeds, ezpz_llm.dist.heartbeat, ezpz_llm.dist; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@given(DEGREES)
+def test_every_rank_has_its_own_place_and_groups_divide_the_world(degrees):
+    world = degrees.dp * degrees.tp * degrees.pp * degrees.sp
+    places = [degrees.coordinates(rank) for rank in range(world)]
+    assert len({tuple(place.values()) for place in places}) == world
+    for axis in AXES:
+        groups = {tuple(degrees.peers(rank, axis)) for rank in range(world)}
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        for group in groups:
+            assert [places[rank][axis] for rank in group] == list(range(getattr(degrees, axis)))
+            others = [{name: at for name, at in places[rank].items() if name != axis} for rank in group]
+            assert all(other == others[0] for other in others)
+
+
+def test_the_order_of_axes():
+    """pp outermost, then dp, sp, and tp innermost."""
+    degrees = Degrees(dp=2, tp=2, pp=2, sp=2)
+    assert degrees.coordinates(1) == {"tp": 1, "sp": 0, "dp": 0, "pp": 0}
+    assert [degrees.peers(0, axis) for axis in ("tp", "sp", "dp", "pp")] == [[0, 1], [0, 2], [0, 4], [0, 8]]
+
+
+def test_degrees_follow_from_the_world():
+    assert Degrees.of_world(12, tp=2, pp=3) == Degrees(dp=2, tp=2, pp=3, sp=1)
+    with pytest.raises(UserError, match="tp 2 x pp 3 x sp 1 = 6 does not divide 8 ranks"):
+        Degrees.of_world(8, tp=2, pp=3)
+
+
+@pytest.mark.parametrize(("count", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (8, 3, 3)])
+def test_one_visible_device_is_device_0(count, local_rank, index):
+    assert device_index("cuda", count, RankInfo(3, 4, local_rank, 4, 0, "test")) == index
+
+
+def test_more_ranks_than_devices_are_named():
+    with pytest.raises(UserError, match="local rank 4 has no device: 4 cuda devices for 8 ranks"):
+        device_index("cuda", 4, RankInfo(4, 8, 4, 8, 0, "test"))
+
+
+def test_the_device_decides_the_backend():
+    assert BACKENDS == {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
+    info = RankInfo(0, 1, 0, 1, 0, "test")
+    assert choose_device("cpu", info) == torch.device("cpu")
+    assert device_identity(torch.device("cpu")) is None
+    with pytest.raises(UserError, match="unknown device 'gpu'"):
+        choose_device("gpu", info)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no cuda device is visible"):
+            choose_device("cuda", info)
+
+
+def in_threads(world_size: int, work) -> list[str]:
+    """Run `work(store, rank)` for every rank with a client of one TCPStore each; their errors' first lines."""
+    server = TCPStore("127.0.0.1", 0, world_size, True, datetime.timedelta(seconds=20), wait_for_workers=False)
+    outcomes = [""] * world_size
+
+    def run(rank: int) -> None:
+        store = server if rank == 0 else TCPStore("127.0.0.1", server.port, world_size, False,
+                                                  datetime.timedelta(seconds=20))
+        try:
+            work(store, rank)
+        except UserError as error:
+            outcomes[rank] = error.found.partition("\n")[0]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+def test_two_ranks_on_one_device_are_both_told():
+    """Four ranks of two hosts; ranks 2 and 3 have the same device."""
+    devices = [("n1", "GPU-a"), ("n1", "GPU-b"), ("n2", "GPU-a"), ("n2", "GPU-a")]
+
+    def work(store, rank):
+        error = None
+        try:
+            claim_device(store, devices[rank][0], "cuda", devices[rank][1], rank)
+        except UserError as found:
+            error = found
+        raise_together(store, RankInfo(rank, 4, 0, 2, 0, "test"), error)
+
+    outcomes = in_threads(4, work)
+    assert outcomes == ["ranks 2 and 3 on n2 share one device (GPU-a)"] * 4
+
+
+def test_ranks_on_devices_of_their_own_pass():
+    def work(store, rank):
+        claim_device(store, "n1", "cuda", f"GPU-{rank}", rank)
+        raise_together(store, RankInfo(rank, 2, rank, 2, 0, "test"), None)
+
+    assert in_threads(2, work) == ["", ""]
+
+
+def test_ranks_on_a_cpu_share_it_and_mixed_types_are_refused():
+    store = HashStore()
+    claim_device(store, "n1", "cpu", None, 0)
+    claim_device(store, "n1", "cpu", None, 1)
+    with pytest.raises(UserError, match="rank 2 on n2 computes on cuda, others on cpu"):
+        claim_device(store, "n2", "cuda", "GPU-a", 2)
+
+
+def test_a_heartbeat_is_written_at_most_once_a_second(tmp_path):
+    run_dir = RunDir(tmp_path).create()
+    heartbeat, path = Heartbeat(run_dir, 3), run_dir.rank_heartbeat(3)
+    heartbeat.beat("train", 1)
+    assert path.read_text() == "train 1\n"
+    for step in range(2, 100):
+        heartbeat.beat("train", step)
+    assert path.read_text() == "train 1\n"
+    heartbeat.beat("validation")
+    assert path.read_text() == "validation \n"
