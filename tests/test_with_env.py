@@ -40,8 +40,8 @@ class Checkout:
 
     def environment(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "EZPZ_LLM_TORCH")}
-        # The build back end is that of the tests' own environment.
-        return {**kept, "EZPZ_LLM_CACHE": str(self.cache), "EZPZ_PYTHON": sys.executable, **no_network(),
+        # There is an mpiexec, so none is to be installed; the build back end is that of the tests' own environment.
+        return {**kept, "PATH": f"{kept['PATH']}:{self.cache.parent / 'site'}", "EZPZ_LLM_CACHE": str(self.cache), "EZPZ_PYTHON": sys.executable, **no_network(),
                 "PIP_NO_BUILD_ISOLATION": "0", **variables}
 
     def run(self, *words: str, stdin: str = "", timeout: float = 60, **variables: str):
@@ -71,7 +71,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, root / name)
+    write_program(folder / "site" / "mpiexec", "echo a site's")
     return Checkout(root, folder / "cache")
+
+
+def write_program(path: Path, line: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +145,7 @@ def test_no_python_and_an_old_python_are_named(checkout: Checkout, tmp_path: Pat
     done = checkout.run("true", EZPZ_PYTHON=str(tmp_path / "python3"))
     assert (done.returncode, "EZPZ_PYTHON" in done.stderr) == (1, True)
     old = tmp_path / "python3.8"
-    old.write_text("#!/bin/sh\necho 3.8\n")
-    old.chmod(0o755)
+    write_program(old, "echo 3.8")
     done = checkout.run("true", EZPZ_PYTHON=str(old), EZPZ_LLM_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert "is Python 3.8; 3.10 or newer is needed" in done.stderr
@@ -190,9 +196,7 @@ def test_unchanged_pyproject_with_a_newer_date_costs_nothing(ready: Checkout) ->
 def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> None:
     ours, site = ready.venv / "mpi", tmp_path / "site"
     for folder in (ours, site):
-        folder.mkdir()
-        (folder / "mpiexec").write_text(f"#!/bin/sh\necho {folder.name}\n")
-        (folder / "mpiexec").chmod(0o755)
+        write_program(folder / "mpiexec", f"echo {folder.name}")
     bare = "/usr/bin:/bin"
     if not shutil.which("mpiexec", path=bare):
         assert ready.run("mpiexec", PATH=bare).stdout == "mpi\n"
