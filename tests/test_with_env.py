@@ -41,8 +41,8 @@ class Checkout:
     def environment(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "EZPZ_LLM_TORCH")}
         # There is an mpiexec, so none is to be installed; the build back end is that of the tests' own environment.
-        return {**kept, "PATH": f"{kept['PATH']}:{self.cache.parent / 'site'}", "EZPZ_LLM_CACHE": str(self.cache), "EZPZ_PYTHON": sys.executable, **no_network(),
-                "PIP_NO_BUILD_ISOLATION": "0", **variables}
+        return {**kept, "PATH": f"{kept['PATH']}:{self.cache.parent / 'site'}", "PIP_NO_BUILD_ISOLATION": "0",
+                "EZPZ_LLM_CACHE": str(self.cache), "EZPZ_PYTHON": sys.executable, **no_network(), **variables}
 
     def run(self, *words: str, stdin: str = "", timeout: float = 60, **variables: str):
         return subprocess.run(self.command(*words), input=stdin, capture_output=True, text=True, timeout=timeout,
