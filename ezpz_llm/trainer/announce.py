@@ -44,7 +44,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> s
     tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
     peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
     rows = [
-        ("ranks", f"{dist.world_size} ({dist.info.source}), {dist.device.type}{peak}, "
+        ("world", f"{dist.world_size} rank(s) ({dist.info.source}), {dist.device.type}{peak}, "
                   f"backend {dist.backend or 'none'}"),
         ("layout", f"{plan.resolved.layout.name}, {plan.resolved.precision}"),
         ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
@@ -60,7 +60,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> s
         ("attention", attention(plan, dist)),
         *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
     ]
-    return "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
+    return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
 
 
 def attention(plan: RunPlan, dist: Dist) -> str:
