@@ -1,4 +1,4 @@
-"""`launch python3 -m ezpz_llm.test_dist`: is this allocation healthy?"""
+"""Say whether this allocation is healthy: check the reductions of every rank, judge a short training run."""
 
 from __future__ import annotations
 
