@@ -204,7 +204,10 @@ def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> Non
     assert ready.run("mpiexec", PATH=f"{bare}:{site}").stdout.strip() != "mpi"
     later = ready.run("bash", "-c", 'PATH="$0:$PATH"; hash -r; mpiexec', str(site), PATH=bare)
     assert later.stdout == "site\n"
+    library = ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="").stdout
+    assert library == f":{ready.venv}/mpich/lib\n", "first what the linker finds, then ours"
     shutil.rmtree(ours)
+    assert ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="mine").stdout == "mine\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -181,7 +181,8 @@ print(torch.__file__)')
 }
 
 # MPICH lies beside the environment, not in it: its mpiexec must not come before a site's on PATH, and its library must
-# not be the one that mpi4py finds first. Whichever mpiexec is run decides: ours names its library to its ranks.
+# not be the one that mpi4py finds first. Whichever mpiexec is run decides: ours names its library to its ranks. Without
+# mpiexec, mpi4py looks where the linker does and then here (the list with an empty first entry in MPI4PY_LIBMPI).
 install_mpich() {
     local name
     pip_run install --ignore-installed --no-deps --prefix "$venv/mpich" "$(requirement mpich)"
