@@ -151,6 +151,16 @@ def test_the_check_imports_no_torch():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero1"])
+def test_compiled_blocks_train_alike(layout, tmp_path):
+    options = [*SMALL, "--steps", "6", "--ds-config", layout, "--profile", "false"]
+    for name in ("false", "true"):
+        done = train(*options, "--compile", name, run_dir=tmp_path / name, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=1e-4)
+
+
+@pytest.mark.slow
 def test_yardstick(tmp_path):
     """nanoGPT's CPU yardstick under every layout; needs tiny Shakespeare in EZPZ_LLM_TEST_DATA."""
     text = Path(os.environ.get("EZPZ_LLM_TEST_DATA", "../shared/data")) / "tinyshakespeare.txt"

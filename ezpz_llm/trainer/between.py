@@ -11,6 +11,7 @@ from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine import checkpoint
 from ezpz_llm.evaluate.sampling import sample
 from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.model.compile import eager
 from ezpz_llm.trainer.session import Session
 
 
@@ -40,7 +41,7 @@ def validate(session: Session) -> None:
     """Measure the validation loss on the run's fixed tokens and put it on this step's line."""
     session.heartbeat.beat("evaluate", session.step)
     engine, mesh = session.engine, session.dist.mesh
-    with engine.evaluating():
+    with engine.evaluating(), eager():
         loss, tokens = validation_loss(
             lambda inputs, targets: engine.module(inputs, targets, reduction="sum"),
             session.validation.batches(session.batches.micro_batch, mesh.dp_rank, mesh.dp_size),

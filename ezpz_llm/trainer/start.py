@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from ezpz_llm.observe import (
     profile_window,
 )
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
+from ezpz_llm.resources import cache_dir
 from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
@@ -88,6 +90,7 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     model = GPT(plan.model)
     init_weights(model, config.seed)
     if config.compile:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         compile_blocks(model)
     engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
                           eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
