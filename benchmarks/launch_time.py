@@ -41,7 +41,8 @@ def main() -> int:
     calls = [(["launch", "--dry-run", "-n", "2", "python3", "-m", "ezpz_llm.train"], DRY_RUN_LIMIT_MS),
              (["launch", "--dry-run", "--json", "-n", "2", "hostname"], DRY_RUN_LIMIT_MS),
              (["launch", "--help"], HELP_LIMIT_MS), (["ezpz-llm", "--help"], HELP_LIMIT_MS)]
-    calls += [(["ezpz-llm", command, "--help"], HELP_LIMIT_MS) for command in ("train", "test_dist", "data", "doctor")]
+    calls += [(["ezpz-llm", command, "--help"], HELP_LIMIT_MS)
+              for command in ("train", "test_dist", "data", "doctor")]
     results = []
     for words, limit in calls:
         times = milliseconds([str(scripts / words[0]), *words[1:]])
