@@ -142,3 +142,8 @@ def test_fp16_on_a_cpu_is_refused(tmp_path) -> None:
 def test_adamw_is_fused_by_the_type_of_the_device(device: str) -> None:
     groups = [{"params": list(Net().parameters()), "weight_decay": 0.1}]
     assert make_adamw(groups, {"lr": 1e-3}, torch.device(device)).defaults["fused"] is True
+
+
+def test_one_rank_is_not_wrapped(tmp_path) -> None:
+    engine = make(tmp_path)
+    assert engine._wrapped is engine.module

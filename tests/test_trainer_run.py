@@ -107,6 +107,24 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp
     assert records[0]["val_loss"] == records[1]["val_loss"]
 
 
+def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
+    """The same samples, losses and norms however a global batch is cut: nothing lost, doubled or left undivided."""
+    options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch", "8", "--sample-tokens", "0", "--profile",
+               "false", "--save-every", "-1"]
+    runs = {}
+    for name, ranks, cut in (("whole", 1, "1"), ("micro-steps", 1, "4"), ("ranks and micro-steps", 2, "2")):
+        done = train(*options, "--accumulation", cut, run_dir=tmp_path / name, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs[name] = list(read_lines(RunDir(tmp_path / name).metrics)), read_record(RunDir(tmp_path / name))
+    expected, record = runs.pop("whole")
+    for lines, other in runs.values():
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], abs=1e-5)
+        assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in expected],
+                                                                      rel=1e-4)
+        assert other["sample_hash"] == record["sample_hash"]
+        assert other["val_loss"] == pytest.approx(record["val_loss"], abs=1e-4)
+
+
 def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path):
     run_dir, _ = finished
     done = train(*SMALL, "--steps", "30", "--seed", "7", "--resume", str(run_dir), run_dir=tmp_path / "other")
