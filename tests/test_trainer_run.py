@@ -109,8 +109,8 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp
 
 def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
     """The same samples, losses and norms however a global batch is cut: nothing lost, doubled or left undivided."""
-    options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch", "8", "--sample-tokens", "0", "--profile",
-               "false", "--save-every", "-1"]
+    options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch", "8", "--sample-tokens", "0",
+               "--profile", "false", "--save-every", "-1"]
     runs = {}
     for name, ranks, cut in (("whole", 1, "1"), ("micro-steps", 1, "4"), ("ranks and micro-steps", 2, "2")):
         done = train(*options, "--accumulation", cut, run_dir=tmp_path / name, ranks=ranks)
