@@ -241,7 +241,7 @@ def test_two_at_once_make_one_environment_and_failure_is_explained(checkout: Che
     both = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     shown = [process.communicate(timeout=100)[1] for process in both]
     assert [process.returncode for process in both] == [1, 1]
-    assert sum("waiting for it" in text for text in shown) == 1
+    assert sum("waiting for it to end" in text for text in shown) == 1
     for text in shown:
         assert "there seems to be no network here" in text
         assert "with-env --wheels DIR" in text

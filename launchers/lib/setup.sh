@@ -35,7 +35,8 @@ watch_signals() {
 }
 
 # Runs a command with its output in the log, and a sign of life now and then. Each job has a process group of its own,
-# so that an interrupt ends pip together with what pip started.
+# so that an interrupt ends pip together with what pip started. A killed with-env ends nothing: the command keeps the
+# lock open, so that the next with-env waits for it instead of working in the same folder.
 step() { # WHAT COMMAND…
     local what=$1 first status=0
     shift
@@ -43,9 +44,9 @@ step() { # WHAT COMMAND…
     printf '\n## %s\n## %s\n' "$what" "$*" >>"$log"
     first=$(wc -l <"$log")
     set -m
-    "$@" >>"$log" 2>&1 </dev/null 9>&- &
+    "$@" >>"$log" 2>&1 </dev/null &
     child=$!
-    while sleep 10; do say "  … $(grep -E "$signs_of_life" "$log" | tail -n 1 | cut -c 1-90)"; done 9>&- &
+    while sleep 10 && kill -0 $$ 2>/dev/null; do say "  … $(grep -E "$signs_of_life" "$log" | tail -n 1 | cut -c 1-90)"; done 9>&- &
     ticker=$!
     set +m
     wait "$child" || status=$?
@@ -208,7 +209,7 @@ take_lock() {
     exec 9>"$venv.lock"
     flock -n -E 75 9 2>/dev/null || status=$?
     if ((status == 75)); then
-        say "another with-env is making this environment; waiting for it"
+        say "another set-up of this environment is still running; waiting for it to end"
         flock 9
     elif ((status)); then
         say "warning: this file system has no locks; do not start a second with-env during the set-up"
