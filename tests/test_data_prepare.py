@@ -41,16 +41,13 @@ def data(*words: object, code: int = 0, **kwargs: object) -> subprocess.Complete
     return done
 
 
-def test_file(name: str) -> Path:
+def file_at_hand(name: str) -> Path:
     """A file in $EZPZ_LLM_TEST_DATA or in shared/data beside the repository; else skip."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     for folder in filter(None, (os.environ.get("EZPZ_LLM_TEST_DATA"), beside)):
         if (Path(folder) / name).is_file():
             return Path(folder) / name
     pytest.skip(f"no {name}: put it in a folder and name that in EZPZ_LLM_TEST_DATA")
-
-
-test_file.__test__ = False
 
 
 def all_tokens(folder: Path) -> np.ndarray:
@@ -191,7 +188,7 @@ def test_shakespeare_by_characters(cache: Path) -> None:
     """nanoGPT's split of tiny Shakespeare, exactly."""
     missing = data("prepare", "shakespeare", code=2).stderr
     assert "python3 -m ezpz_llm.data prepare shakespeare --file FILE (or --download)" in missing
-    folder = Path(data("prepare", "shakespeare", "--file", test_file("tinyshakespeare.txt")).stdout.strip())
+    folder = Path(data("prepare", "shakespeare", "--file", file_at_hand("tinyshakespeare.txt")).stdout.strip())
     opened = TokenData.open(folder)
     assert opened.vocab_size == 65
     assert (len(opened.split("train")), len(opened.split("val"))) == (1_003_854, 111_540)
