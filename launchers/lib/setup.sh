@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2154
 # Makes the virtual environment. Sourced by with-env, which has set: here, self, cache, python, venv, wheels.
 
 default_torch=torch==2.13.0
@@ -108,11 +109,19 @@ check_python() {
 make_venv() {
     "$python" -m venv --clear --system-site-packages "$venv"
     "$venv/bin/python" -m pip uninstall --yes --quiet setuptools
-    local site
-    site=$("$python" -c 'import sys, sysconfig
-if sys.prefix != sys.base_prefix: print("\n".join(sorted({sysconfig.get_path(p) for p in ("purelib", "platlib")})))')
-    if [[ -n $site ]]; then
-        sed 's/.*/import site; site.addsitedir(r"&")/' <<<"$site" >"$(site_packages)/with_env_outer.pth"
+    local own
+    own=$(site_packages)
+    "$python" >"$own/with_env_outer.pth" - <<'END'
+import sys
+import sysconfig
+
+if sys.prefix != sys.base_prefix:
+    for folder in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        print(f'import site; site.addsitedir(r"{folder}")')
+END
+    # Beside a torch on PYTHONPATH there may be older versions of what is installed here.
+    if [[ -n $(pythonpath_with_torch) ]]; then
+        printf 'import sys; sys.path.insert(0, r"%s")\n' "$own" >"$own/with_env_first.pth"
     fi
 }
 
@@ -158,7 +167,7 @@ ask_torch() {
 
 install_torch() {
     if ((${#torch_words[@]})); then
-        step "installing ${torch_words[*]}" pip_run install "${torch_words[@]}"
+        PYTHONPATH='' step "installing ${torch_words[*]}" pip_run install "${torch_words[@]}"
     else
         say "using torch $torch_version of $torch_file"
     fi

@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2154
 # What the machine and its site offer: launchers, GPUs, modules. Sourced by setup.sh.
 
 # mpiexec, srun or a Cray environment: how ranks are started here is the site's business.
@@ -38,6 +39,7 @@ torch_modules() {
             /etc/profile.d/modules.sh; do
             if [[ -r $init ]]; then
                 set +eu # such files are not written for strict shells
+                # shellcheck disable=SC1090
                 source "$init" &>/dev/null
                 set -eu
                 break

@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2034,SC2154
 # A folder of wheels: made where there is a network, used where there is none. Sourced by setup.sh.
 
 wheel_kind() { "$python" -c 'import sys, platform; print("Python %d.%d, %s" % (*sys.version_info[:2], platform.machine()))'; }
