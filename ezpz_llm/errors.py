@@ -46,11 +46,14 @@ class UserError(Exception):
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` of the known words that look most like `word`, best first; may be empty."""
+    """Up to `count` of the known words that begin with `word` or look most like it, best first; may be empty."""
     # Imported here: every command imports this module, and few of them fail.
     import difflib
 
-    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.5)
+    known = list(known)
+    begin = [name for name in known if len(word) > 2 and name.startswith(word)]
+    alike = difflib.get_close_matches(word, known, n=count, cutoff=0.5)
+    return [*begin, *(name for name in alike if name not in begin)][:count]
 
 
 def unknown(kind: str, word: str, known: Iterable[str], where: str | None = None) -> UserError:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,6 +261,11 @@ def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path
     mended = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=60)
     assert mended.returncode == 0
     assert (out / "train_000000.bin").read_bytes() == before
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    os.truncate(copy / "train_000000.bin", 1001)
+    assert data("show", copy, code=2).stderr.strip().endswith(f"--out '{copy}'" if " " in str(copy)
+                                                              else f"--out {copy}")
     (out / "train_000000.bin").write_bytes(before[:-1] + b"\x07")
     assert "has sha256" in data("verify", out, code=2).stderr
     (out / "val_000000.bin").unlink()

@@ -48,4 +48,5 @@ def test_a_reader_that_goes_away_is_no_fault():
 
 def test_an_unknown_name_offers_the_nearest_or_all():
     assert "zero1" in unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
+    assert "gpt2-124m" in unknown("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
     assert unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"

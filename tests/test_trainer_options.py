@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.trainer.options import dump, parse
+from ezpz_llm.trainer.plan import plan_run
 
 
 def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
@@ -31,17 +33,56 @@ def test_naming_a_model_brings_its_recipe():
     assert options.sources["lr"] == "recipe of gpt2-124m"
 
 
-def test_printed_config_reads_back_equal(tmp_path):
-    options = parse(["--model", "gpt2-124m", "--steps", "7", "--bias", "false", "--prompt", "a: 'b'"])
+@pytest.mark.parametrize("argv", [
+    ["--model", "gpt2-124m", "--steps", "7", "--bias", "false", "--prompt", "a: 'b'"],
+    ["--preset", "shakespeare-char-cpu", "--eval-tokens", "100"],
+    [],
+])
+def test_printed_config_reads_back_equal(argv, tmp_path):
+    options = parse(argv)
     file = tmp_path / "printed.yaml"
     file.write_text(dump(options.config))
     assert parse(["--config", str(file)]).config == options.config
 
 
+def test_a_recipe_for_a_longer_run_keeps_the_share_of_its_warm_up():
+    for steps, warmup in ((1, 0), (1000, 37), (19073, 715), (30000, 715)):
+        plan = plan_run(parse(["--model", "gpt2-124m", "--steps", str(steps)]), 2)
+        assert plan.config.warmup_steps == warmup
+    assert "in proportion to 1000 steps" in plan_run(parse(["--model", "gpt2-124m", "--steps", "1000"]),
+                                                     2).sources["warmup_steps"]
+    with pytest.raises(UserError, match="does not end within"):
+        plan_run(parse(["--model", "gpt2-124m", "--steps", "10", "--warmup-steps", "20"]), 2)
+
+
+@pytest.mark.parametrize("argv", [
+    ["--clip", "-1"], ["--weight-decay", "-0.1"], ["--min-lr", "-1"], ["--lr", "0"], ["--beta2", "1"],
+    ["--lr", "0.1", "--min-lr", "0.2"], ["--seed", str(2**32)], ["--prompt", ""], ["--save-every", "-2"],
+])
+def test_a_number_out_of_range_is_refused_with_its_option_and_source(argv):
+    with pytest.raises(UserError) as raised:
+        plan_run(parse(argv), 1)
+    name = argv[-2].removeprefix("--")
+    assert {name, name.replace("-", "_")} & set(re.split(r"[\s(]+", raised.value.where.replace("--", " ")))
+    assert raised.value.instead
+
+
+def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('{"gradient_clipping": -1, "zero_optimization": {"stage": 1}}')
+    with pytest.raises(UserError, match="clip is -1") as raised:
+        plan_run(parse(["--ds-config", str(file)]), 1)
+    assert str(file) in raised.value.where
+
+
 @pytest.mark.parametrize(("argv", "found", "instead"), [
     (["--stpes", "5"], "--stpes", "--steps"),
     (["--preset", "shakespear-char-cpu"], "shakespear-char-cpu", "shakespeare-char-cpu"),
-    (["--steps", "five"], "steps", "--help"),
+    (["--steps", "five"], "--steps is 'five': it must be a whole number", None),
+    (["--micro-batch", "x"], "--micro-batch is 'x': it must be a whole number or null", None),
+    (["--precision", "float16"], "float16", "fp16"),
+    (["--device", "gpu"], "gpu", "cpu"),
+    (["--steps"], "expected one argument", "--help"),
     (["--config", "missing.yaml"], "no such configuration file", None),
 ])
 def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, found, instead):
@@ -54,7 +95,10 @@ def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, found, instead
 
 @pytest.mark.parametrize(("text", "found"), [
     ("lrr: 1e-3\n", "lrr"),
-    ("lr: fast\n", "lr"),
+    ("lr: fast\n", "lr is 'fast': it must be a number"),
+    ("micro_batch: x\n", "micro_batch is 'x'"),
+    ("steps: null\n", "steps has no value"),
+    ("precision: half\n", "half"),
     ("- a\n- b\n", "not a list"),
     ("lr: [\n", "cannot read"),
 ])

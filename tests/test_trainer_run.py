@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import check_resume, plan_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048", "--sample-tokens", "20",
@@ -125,12 +131,53 @@ def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
         assert other["val_loss"] == pytest.approx(record["val_loss"], abs=1e-4)
 
 
-def test_a_checkpoint_of_other_data_is_refused(finished, tmp_path):
+@pytest.mark.parametrize(("options", "found"), [
+    (["--steps", "30", "--seed", "7"], "the checkpoint's seed is 1337, this run's is 7"),
+    (["--steps", "20"], "the checkpoint is of step 20, this run ends at 20"),
+    (["--steps", "30", "--n-head", "2"], "the checkpoint is of another model: n_head is 4 there and 2 here"),
+])
+def test_a_checkpoint_that_does_not_fit_is_refused_before_any_rank_starts(options, found, finished, tmp_path):
     run_dir, _ = finished
-    done = train(*SMALL, "--steps", "30", "--seed", "7", "--resume", str(run_dir), run_dir=tmp_path / "other")
+    done = train(*SMALL, *options, "--resume", str(run_dir), run_dir=tmp_path / "other", timeout=20)
     assert done.returncode == 2
-    assert "the checkpoint's seed is 1337, this run's is 7" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    assert found in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_goes_on_in_its_own_directory_on_text_of_ones_own(tmp_path):
+    """Prepared shards of a text without lines, one process, no samples of a newline, odd intervals."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 60)
+    folder = prepare(str(tmp_path / "text.txt"), "char", out=tmp_path / "shards", progress=False)
+    run_dir = tmp_path / "run"
+    options = [*SMALL, "--corpus", str(folder), "--eval-every", "3", "--save-every", "0", "--profile", "false",
+               "--ds-config", "ddp", "--run-dir", str(run_dir), "--log-every", "4"]
+
+    def alone(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ezpz_llm.train", *options, *more]
+        return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=60, check=False)
+
+    done = alone("--steps", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sample after step 5" in done.stdout
+    kept = (run_dir / "metrics.jsonl").read_bytes()
+    done = alone("--steps", "8", "--resume", str(run_dir), "--sample-tokens", "0", "--save-every", "-1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = list(read_lines(RunDir(run_dir).metrics))
+    assert (run_dir / "metrics.jsonl").read_bytes().startswith(kept)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["step"] for line in lines if "val_loss" in line] == [3, 5, 6, 8]
+    # The validation split, shorter than the tokens asked for, is used whole: a prediction for all but the first.
+    assert {line["val_tokens"] for line in lines if "val_loss" in line} == {245}
+    assert [p.name for p in complete(RunDir(run_dir).checkpoints)] == ["step-00000005"]
+    going_on = parse([*options, "--steps", "9", "--resume", str(run_dir)])
+    with pytest.raises(UserError, match="the checkpoint's data is"):
+        check_resume(plan_run(going_on, 1, vocab_size=TokenData.open(folder).vocab_size), data="other tokens")
+    for wrong, found in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
+                         (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
+        done = alone(*wrong, "--run-dir", str(tmp_path / "none"))
+        assert done.returncode == 2
+        assert found in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_directory_that_holds_a_run_is_not_written_over(finished):
@@ -149,6 +196,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(finished):
     (["--global-batch", "7"], "a global batch of 6 or 8"),
     (["--global-batch", "1"], "cannot feed 2"),
     (["--resume", "missing"], "no run directory or checkpoint at missing"),
+    (["--model", "gpt2"], "did you mean gpt2-124m"),
     (["--n-head", "3"], "not a multiple of 3 heads"),
     (["--steps", "10", "--warmup-steps", "20"], "--warmup-steps 1"),
     (["--steps", "0"], "1 or more"),

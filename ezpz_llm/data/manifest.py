@@ -2,7 +2,7 @@
 
     format           "ezpz_llm tokens 1"
     request          hash of what was asked for: corpus, its files, tokenizer, split, shard size
-    command          the command that makes this folder
+    command          the command that makes these shards, but for --out
     source           corpus, files, bytes, and for stdlib the Python version
     tokenizer        name, fingerprint and, for characters, the table
     vocab_size, dtype, documents, tokens, end_of_text
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def verify(folder: Path) -> int:
 
 
 def _mend(folder: Path, manifest: dict[str, Any]) -> str:
-    return f"make the folder again: rm -r {folder} && {manifest['command']}"
+    place = shlex.quote(str(folder.absolute()))
+    return f"make the folder again: rm -r {place} && {manifest['command']} --out {place}"
 
 
 def sha256_of(path: Path) -> str:

@@ -21,7 +21,8 @@ from ezpz_llm.data.manifest import FORMAT, MANIFEST, read_manifest
 from ezpz_llm.data.progress import progress, say
 from ezpz_llm.data.public import writing
 from ezpz_llm.data.reader import tasks, texts
-from ezpz_llm.data.shards import SHARD_TOKENS, TRAIN, VAL, ShardWriter
+from ezpz_llm.data.samples import validation_windows, windows_per_epoch
+from ezpz_llm.data.shards import SHARD_TOKENS, TRAIN, VAL, ShardWriter, TokenData
 from ezpz_llm.data.tokenizers import (
     GPT2_VOCAB,
     TOKENIZERS,
@@ -65,9 +66,10 @@ class Request:
 
     @property
     def command(self) -> str:
+        """What makes these shards, in whatever folder `--out` names."""
         words = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words, "--tokenizer", self.tokenizer,
                  "--val-fraction", str(self.val_fraction), "--shard-tokens", str(self.shard_tokens)]
-        return shlex.join(words + (["--out", str(self.out)] if self.out is not None else []))
+        return shlex.join(words)
 
 
 def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = None,
@@ -109,17 +111,24 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
     return folder
 
 
-def check_corpus(corpus: str, tokenizer: str | None = None) -> None:
+def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None) -> None:
     """Whether `prepare` would find what it needs, without doing it.
 
+    Args:
+        block_size: whether shards that are there already are enough for windows of that length, too.
+
     Raises:
-        UserError: as `prepare`, for all that shows without reading the text, or a truncated shard.
+        UserError: as `prepare`, for all that shows without reading the text; a truncated shard; too few tokens.
     """
     if folder := prepared_folder(corpus):
         _check_prepared(folder, tokenizer)
-        return
-    request = _request(corpus, tokenizer, None, None, SHARD_TOKENS)
-    _ready(request)
+    else:
+        request = _request(corpus, tokenizer, None, None, SHARD_TOKENS)
+        folder = request.folder if _ready(request) else None
+    if folder and block_size is not None:
+        data = TokenData.open(folder)
+        windows_per_epoch(len(data.split(TRAIN)), block_size)
+        validation_windows(data.split(VAL), block_size)
 
 
 def _request(corpus: str, tokenizer: str | None, out: Path | None, val_fraction: float | None,

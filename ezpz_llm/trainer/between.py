@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import numpy as np
 import torch
 
 from ezpz_llm.dist.seeds import seed_for
@@ -25,7 +24,7 @@ def after_step(session: Session) -> None:
     if last or session.metrics.due or _due(step, config.eval_every):
         with session.clock.span("logging"):
             session.metrics.flush(session.timeline)
-    if config.sample_tokens and (last or _due(step, config.sample_every)):
+    if session.prompt is not None and (last or _due(step, config.sample_every)):
         with session.clock.span("sampling"):
             show_sample(session)
     if config.save_every >= 0 and (last or _due(step, config.save_every)):
@@ -53,7 +52,7 @@ def show_sample(session: Session) -> None:
     """Generate a short text and print it on rank 0. Every rank takes part, since parameters may be sharded."""
     session.heartbeat.beat("sample", session.step)
     config, engine, tokenizer = session.config, session.engine, session.data.tokenizer
-    prompt = torch.from_numpy(np.asarray(tokenizer.encode(config.prompt), dtype=np.int64))[None].to(engine.device)
+    prompt = torch.from_numpy(session.prompt)[None].to(engine.device)
     generator = torch.Generator().manual_seed(seed_for(config.seed, "sample", session.step))
     with engine.evaluating():
         ids = sample(engine.module, prompt, new_tokens=config.sample_tokens, generator=generator,

@@ -51,7 +51,8 @@ class TrainConfig:
     eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
     sample_every: int = _value(0, "steps between samples of generated text; 0 for one at the end")
     sample_tokens: int = _value(200, "tokens to generate; 0 for no sample")
-    prompt: str = _value("\n", "where the sample starts")
+    prompt: str | None = _value(None, "where the sample starts (default: a new line, or the first token of a "
+                                      "corpus without lines)")
     save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
     keep_last: int = _value(2, "checkpoints to keep")
     log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
@@ -61,7 +62,7 @@ class TrainConfig:
     compile: bool = _value(False, "torch.compile the blocks")
 
     seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
-    device: str = _value("auto", "auto, cuda, xpu, mps or cpu")
+    device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto is the best there is")
     resume: str | None = _value(None, "a run directory or a checkpoint to go on from")
     run_dir: str | None = _value(None, "where everything this run writes goes (default: runs/<name>-<stamp>)")
 

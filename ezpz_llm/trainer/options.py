@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -87,8 +88,26 @@ def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -
         option = word.split("=")[0]
         if option.startswith("--") and option not in options:
             return unknown("option", option, options, where="python3 -m ezpz_llm.train")
-    return UserError(" ".join(str(error).split()), where="python3 -m ezpz_llm.train",
-                     instead="python3 -m ezpz_llm.train --help lists every option and its type")
+    return _mistyped(error, "--", where="python3 -m ezpz_llm.train")
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
+    """The message for a value that jsonargparse refused: its own text names Python's types."""
+    text = " ".join(str(error).split())
+    found = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
+    if found is None or found[1] not in FIELDS:
+        return UserError(text, where=where,
+                         instead="python3 -m ezpz_llm.train --help lists every option and its type")
+    name, value = found.groups()
+    hint = get_type_hints(TrainConfig)[name]
+    option = prefix + (name.replace("_", "-") if prefix else name)
+    if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
+        return unknown(f"value of {option}", value, choices, where=where)
+    kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
+    return UserError(f"{option} is {value!r}: it must be {kinds}", where=where)
 
 
 def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
@@ -107,6 +126,9 @@ def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     for name in loaded:
         if name not in FIELDS:
             raise unknown("setting", name, FIELDS, where=os.fspath(path))
+        if loaded[name] is None and FIELDS[name].default is not None:
+            raise UserError(f"{name} has no value", where=os.fspath(path),
+                            instead="give it one, or delete the line")
     typed = ArgumentParser(exit_on_error=False)
     hints = get_type_hints(TrainConfig)
     for name in loaded:
@@ -114,5 +136,5 @@ def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
     try:
         values = vars(typed.parse_object(loaded).clone())
     except Exception as error:  # jsonargparse raises several types, each with the key and the reason in its text
-        raise UserError(f"a setting has the wrong type: {error}", where=os.fspath(path)) from error
+        raise _mistyped(error, "", where=os.fspath(path)) from error
     return {**values, **({"preset": preset} if preset is not None else {})}

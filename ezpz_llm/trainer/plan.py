@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.data.prepare import check_corpus
+from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.checkpoint import find
+from ezpz_llm.engine.checkpoint.folder import STATE, read_json
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY
+from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
 
 _DEFAULT_CLIP = 1.0
 _AT_LEAST = {"steps": 1, "warmup_steps": 0, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
-             "sample_tokens": 0, "save_every": -1, "keep_last": 1, "log_every": 1, "trace_steps": 0, "seed": 0}
+             "sample_tokens": 0, "save_every": -1, "keep_last": 1, "log_every": 1, "trace_steps": 0, "seed": 0,
+             "weight_decay": 0, "clip": 0, "min_lr": 0}
+_MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
+"""What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,9 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     Raises:
         UserError: a number out of range, an unknown name, a batch or layout that does not work out.
     """
+    if world_size < 1:
+        raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     config, sources = options.config, dict(options.sources)
-    _check_numbers(config)
     model = get_model_config(config.model, **{name: getattr(config, name) for name in MODEL_OVERRIDES})
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
@@ -58,14 +65,23 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                        device=device or config.device, sources=sources)
     config = replace(config, **resolved.adam)
     sources.update({name: resolved.sources[name] for name in resolved.adam})
+    _check_numbers(replace(config, clip=resolved.clip), {**sources, "clip": resolved.sources["clip"]})
     return RunPlan(_with_schedule(config, sources), sources, model, resolved)
 
 
 def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
     if config.min_lr is None:
         config = replace(config, min_lr=config.lr / 10)
+    if config.min_lr > config.lr:
+        raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
+                        where=f"min_lr ({sources['min_lr']})", instead=f"--min-lr {config.lr / 10:g}")
     if config.warmup_steps is None:
         return replace(config, warmup_steps=min(100, config.steps // 10))
+    whole = _whole_run(sources["warmup_steps"])
+    if whole and config.steps < whole["steps"]:
+        # Part of a recipe for a longer run: it keeps its share of the run.
+        sources["warmup_steps"] += f", in proportion to {config.steps} steps"
+        return replace(config, warmup_steps=whole["warmup_steps"] * config.steps // whole["steps"])
     if config.warmup_steps > config.steps:
         raise UserError(f"a warm-up of {config.warmup_steps} steps does not end within {config.steps} steps",
                         where=f"warmup_steps ({sources['warmup_steps']})",
@@ -73,31 +89,76 @@ def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
     return config
 
 
+def _whole_run(source: str) -> dict[str, Any]:
+    """The preset or recipe that `source` names; empty for any other source."""
+    for kind, runs in (("preset ", PRESETS), ("recipe of ", RECIPES)):
+        if source.startswith(kind):
+            return runs[source.removeprefix(kind)]
+    return {}
+
+
 def check_run(options: Options, world_size: int) -> RunPlan:
     """Find what is wrong with a run before any rank starts: its numbers, layout, corpus and resume point."""
     plan = plan_run(options, world_size)
-    check_corpus(plan.config.corpus, plan.config.tokenizer)
+    check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
-        find(Path(plan.config.resume))
+        check_resume(plan)
     elif folder and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
                         instead=f"another --run-dir, or --resume {folder} to go on with that run")
     return plan
 
 
-def _check_numbers(config: TrainConfig) -> None:
+def check_resume(plan: RunPlan, data: str | None = None) -> Path:
+    """The checkpoint to go on from, known to fit the run.
+
+    Args:
+        data: the fingerprint of the run's tokens, once known.
+
+    Raises:
+        UserError: it was made with another seed, data or model, or has reached the run's last step already.
+    """
+    config = plan.config
+    folder = find(Path(config.resume))
+    state = read_json(folder / STATE)
+    for name, saved, ours in (("seed", state["seed"], config.seed), ("data", state["data"], data)):
+        if ours is not None and saved != ours:
+            raise UserError(f"the checkpoint's {name} is {saved}, this run's is {ours}: the order of samples would "
+                            "break", where=str(folder), instead=f"the same {name}, or a new run without --resume")
+    for name, ours in asdict(plan.model).items():
+        # Rotary positions have no table, so that any length will do.
+        free = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")
+        if not free and state["model"].get(name, ours) != ours:
+            raise UserError(f"the checkpoint is of another model: {name} is {state['model'][name]} there and "
+                            f"{ours} here", where=str(folder),
+                            instead="give the same model options as the run that saved it")
+    if state["step"] >= config.steps:
+        raise UserError(f"the checkpoint is of step {state['step']}, this run ends at {config.steps}",
+                        where=str(folder), instead=f"--steps {2 * state['step']}, or any number above "
+                                                   f"{state['step']}")
+    return folder
+
+
+def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
+    def refuse(name: str, instead: str) -> UserError:
+        return UserError(f"{name} is {getattr(config, name)}", instead=instead,
+                         where=f"--{name.replace('_', '-')} ({sources[name]})")
+
     for name, least in _AT_LEAST.items():
         value = getattr(config, name)
         if value is not None and value < least:
-            raise UserError(f"{name} is {value}", where=f"--{name.replace('_', '-')}", instead=f"{least} or more")
+            raise refuse(name, f"{least} or more")
     for name in ("lr", "eps"):
         if not getattr(config, name) > 0:
-            raise UserError(f"{name} is {getattr(config, name)}", where=f"--{name}", instead="more than 0")
+            raise refuse(name, "more than 0")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"{name} is {getattr(config, name)}", where=f"--{name}",
-                            instead="at least 0, less than 1")
+            raise refuse(name, "at least 0, less than 1")
+    seed_for(config.seed, "init")  # refuses a seed out of its range
+    if config.prompt == "" and config.sample_tokens:
+        raise UserError("the prompt is empty", where=f"--prompt ({sources['prompt']})",
+                        instead="--sample-tokens 0 for no sample")
 
 
 def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:

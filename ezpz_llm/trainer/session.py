@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
@@ -41,11 +43,14 @@ class WallClock:
 
 @dataclass
 class Session:
-    """A run in progress. `step` counts finished optimizer steps, `position` the data they consumed."""
+    """A run in progress. `step` counts finished optimizer steps, `position` the data they consumed.
 
+    `prompt` is what samples start from, None where there are none.
+    """
     plan: RunPlan
     dist: Dist
     data: TokenData
+    prompt: np.ndarray | None
     batches: Batches
     validation: ValidationWindows
     engine: Engine

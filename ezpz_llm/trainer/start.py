@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import torch
 
 from ezpz_llm.data.prepare import prepare
@@ -36,8 +36,9 @@ from ezpz_llm.observe import (
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.resources import cache_dir
 from ezpz_llm.trainer.announce import announce
+from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.plan import RunPlan, plan_run
+from ezpz_llm.trainer.plan import RunPlan, check_resume, plan_run
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.session import Session, WallClock
 
@@ -55,6 +56,7 @@ def start(options: Options, dist: Dist, clock: WallClock) -> Session:
     if plan.resolved.precision == "auto":
         plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
     config, batch = plan.config, plan.resolved.batch
+    prompt = prompt_tokens(config, data) if config.sample_tokens else None
     validation = validation_windows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
     batches = Batches(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
                       global_batch=batch.global_batch, micro_batch=batch.micro_batch,
@@ -62,13 +64,13 @@ def start(options: Options, dist: Dist, clock: WallClock) -> Session:
     engine = make_engine(plan, dist)
     first_step, position = 0, Position()
     if config.resume is not None:
-        first_step, position = go_back(Path(config.resume), plan, data, engine, dist)
+        first_step, position = go_back(plan, data, engine, dist)
     work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
                     flops_per_token(plan.model), peak_flops(dist.device, plan.resolved.precision))
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every)
     announce(plan, data, work, dist)
-    return Session(plan, dist, data, batches, validation, engine, work, StepTimeline(dist.device), metrics,
+    return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
                    profiles(plan, dist, first_step), heartbeat, clock, first_step, first_step, position)
 
 
@@ -98,25 +100,32 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     return engine
 
 
-def go_back(where: Path, plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple[int, Position]:
+def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple[int, Position]:
     """Load a checkpoint; the step and the data position to go on from.
 
     Raises:
-        UserError: it was made of other data or another seed, so that the sample order would break.
+        UserError: it is damaged, or does not fit the run.
     """
-    folder = checkpoint.find(where)
+    folder = check_resume(plan, data.fingerprint)
     state = checkpoint.load(folder, engine, dist)
-    for name, saved, ours in (("seed", state["seed"], plan.config.seed),
-                              ("data", state["data"], data.fingerprint)):
-        if saved != ours:
-            raise UserError(f"the checkpoint's {name} is {saved}, this run's is {ours}: the order of samples would "
-                            "break", where=str(folder), instead=f"the same {name}, or a new run without --resume")
-    if state["step"] >= plan.config.steps:
-        raise UserError(f"the checkpoint is of step {state['step']}, this run ends at {plan.config.steps}",
-                        where=str(folder), instead=f"--steps {2 * state['step']}, or any number above it")
     if dist.is_main:
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {folder}", flush=True)
     return state["step"], Position(state["consumed"], state["sample_hash"])
+
+
+def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
+    """The tokens that samples start from, (T,) int64; found before training, so that no run ends in a mistyped one.
+
+    Raises:
+        UserError: the prompt has a character that the corpus has not.
+    """
+    try:
+        tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
+    except UserError as error:
+        if config.prompt is not None:
+            raise UserError(error.found, where="--prompt", instead=error.instead) from error
+        tokens = data.split("train")[:1]
+    return tokens.astype(np.int64)
 
 
 def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[HostProfile | TraceProfile]:
