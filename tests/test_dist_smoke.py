@@ -11,10 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as torch_dist
 from launch_runs import clean_env, launch
 
+from ezpz_llm.dist import Dist
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, read_lines, read_record
-from ezpz_llm.test_dist.reductions import ACROSS, MOST_PAIRS, SAME, pair_up
+from ezpz_llm.test_dist.options import check, parser
+from ezpz_llm.test_dist.reductions import ACROSS, MOST_PAIRS, SAME, measure_reductions, pair_up
 
 COMMAND = ["-m", "ezpz_llm.test_dist"]
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
@@ -32,7 +38,7 @@ original, measured = dist.all_reduce, run.held_out_loss
 def deaf(tensor, *args, **kwargs):
     return original(tensor.clone() if dist.get_rank() == 1 else tensor, *args, **kwargs)
 dist.all_reduce = deaf
-run.held_out_loss = lambda engine, me: measured(engine, me) * (1 + 0.002 * me.rank)
+run.held_out_loss = lambda engine, me, seed: measured(engine, me, seed) * (1 + 0.002 * me.rank)
 raise SystemExit(run_command(main))
 """
 
@@ -79,9 +85,10 @@ def test_what_two_ranks_print(launched):
         # Samples of both ranks count.
         assert line["sps"] * line["dt"] / 1e3 == pytest.approx(128, rel=0.05)
     assert sum(line["loss"] for line in lines[-7:]) < 0.9 * sum(line["loss"] for line in lines[:7])
-    assert re.search(r"^  all ranks +1 +right +[\d.]+ +[\d.]+$", text, re.MULTILINE)
-    assert re.search(r"^  same node +1 +right +[\d.]+ +[\d.]+$", text, re.MULTILINE)
-    assert re.search(r"^  across nodes +0 +all ranks are on one node$", text, re.MULTILINE)
+    for kind in ("all ranks", "same node"):
+        for size in ("4 KiB", "4 MiB", "16 MiB"):
+            assert re.search(rf"^  {kind} +1 +{size} +right +[\d.]+ +[\d.]+ +[\d.]+$", text, re.MULTILINE)
+    assert "  across nodes: none, since all ranks are on one node" in text
     assert re.search(r"^imports +torch \d+\.\d\d s$", text, re.MULTILINE)
     assert "backend   gloo" in text
     assert text.rstrip().splitlines()[-1].startswith("[0] runtime=")
@@ -101,9 +108,16 @@ def test_what_two_ranks_leave_behind(launched):
     assert record["launch"]["world_size"] == 2
     assert record["exit"]["code"] == 0
     result = record["test_dist"]
-    assert (result["healthy"], result["reasons"], result["steps"]) == (True, [], 35)
-    assert [one["kind"] for one in result["reductions"]] == ["all ranks", "same node"]
+    assert (result["healthy"], result["reasons"]) == (True, [])
+    assert [one["kind"] for one in result["reductions"]] == ["all ranks"] * 3 + ["same node"] * 3
+    assert [one["bytes"] for one in result["reductions"]] == [2**12, 2**22, 2**24] * 2
+    for one in result["reductions"]:
+        assert one["wrong_ranks"] == []
+        assert one["algorithm_gigabytes_per_second"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
+        assert one["bus_gigabytes_per_second"] == pytest.approx(one["algorithm_gigabytes_per_second"])  # of two
     assert set(result["spread"]) == {"sps", "dt", "dtf", "dtb"}
+    assert record["config"] == {"ds_config": "ddp", "steps": 35, "seed": 0, "device": "auto", "batch": {
+        "global_batch": 128, "micro_batch": 64, "accumulation": 1, "dp_size": 2}}
     assert record["environment"]["versions"]["torch"]
     assert record["import_seconds"]["torch"] > 0
 
@@ -120,16 +134,31 @@ def test_deepspeed_under_torchrun_gives_the_same_losses(launched, tmp_path):
     assert [line["loss"] for line in iterations(done.stdout)] == pytest.approx(ddp, abs=2e-5)
 
 
-def test_one_process_has_nothing_to_reduce(tmp_path):
-    done = run(sys.executable, *COMMAND, "--steps", "10", "--run-dir", "out", folder=tmp_path)
+def test_zero1_under_launch_gives_the_same_losses(launched, tmp_path):
+    done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--ds-config", "zero1",
+                  "--steps", "12", timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layout    zero1, fp32" in done.stdout
+    ddp = [line["loss"] for line in read_lines(launched.metrics)][:12]
+    written = list(read_lines(tmp_path / "out/metrics.jsonl"))
+    assert [line["loss"] for line in written] == pytest.approx(ddp, abs=2e-5)
+
+
+def test_one_process_has_nothing_to_reduce(launched, tmp_path):
+    done = run(sys.executable, *COMMAND, "--steps", "30", "--batch", "16", "--seed", "7", "--run-dir", "out",
+               folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all-reduce: one rank, nothing to test" in done.stdout
     assert f"[cpu][rank=0/0][0][{socket.gethostname()}]" in done.stdout
     assert read_record(RunDir(tmp_path / "out"))["test_dist"]["reductions"] == []
+    lines = iterations(done.stdout)
+    assert [line["sps"] * line["dt"] / 1e3 for line in lines] == pytest.approx([16] * 30, rel=0.05)
+    first_of_seed_0 = next(iter(read_lines(launched.metrics)))["loss"]
+    assert abs(lines[0]["loss"] - first_of_seed_0) > 1e-4
 
     written = (tmp_path / "out/metrics.jsonl").read_bytes()
-    for check in ([], ["--check"]):
-        done = run(sys.executable, *COMMAND, "--run-dir", "out", *check, folder=tmp_path)
+    for words in ([], ["--check"]):
+        done = run(sys.executable, *COMMAND, "--run-dir", "out", *words, folder=tmp_path)
         assert done.returncode == 2
         assert "error: the run directory holds another run's metrics" in done.stderr
         assert "Traceback" not in done.stderr
@@ -154,7 +183,9 @@ def test_ranks_of_two_host_names_are_paired_across(tmp_path):
     assert set(found) == {"all ranks", "same node", "across nodes"}
     assert found["same node"]["slowest"] == [0, 1]
     assert found["across nodes"]["slowest"] == [0, 2]
-    assert all(one["gigabytes_per_second"] > 0 for one in found.values())
+    for kind, factor in (("all ranks", 4 / 3), ("same node", 1), ("across nodes", 1)):
+        one = found[kind]
+        assert one["bus_gigabytes_per_second"] == pytest.approx(factor * one["algorithm_gigabytes_per_second"])
 
 
 def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
@@ -164,7 +195,7 @@ def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
     assert done.returncode == 1
     log = RunDir(tmp_path / "out").rank_log(0).read_text()
     assert "error: rank 1 got wrong sums in all-reduces (all ranks, same node)" in log
-    assert "WRONG on ranks 1" in log
+    assert log.count("WRONG on ranks 1") == 6  # three sizes of two kinds
     assert "error: rank 1 has other weights than rank 0: a loss of " in log
     assert "healthy: " not in log
     assert read_record(RunDir(tmp_path / "out"))["test_dist"]["healthy"] is False
@@ -182,6 +213,8 @@ def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
 @pytest.mark.parametrize(("options", "found"), [
     (["--ds-config", "zero7"], "unknown ds_config 'zero7'"),
     (["--steps", "3"], "3 iterations are too few"),
+    (["--batch", "0"], "a micro batch of 0 sequences"),
+    (["--seed", "-1"], "seed -1 is out of range"),
     (["--device", "gpu"], "invalid choice: 'gpu'"),
     (["--step", "30"], "unrecognized arguments: --step"),
 ])
@@ -191,6 +224,18 @@ def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
     assert found in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_ds_configs_own_batch_beats_the_default(tmp_path):
+    """64 does not divide 100 samples of two ranks, 50 does; a batch that was asked for has to."""
+    (tmp_path / "hundred.json").write_text(json.dumps({"train_batch_size": 100, "zero_optimization": {"stage": 1}}))
+    words = ["--ds-config", str(tmp_path / "hundred.json")]
+    batch = check(parser().parse_args(words), 2).batch
+    assert (batch.global_batch, batch.micro_batch, batch.accumulation) == (100, 50, 1)
+    assert check(parser().parse_args([*words, "--batch", "25"]), 2).batch.accumulation == 2
+    with pytest.raises(UserError, match="a global batch of 100 sequences is not a multiple of micro batch 64 x 2"):
+        check(parser().parse_args([*words, "--batch", "64"]), 2)
+    assert check(parser().parse_args([]), 2).batch.micro_batch == 64
 
 
 def test_the_check_and_the_help_import_no_torch():
@@ -207,6 +252,25 @@ finally:
                               check=False)
         assert done.returncode == 0
         assert done.stderr.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("ranks_a_node", [1, 7, 8, 56])
+def test_twice_the_own_value_is_never_taken_for_a_sum(ranks_a_node, monkeypatch):
+    """Whatever the distance between the two of a pair, and on either side of it."""
+    world = 2 * ranks_a_node
+
+    def gather(into: list, own: object) -> None:
+        into[:] = [f"n{rank // ranks_a_node}" for rank in range(world)] if isinstance(own, str) else [own]
+
+    monkeypatch.setattr(torch_dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch_dist, "new_group", tuple)
+    monkeypatch.setattr(torch_dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(torch_dist, "all_reduce", lambda values, group: values.mul_(2))
+    for rank in (0, ranks_a_node):
+        alone = Dist(RankInfo(rank, world, 0, ranks_a_node, 0, "test"), torch.device("cpu"), "gloo", None, None)
+        across = [one for one in measure_reductions(alone) if one.kind == ACROSS]
+        assert len(across) == 3
+        assert all(one.wrong_ranks for one in across)
 
 
 def test_pairs():

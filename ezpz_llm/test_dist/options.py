@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir
 
-MICRO_BATCH = 64
+DEFAULT_BATCH = 64
 LEAST_STEPS = 10
 
 _DESCRIPTION = """Is this allocation healthy? Check every rank's reductions, then train a small MLP and judge it.
@@ -24,6 +25,10 @@ def parser() -> argparse.ArgumentParser:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
     made.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
+    made.add_argument("--batch", type=int, metavar="N",
+                      help=f"samples a rank and micro-step (the ds_config's, or {DEFAULT_BATCH})")
+    made.add_argument("--seed", type=int, default=0, metavar="N",
+                      help="of the weights, the map to be found and the samples (%(default)s)")
     made.add_argument("--device", default="auto", choices=("auto", "cuda", "xpu", "mps", "cpu"),
                       help="where to compute; the backend follows (%(default)s)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
@@ -36,17 +41,19 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     """Validate the options for a number of ranks.
 
     Raises:
-        UserError: an unknown layout, one that cannot run here, or too few iterations to judge.
+        UserError: an unknown layout, one that cannot run here, a batch that does not work out, too few iterations
+            to judge, or a seed out of range.
     """
     if options.steps < LEAST_STEPS:
         raise UserError(f"{options.steps} iterations are too few to see a loss fall", where="--steps",
                         instead=f"--steps {LEAST_STEPS}, or more")
     if world_size < 1:
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
-    # A ds_config's own batch and precision count: these are only defaults.
-    return resolve(options.ds_config, world_size=world_size, micro_batch=MICRO_BATCH, precision="fp32",
-                   device=options.device, sources={"micro_batch": "default", "precision": "default",
-                                                   "clip": "default"})
+    seed_for(options.seed, "init")
+    # A ds_config's own precision counts: this is only the default.
+    return resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, precision="fp32",
+                   device=options.device, sources={"precision": "default", "clip": "default"},
+                   default_micro_batch=DEFAULT_BATCH)
 
 
 def refuse_used(folder: Path | str) -> None:

@@ -18,22 +18,30 @@ MOST_PAIRS = 32
 """Pairs of a kind that are measured, all at the same time; of more, these are spread evenly."""
 
 _WARM_UP, _REPEATS = 2, 5
-_BYTES = {"cpu": 2**24}
-_ACCELERATOR_BYTES = 2**27
+_BYTES = (2**12, 2**22)
+"""A message that takes as long as an empty one (the latency), and one of a gradient bucket's order."""
+
+_LARGEST = {"cpu": 2**24}
+_ACCELERATOR_LARGEST = 2**27
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One kind of group. `gigabytes_per_second` is 2(n-1)/n x bytes / time of a group of n, the median group's."""
+    """One size in one kind of group, the median group's numbers.
+
+    The algorithm's bandwidth is bytes / time, the bus bandwidth of n ranks 2(n-1)/n times that, which is what each
+    rank's link has to carry in a ring whatever n is (as in NVIDIA's nccl-tests).
+    """
 
     kind: str
     groups: int
     wrong_ranks: tuple[int, ...]
     bytes: int
     seconds: float
-    gigabytes_per_second: float
+    algorithm_gigabytes_per_second: float
+    bus_gigabytes_per_second: float
     slowest: tuple[int, ...]
-    slowest_gigabytes_per_second: float
+    slowest_bus_gigabytes_per_second: float
 
 
 def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, int]]]:
@@ -62,42 +70,51 @@ def measure_reductions(dist: Dist) -> list[Reduction]:
     hosts: list[Any] = [None] * dist.world_size
     torch_dist.all_gather_object(hosts, socket.gethostname())
     kinds: dict[str, list[tuple[int, ...]]] = {ALL: [tuple(range(dist.world_size))], **pair_up(hosts)}
-    return [_test_kind(dist, kind, groups) for kind, groups in kinds.items() if groups]
+    return [one for kind, groups in kinds.items() if groups for one in _test_kind(dist, kind, groups)]
 
 
-def _test_kind(dist: Dist, kind: str, groups: list[tuple[int, ...]]) -> Reduction:
-    size = _BYTES.get(dist.device.type, _ACCELERATOR_BYTES)
+def _test_kind(dist: Dist, kind: str, groups: list[tuple[int, ...]]) -> list[Reduction]:
     own, made = None, []
     for ranks in groups:
         group = None if len(ranks) == dist.world_size else torch_dist.new_group(list(ranks))
         if dist.rank in ranks:
             own = ranks, group
             made += [group] if group is not None else []
+    sizes = (*_BYTES, _LARGEST.get(dist.device.type, _ACCELERATOR_LARGEST))
+    found = [_test_size(dist, kind, len(groups), own, size) for size in sizes]
+    for group in made:
+        torch_dist.destroy_process_group(group)
+    return found
+
+
+def _test_size(dist: Dist, kind: str, groups: int, own: tuple[tuple[int, ...], Any] | None,
+               size: int) -> Reduction:
+    """One size in all groups of a kind at once; `own` is this rank's group, None if it is in none. Collective."""
     outcome = (own[0], *_reduce(dist, *own, size // 4)) if own else None
     outcomes: list[Any] = [None] * dist.world_size
     torch_dist.all_gather_object(outcomes, outcome)
-    for group in made:
-        torch_dist.destroy_process_group(group)
-
     slowest_rank: dict[tuple[int, ...], float] = {}
     for ranks, _, seconds in filter(None, outcomes):
         slowest_rank[ranks] = max(seconds, slowest_rank.get(ranks, 0.0))
-    rates = {ranks: 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
-             for ranks, seconds in slowest_rank.items()}
-    slowest = min(rates, key=rates.__getitem__)
+    slowest = max(slowest_rank, key=slowest_rank.__getitem__)
+    rate = size / statistics.median(slowest_rank.values()) / 1e9
+    bus = 2 * (len(slowest) - 1) / len(slowest)
     wrong = tuple(rank for rank, outcome in enumerate(outcomes) if outcome is not None and not outcome[1])
-    return Reduction(kind, len(groups), wrong, size, statistics.median(slowest_rank.values()),
-                     statistics.median(rates.values()), slowest, rates[slowest])
+    return Reduction(kind, groups, wrong, size, statistics.median(slowest_rank.values()), rate, bus * rate, slowest,
+                     bus * size / slowest_rank[slowest] / 1e9)
 
 
 def _reduce(dist: Dist, ranks: tuple[int, ...], group: Any, count: int) -> tuple[bool, float]:
     """Whether every sum was right, and the median seconds of one all-reduce of `count` floats on this rank."""
-    # Small whole numbers, whose sums floats hold exactly up to 65,000 ranks.
+    # Small whole numbers, whose sums floats hold exactly up to 20,000 ranks. A rank's place in the group, not its
+    # number, is what it adds: the two of a pair never add the same, so that twice the own value is not the sum.
     pattern = (torch.arange(count, device=dist.device) % 251).float()
-    expected = pattern * len(ranks) + sum(rank % 7 for rank in ranks)
+    contributions = [place % 509 for place in range(len(ranks))]
+    added = contributions[ranks.index(dist.rank)]
+    expected = pattern * len(ranks) + sum(contributions)
     right, times = True, []
     for _ in range(_WARM_UP + _REPEATS):
-        values = pattern + dist.rank % 7
+        values = pattern + added
         _wait(dist.device)
         start = time.perf_counter()
         torch_dist.all_reduce(values, group=group)

@@ -63,20 +63,25 @@ def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
 
 
 def reductions(found: list[Reduction]) -> str:
-    """A line for each kind of group."""
+    """A line for each kind of group and size."""
     if not found:
         return "all-reduce: one rank, nothing to test"
     rows = []
     for one in found:
         sums = f"WRONG on ranks {', '.join(map(str, one.wrong_ranks))}" if one.wrong_ranks else "right"
         ranks = "-".join(map(str, one.slowest))
-        rows.append((one.kind, str(one.groups), sums, f"{one.seconds * 1e3:.2f}", f"{one.gigabytes_per_second:.2f}",
-                     f"{ranks}: {one.slowest_gigabytes_per_second:.2f}" if one.groups > 1 else ""))
+        rows.append((one.kind, str(one.groups), _binary(one.bytes), sums, f"{one.seconds * 1e3:.3f}",
+                     f"{one.algorithm_gigabytes_per_second:.2f}", f"{one.bus_gigabytes_per_second:.2f}",
+                     f"{ranks}: {one.slowest_bus_gigabytes_per_second:.2f}" if one.groups > 1 else ""))
     kinds = {one.kind for one in found}
     absent = {SAME: "no two ranks share a node", ACROSS: "all ranks are on one node"}
-    rows += [(kind, "0", why, "", "", "") for kind, why in absent.items() if kind not in kinds]
-    return table(f"All-reduce of {found[0].bytes / 1e6:.1f} MB",
-                 ("between", "groups", "sums", "ms", "GB/s", "slowest group"), rows)
+    drawn = table("All-reduce (algorithm GB/s = bytes / time; bus GB/s = 2(n-1)/n times that, for n ranks)",
+                  ("between", "groups", "size", "sums", "ms", "algorithm", "bus", "slowest group"), rows)
+    return drawn + "".join(f"  {kind}: none, since {why}\n" for kind, why in absent.items() if kind not in kinds)
+
+
+def _binary(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
 def iteration(line: dict[str, Any]) -> str:

@@ -37,24 +37,26 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         print(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
               f"[{socket.gethostname()}]", flush=True)
         _refuse_used(dist)
-        engine = _engine(resolved, dist, import_seconds)
+        engine = _engine(resolved, dist, options.seed, import_seconds)
         environment = run_environment(dist)
         if dist.is_main:
             resolved.write(dist.run_dir)
-            update_record(dist.run_dir, environment=environment, import_seconds=import_seconds)
+            update_record(dist.run_dir, environment=environment, import_seconds=import_seconds,
+                          config={"ds_config": options.ds_config, "steps": options.steps, "seed": options.seed,
+                                  "batch": asdict(resolved.batch), "device": options.device})
             print(report.description(dist, resolved, environment, import_seconds), flush=True)
         reductions = measure_reductions(dist)
         if dist.is_main:
             print(report.reductions(reductions), flush=True)
         profile = HostProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
-        before = held_out_loss(engine, dist)
-        lines = train(engine, dist, options.steps, resolved.adam.get("lr", LR), profile)
-        after = held_out_loss(engine, dist)
+        before = held_out_loss(engine, dist, options.seed)
+        lines = train(engine, dist, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
+        after = held_out_loss(engine, dist, options.seed)
         reasons = judge(dist, lines, before, after,
-                        [one.kind for one in reductions if dist.rank in one.wrong_ranks])
+                        list(dict.fromkeys(one.kind for one in reductions if dist.rank in one.wrong_ranks)))
         if dist.is_main:
             update_record(dist.run_dir, test_dist={
-                "steps": options.steps, "ds_config": options.ds_config, "healthy": not reasons, "reasons": reasons,
+                "healthy": not reasons, "reasons": reasons,
                 "held_out_loss": {"before": before, "after": after},
                 "reductions": [asdict(one) for one in reductions], "spread": report.spreads(lines)})
             print(report.closing(dist.run_dir, lines, (before, after), profile.path, reasons), flush=True)
@@ -72,14 +74,14 @@ def _refuse_used(dist: Dist) -> None:
     raise_together(dist, error)
 
 
-def _engine(resolved: Resolved, dist: Dist, import_seconds: dict[str, float]) -> Engine:
+def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str, float]) -> Engine:
     if resolved.layout.engine == "deepspeed":
         from ezpz_llm.engine.deepspeed_import import import_deepspeed
 
         start = time.perf_counter()
         import_deepspeed(dist.device.type)
         import_seconds["deepspeed"] = time.perf_counter() - start
-    model, adam = Mlp(), resolved.adam
+    model, adam = Mlp(seed), resolved.adam
     return build_engine(model, resolved, dist, lr=adam.get("lr", LR), eps=adam.get("eps", 1e-8),
                         betas=(adam.get("beta1", 0.9), adam.get("beta2", 0.999)),
                         param_groups=[{"params": list(model.parameters()),

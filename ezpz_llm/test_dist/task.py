@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from ezpz_llm.dist.seeds import seed_for
 
 WIDTHS = (128, 1024, 512, 256, 128, 128)
-SEED = 0
 _HELD_OUT = 2**24 - 1  # an index that no rank has
 
 
 class Mlp(nn.Module):
     """Linear layers of WIDTHS with ReLU between, initialised alike on every rank; its forward pass is the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
         # Only this model's initialisation is to be the same everywhere: the global generator is left as it was.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_for(SEED, "init") % 2**63)
+            torch.manual_seed(seed_for(seed, "init") % 2**63)
             layers = [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
         self.layers = nn.Sequential(*itertools.chain.from_iterable((layer, nn.ReLU()) for layer in layers[:-1]),
                                     layers[-1])
@@ -34,10 +33,10 @@ class Mlp(nn.Module):
 class Samples:
     """An endless stream of (inputs, targets), another for each data-parallel rank."""
 
-    def __init__(self, dp_rank: int, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(seed_for(SEED, "init", 1) % 2**63)
+    def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(seed_for(seed, "init", 1) % 2**63)
         self._map = torch.randn(WIDTHS[0], WIDTHS[-1], generator=generator) / WIDTHS[0] ** 0.5
-        self._generator = torch.Generator().manual_seed(seed_for(SEED, "data", dp_rank) % 2**63)
+        self._generator = torch.Generator().manual_seed(seed_for(seed, "data", dp_rank) % 2**63)
         self._device = device
 
     def take(self, count: int) -> tuple[Tensor, Tensor]:
@@ -46,6 +45,6 @@ class Samples:
         return inputs.to(self._device), (inputs @ self._map).to(self._device)
 
 
-def held_out(device: torch.device) -> Samples:
+def held_out(seed: int, device: torch.device) -> Samples:
     """A stream that is the same on every rank and trains none."""
-    return Samples(_HELD_OUT, device)
+    return Samples(seed, _HELD_OUT, device)

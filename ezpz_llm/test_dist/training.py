@@ -24,10 +24,11 @@ _AGREE = 1e-3
 """Relative difference up to which ranks' losses on the same samples count as equal, since their weights are."""
 
 
-def train(engine: Engine, dist: Dist, steps: int, lr: float, profile: HostProfile | None) -> list[dict[str, Any]]:
+def train(engine: Engine, dist: Dist, seed: int, steps: int, lr: float,
+          profile: HostProfile | None) -> list[dict[str, Any]]:
     """Train for `steps` iterations; the lines of metrics.jsonl. Every rank gets them, each with its own times."""
     heartbeat, timeline = Heartbeat(dist.run_dir, dist.rank), StepTimeline(dist.device)
-    samples, batch = Samples(dist.mesh.dp_rank, dist.device), engine.batch
+    samples, batch = Samples(seed, dist.mesh.dp_rank, dist.device), engine.batch
     lines: list[dict[str, Any]] = []
     losses: list[torch.Tensor] = []
     if dist.is_main:
@@ -76,10 +77,10 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global
     return lines
 
 
-def held_out_loss(engine: Engine, dist: Dist) -> float:
+def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
     """The loss on samples that are the same on every rank and at any time. Collective."""
     with engine.evaluating() as module:
-        return module(*held_out(dist.device).take(HELD_OUT_SAMPLES)).item()
+        return module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
 
 
 def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
