@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from ezpz_llm.errors import UserError, nearest
 
 LAUNCHERS = ("auto", "mpiexec", "srun", "torchrun")
+SCHEDULERS = ("auto", "slurm", "pbs", "none")
+BINDINGS = ("auto", "none")
+TEES = ("0", "all", "none")
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,19 @@ class Options:
     command: tuple[str, ...] = ()
     ranks: int | None = None
     per_host: int | None = None
+    nodes: int | None = None
+    hosts: str | None = None
     hostfile: Path | None = None
+    scheduler: str = "auto"
     launcher: str = "auto"
+    site: str | None = None
+    interface: str | None = None
+    binding: str = "auto"
+    tee: str = "0"
     idle_limit_s: float | None = None
+    preflight: bool = False
+    stage_env: bool = False
+    wrap: tuple[str, ...] = ()
     run_dir: Path | None = None
     dry_run: bool = False
     as_json: bool = False
@@ -54,19 +68,46 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _launcher(text: str) -> str:
-    if text not in LAUNCHERS:
-        raise ValueError(f"one of {', '.join(LAUNCHERS)}")
-    return text
+def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return text
+
+    return convert
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"a command line ({error})") from error
+    if not words:
+        raise ValueError("a command line")
+    return words
 
 
 _OPTIONS = (
     _Option(("-n",), "ranks", "ranks in all", "N", _count),
     _Option(("--ppn",), "per_host", "ranks a host", "P", _count),
+    _Option(("--nodes",), "nodes", "use the first K hosts only", "K", _count),
+    _Option(("--hosts",), "hosts", "use these hosts of the reservation only: n1,n3 or n[1-4]", "LIST"),
     _Option(("--hostfile",), "hostfile", "hosts to use, one a line: host, host slots=N or host:N", "F", Path),
-    _Option(("--launcher",), "launcher", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME", _launcher),
+    _Option(("--scheduler",), "scheduler", f"whose reservation this is: {', '.join(SCHEDULERS)}", "NAME",
+            _one_of(SCHEDULERS)),
+    _Option(("--launcher",), "launcher", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
+            _one_of(LAUNCHERS)),
+    _Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "NAME"),
+    _Option(("--interface",), "interface", "the network interface that ranks meet and talk on, e.g. hsn0", "NAME"),
+    _Option(("--bind",), "binding", "ranks to cores: auto (from the topology) or none", "HOW", _one_of(BINDINGS)),
+    _Option(("--tee",), "tee", "whose output the console shows: 0, all, none (files have all of it)", "WHO",
+            _one_of(TEES)),
     _Option(("--timeout-idle",), "idle_limit_s",
             "end the run, with code 124, after S seconds without a sign of life", "S", _seconds),
+    _Option(("--preflight",), "preflight", "first check every host, device and link; code 3 if one is unfit"),
+    _Option(("--stage-env",), "stage_env", "first copy the environment to each host's own disk, and run from there"),
+    _Option(("--wrap",), "wrap", 'put these words before the command on each rank: "apptainer exec x.sif"',
+            "WORDS", _words),
     _Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
     _Option(("--dry-run",), "dry_run", "print what would run; start nothing, write nothing"),
     _Option(("--json",), "as_json", "with --dry-run: print it as JSON"),
