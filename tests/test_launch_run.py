@@ -52,7 +52,13 @@ def test_the_first_failing_ranks_code(tmp_path: Path, launcher: str) -> None:
     program = _script(tmp_path, _RANK + """
 subprocess.Popen(["sleep", "302"], start_new_session=True)
 print("rank", rank, "is here", flush=True)
+here = os.path.join(os.environ["EZPZ_LLM_RUN_DIR"], "here")
+if rank == 0:
+    open(here, "w").close()
 if rank == 1:
+    # torchrun ends the others at once, even one that has not got as far as to print.
+    while not os.path.exists(here):
+        time.sleep(0.01)
     print("bad news \\u2713", file=sys.stderr, flush=True)
     sys.exit(7)
 time.sleep(100)
