@@ -125,15 +125,14 @@ def test_inside_a_slurm_job_auto_is_srun(tmp_path: Path) -> None:
 
 
 def test_pbs_own_thread_count_is_no_choice_of_the_user(tmp_path: Path) -> None:
+    # This machine is no host of the captured job, so its cores say nothing about theirs; OMP_NUM_THREADS=2 is PBS's.
+    node_file = tmp_path / "5.login"
+    node_file.write_text("localhost\nlocalhost\n")
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
-    env |= {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"),
-            "PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_nc2_mpi2.txt")}
-    # This machine is no host of that job, so its cores say nothing about theirs; OMP_NUM_THREADS=2 is PBS's.
-    hosts = tmp_path / "here"
-    hosts.write_text("localhost slots=2\n")
-    plan = _plan(f"--hostfile {hosts} python3 x.py", env)
+    env |= {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"), "PBS_NODEFILE": str(node_file)}
+    plan = _plan("python3 x.py", env)
     assert plan.env["OMP_NUM_THREADS"].value == str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert "OMP_NUM_THREADS" not in _plan(f"--hostfile {hosts} x", env | {"OMP_NUM_THREADS": "7"}).env
+    assert "OMP_NUM_THREADS" not in _plan("x", env | {"OMP_NUM_THREADS": "7"}).env
 
 
 def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from launch_runs import CAPTURED, captured_env
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Host
 from ezpz_llm.launch.devices import core_ranges, visible_devices
+from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
 from ezpz_llm.launch.schedulers import find_allocation, hostfile, pbs, slurm
 
 
@@ -83,17 +84,17 @@ def test_slurm_host_lists() -> None:
         expected = _OURS.get(text, by_slurm)
         if expected is None:
             with pytest.raises(UserError) as raised:
-                slurm.expand_hosts(text)
+                expand_hosts(text)
             assert repr(text) in str(raised.value)
         else:
-            assert " ".join(slurm.expand_hosts(text)) == expected, text
+            assert " ".join(expand_hosts(text)) == expected, text
 
 
 def test_slurm_counts() -> None:
-    assert slurm.expand_counts("2(x2),1") == [2, 2, 1]
-    assert slurm.expand_counts("1(x3)") == [1, 1, 1]
+    assert expand_counts("2(x2),1") == [2, 2, 1]
+    assert expand_counts("1(x3)") == [1, 1, 1]
     with pytest.raises(UserError, match="2x3"):
-        slurm.expand_counts("2x3")
+        expand_counts("2x3")
 
 
 def test_hostfile_forms() -> None:

@@ -14,6 +14,7 @@ from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.devices import Devices, core_ranges, usable_cores, visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
+from ezpz_llm.launch.narrow import narrow
 from ezpz_llm.launch.options import Options
 from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.ranks import find_rank
@@ -86,7 +87,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(chosen.expanduser().absolute()) if chosen else default_run_dir(target.name)
-    allocation = find_allocation(env, options.hostfile)
+    allocation = narrow(find_allocation(env, options.scheduler), options.nodes, options.hosts, options.hostfile)
     if allocation.scheduler == started.NAME:
         return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
     devices = visible_devices(env)

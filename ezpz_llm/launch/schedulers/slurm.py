@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
 
 NAME = "slurm"
-
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_REPEAT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True)
@@ -66,58 +63,3 @@ def _slots(env: Mapping[str, str], names: _Names, hosts: int) -> list[int | None
                         where=f"{names.tasks_per_node}={per_node}, {names.hosts}={env.get(names.hosts)}",
                         instead="give -n or --ppn and --hostfile")
     return list(counts)
-
-
-def expand_hosts(text: str) -> list[str]:
-    """The hosts of a Slurm host list such as `nid[001-004,007],gpu[01-02]`, in its order, repeats kept.
-
-    Raises:
-        UserError: quoting `text`, where it is not a host list.
-    """
-    text = text.strip()
-    if text in ("", "(null)"):
-        return []
-    words = re.findall(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+|[\[\]]", text)
-    return [host for word in words for host in _expand_word(word, text)]
-
-
-def _expand_word(word: str, text: str) -> list[str]:
-    names = [""]
-    for literal, bracket in re.findall(r"([^\[\]]+)|(\[[^\[\]]*\]?|\])", word):
-        parts = [literal] if literal else _expand_bracket(bracket, text)
-        names = [name + part for name in names for part in parts]
-    return names
-
-
-def _expand_bracket(bracket: str, text: str) -> list[str]:
-    if not (bracket.startswith("[") and bracket.endswith("]")):
-        raise _not_a_list(text)
-    parts = []
-    for item in bracket[1:-1].split(","):
-        match = _RANGE.fullmatch(item.strip())
-        if match is None:
-            raise _not_a_list(text)
-        first, last = match[1], match[2] or match[1]
-        if int(last) < int(first):
-            raise _not_a_list(text)
-        parts += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return parts
-
-
-def _not_a_list(text: str) -> UserError:
-    return UserError(f"not a Slurm host list: {text!r}", instead="a list such as nid[001-004,007],gpu01")
-
-
-def expand_counts(text: str) -> list[int]:
-    """`2(x2),1` as [2, 2, 1]: Slurm's compact form of one number a node.
-
-    Raises:
-        UserError: quoting `text`, where it is not of that form.
-    """
-    counts: list[int] = []
-    for item in text.split(","):
-        match = _REPEAT.fullmatch(item.strip())
-        if match is None:
-            raise UserError(f"not Slurm's numbers per node: {text!r}", instead="numbers such as 2(x2),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
