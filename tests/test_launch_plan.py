@@ -125,7 +125,7 @@ def test_inside_a_slurm_job_auto_is_srun(tmp_path: Path) -> None:
 
 
 def test_pbs_own_thread_count_is_no_choice_of_the_user(tmp_path: Path) -> None:
-    # This machine is no host of the captured job, so its cores say nothing about theirs; OMP_NUM_THREADS=2 is PBS's.
+    # OMP_NUM_THREADS=2 is PBS's own; the captured job's hosts are other machines than this one.
     node_file = tmp_path / "5.login"
     node_file.write_text("localhost\nlocalhost\n")
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
@@ -155,7 +155,7 @@ def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> None:
     env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"), "MASTER_ADDR": "n9",
-           "MASTER_PORT": "7", "OMP_NUM_THREADS": "3"}
+           "MASTER_PORT": "20007", "OMP_NUM_THREADS": "3"}
     plan = _plan("hostname", env)
     assert not {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} & plan.env.keys()
     assert "MASTER_ADDR=n9 is yours and stays" in plan.notes

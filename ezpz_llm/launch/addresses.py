@@ -1,52 +1,159 @@
-"""Where the ranks of a run meet."""
+"""Where the ranks of a run meet: an address of rank 0's host, and a port on it."""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import short_name
+from ezpz_llm.launch.interfaces import interface_address, own_interfaces
+from ezpz_llm.launch.ports import bind_error, derived_ports, free_port, holder
 
-# Below 32768, where Linux begins to hand out ports for outgoing connections.
-_FIRST_PORT, _LAST_PORT = 20000, 31999
-_TRIES = 200
+_LOOPBACK = "127.0.0.1"
+_RESOLVE_LIMIT_S = 3.0
+_PEERS_TRIED = 3
+_DISCARD_PORT = 9
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where rank 0 listens and the others go, and why there."""
+
+    address: str
+    port: int
+    address_source: str
+    port_source: str
+    notes: tuple[str, ...] = ()
 
 
 def is_here(host: str) -> bool:
-    """Is `host` this machine, by one of its own names?"""
-    return host in ("localhost", "127.0.0.1") or short_name(host) == short_name(socket.gethostname())
+    """Is `host` this machine, by its short name or one of its addresses?"""
+    if host in ("localhost", _LOOPBACK) or short_name(host) == short_name(socket.gethostname()):
+        return True
+    return short_name(host) == host and host[:1].isdigit() and host in own_interfaces().values()
 
 
-def meeting_host(hosts: tuple[str, ...]) -> str:
-    """The address that every rank can reach rank 0 at: the loopback on one host, else the first host's name."""
-    if len(hosts) == 1:
-        return "127.0.0.1"
-    return socket.gethostname() if hosts[0] in ("localhost", "127.0.0.1") else hosts[0]
+def find_meeting(hosts: Sequence[str], key: str, *, interface: str | None = None,
+                 interface_source: str = "--interface", suffix: str | None = None, address: str | None = None,
+                 port: str | None = None) -> Meeting:
+    """Where the ranks on `hosts` meet; rank 0 is on the first.
 
+    On one host that is the loopback. On several, where this is the first of them: the address of `interface`, else
+    of its name if that is not the loopback, else the address by which this host reaches the others. Where the first
+    host is another one: its name, with the site's `suffix`. `address` and `port` are the user's own, which stay.
 
-def free_port(address: str, seed: int) -> int:
-    """A port that could be bound just now; the search starts where `seed` says, so that two runs differ.
-
-    `address` is the loopback where all ranks are on one host, and "" (every interface) for several hosts.
+    `key` tells this launch from others (job, step, run directory): the port is derived from it. It is really bound
+    where this is rank 0's host.
 
     Raises:
-        UserError: none of many ports is free.
+        UserError: no such interface here, a name that means another host on each of them, a port that is taken.
     """
-    for port in _ports(seed):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            # As the rendezvous itself does: a port in TIME_WAIT is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise UserError(f"no free port among {_TRIES} between {_FIRST_PORT} and {_LAST_PORT}", where="MASTER_PORT",
-                    instead="set MASTER_PORT yourself")
+    at_home = is_here(hosts[0])
+    if interface and at_home:
+        named, own = interface_address(interface, interface_source)
+    notes: tuple[str, ...] = ()
+    if address:
+        source = "yours"
+        _refuse_loopback(address, hosts, "MASTER_ADDR")
+    elif len(hosts) == 1:
+        address, source = _LOOPBACK, "all ranks on one host"
+    elif interface and at_home:
+        address, source = own, f"interface {named} of {hosts[0]} ({interface_source})"
+    elif at_home and not suffix:
+        address, source = _own_address(hosts)
+    else:
+        address, source, notes = _name_elsewhere(hosts, suffix)
+    number, port_source = _port(address, key, port, at_home, hosts[0])
+    return Meeting(address, number, source, port_source, notes)
 
 
-def _ports(seed: int) -> Iterator[int]:
-    span = _LAST_PORT - _FIRST_PORT + 1
-    for step in range(_TRIES):
-        yield _FIRST_PORT + (seed + step) % span
+def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
+    """This host's name where it means this host elsewhere too, else the address that packets to the others leave
+    from."""
+    name = socket.gethostname() if hosts[0] in ("localhost", _LOOPBACK) else hosts[0]
+    found = resolve(name)
+    if found and not _is_loopback(found):
+        return name, "the first host"
+    # Debian's installer writes 127.0.1.1 for a host's own name into its /etc/hosts.
+    why = f"{name} is {found} here" if found else f"{name} does not resolve here"
+    for peer in hosts[1:1 + _PEERS_TRIED]:
+        address = _address_towards(peer)
+        if address and not _is_loopback(address):
+            return address, f"{why}; this is the address by which it reaches {peer}"
+    raise UserError(f"{why}, and no route to {hosts[1]} tells another address",
+                    where=f"the first of {len(hosts)} hosts",
+                    instead="--interface with the one that hosts reach each other by, or MASTER_ADDR")
+
+
+def _name_elsewhere(hosts: Sequence[str], suffix: str | None) -> tuple[str, str, tuple[str, ...]]:
+    name = hosts[0] if not suffix else short_name(hosts[0]) + suffix
+    source = "the first host" if not suffix else f"the first host, with the site's {suffix}"
+    if resolve(name) is None:
+        return name, source, (f"{name} does not resolve on {socket.gethostname()}: the ranks' hosts must know it",)
+    _refuse_loopback(name, hosts, source)
+    return name, source, ()
+
+
+def _refuse_loopback(name: str, hosts: Sequence[str], where: str) -> None:
+    found = resolve(name) if len(hosts) > 1 else None
+    if found and _is_loopback(found):
+        raise UserError(f"{name} is {found} here: ranks on {hosts[1]} would look for rank 0 on their own host",
+                        where=where, instead="an address of the first host that the others reach (MASTER_ADDR), or "
+                                             "--interface, from that host")
+
+
+def _port(address: str, key: str, wanted: str | None, at_home: bool, host: str) -> tuple[int, str]:
+    if wanted is None:
+        source = "from job, step and run directory"
+        if at_home:
+            return free_port(address, key), f"{source}; free just now"
+        return next(derived_ports(key)), f"{source}; not tried, since {host} is not this host"
+    if not (wanted.isascii() and wanted.isdigit() and 0 < int(wanted) < 65536):
+        raise UserError(f"MASTER_PORT={wanted!r} is not a port number", where="environment",
+                        instead="1 to 65535, or unset it: launch finds a free one")
+    number = bind_error("", int(wanted)) if at_home else 0
+    if number:
+        who = f": {holder(int(wanted))}" if number == errno.EADDRINUSE else ""
+        raise UserError(f"MASTER_PORT={wanted} cannot be used on {host}: {os.strerror(number)}{who}",
+                        where="environment", instead="unset MASTER_PORT: launch finds a free one")
+    return int(wanted), "yours"
+
+
+def resolve(name: str) -> str | None:
+    """The first address of `name`, None where it has none or the name service takes too long."""
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            found.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
+        except (OSError, UnicodeError):
+            return
+
+    # A resolver without its servers waits for many seconds; nothing can interrupt it.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_RESOLVE_LIMIT_S)
+    return found[0] if found else None
+
+
+def _address_towards(peer: str) -> str | None:
+    target = resolve(peer)
+    if target is None:
+        return None
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    # A datagram socket sends nothing to find its route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, _DISCARD_PORT))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -26,7 +26,8 @@ class Allocation:
     """Where ranks may run.
 
     `ends_at` is in epoch seconds, None where no end is known. `source` names the variables or the file that
-    said all this. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
+    said all this. `step_id` is the Slurm step that this process itself is in, which holds resources of the job that
+    its own steps need. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
     `cores_per_host` is known from the scheduler, or None.
     """
 
@@ -37,6 +38,7 @@ class Allocation:
     source: str
     slots_are_a_limit: bool = False
     cores_per_host: int | None = None
+    step_id: str | None = None
     notes: tuple[str, ...] = ()
 
 

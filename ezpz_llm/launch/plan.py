@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.launch.addresses import free_port, is_here, meeting_host
+from ezpz_llm.launch.addresses import Meeting, find_meeting, is_here
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.devices import Devices, core_ranges, usable_cores, visible_devices
 from ezpz_llm.launch.dialects import choose
@@ -96,7 +96,8 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     hosts = tuple(name for name, _ in placement.ranks)
     cores = _cores_per_rank(allocation, placement)
     run_id = os.urandom(8).hex()
-    settings = _settings(env, allocation, placement, launcher, run_dir, run_id, cores)
+    meeting = _find_meeting(env, options, allocation, hosts, run_dir)
+    settings = _settings(env, allocation, placement, launcher, run_dir, run_id, cores, meeting)
     work = Work(
         command=(sys.executable, "-m", "ezpz_llm.launch.shim", "--", *options.command),
         placement=placement,
@@ -121,7 +122,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         command=options.command,
         files=built.files,
         ranks_source=placement.source,
-        notes=_notes(env, allocation, hosts),
+        notes=(*_notes(env, allocation, hosts), *meeting.notes),
     )
 
 
@@ -160,7 +161,7 @@ def _cores_per_rank(allocation: Allocation, placement: Placement) -> int | None:
 
 
 def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placement, launcher: Launcher,
-              run_dir: RunDir, run_id: str, cores: int | None) -> dict[str, Setting]:
+              run_dir: RunDir, run_id: str, cores: int | None, meeting: Meeting) -> dict[str, Setting]:
     settings = {
         RUN_DIR_VARIABLE: Setting(str(run_dir.path), "launch"),
         RUN_ID_VARIABLE: Setting(run_id, "launch"),
@@ -169,7 +170,7 @@ def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placeme
     if allocation.ends_at is not None:
         settings[ENDS_AT_VARIABLE] = Setting(f"{allocation.ends_at:.0f}", allocation.scheduler)
     if launcher.kind != "torchrun":
-        settings |= _meeting_point(env, placement, run_id)
+        settings |= _meeting_settings(env, meeting)
     if cores is not None and not _is_users_choice("OMP_NUM_THREADS", env):
         settings["OMP_NUM_THREADS"] = Setting(str(cores), f"cores for each of {placement.most} rank(s) on a host")
     if "PYTHONUNBUFFERED" not in env:
@@ -177,17 +178,17 @@ def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placeme
     return settings
 
 
-def _meeting_point(env: Mapping[str, str], placement: Placement, run_id: str) -> dict[str, Setting]:
-    hosts = tuple(name for name, _ in placement.ranks)
-    settings = {}
-    if not _is_users_choice("MASTER_ADDR", env):
-        source = "all ranks on one host" if len(hosts) == 1 else "the first host"
-        settings["MASTER_ADDR"] = Setting(meeting_host(hosts), source)
-    if not _is_users_choice("MASTER_PORT", env):
-        # On one host only the loopback is used; for several, ranks come in by any interface.
-        port = free_port("127.0.0.1" if len(hosts) == 1 else "", int(run_id, 16))
-        settings["MASTER_PORT"] = Setting(str(port), "free just now")
-    return settings
+def _find_meeting(env: Mapping[str, str], options: Options, allocation: Allocation, hosts: tuple[str, ...],
+                  run_dir: RunDir) -> Meeting:
+    own = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if _is_users_choice(name, env)}
+    return find_meeting(hosts, f"{allocation.job_id} {allocation.step_id} {run_dir.path}",
+                        interface=options.interface, address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
+
+
+def _meeting_settings(env: Mapping[str, str], meeting: Meeting) -> dict[str, Setting]:
+    settings = {"MASTER_ADDR": Setting(meeting.address, meeting.address_source),
+                "MASTER_PORT": Setting(str(meeting.port), meeting.port_source)}
+    return {name: setting for name, setting in settings.items() if not _is_users_choice(name, env)}
 
 
 def _is_users_choice(name: str, env: Mapping[str, str]) -> bool:
