@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""What hides devices from a process, in the order in which they are believed."""
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
@@ -22,7 +23,7 @@ class Devices:
 
 def visible_devices(env: Mapping[str, str]) -> Devices:
     """A visibility mask in `env` decides (an empty one hides all); else what the drivers list."""
-    for name in _MASKS:
+    for name in MASKS:
         if (mask := env.get(name)) is not None:
             return Devices(_mask_ids(mask), name)
     if nvidia := _entries(_NVIDIA):

@@ -20,13 +20,14 @@ from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import find_allocation, local, started
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.launch.variables import (
+    ENDS_AT_VARIABLE,
+    FORWARDED,
+    FORWARDED_PREFIXES,
+    RUN_ID_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+)
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
-
-# What ranks on other hosts need of this environment where the launcher passes nothing by itself.
-_FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME")
-_FORWARDED_PREFIXES = ("PYTHON", "EZPZ_LLM_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "DS_",
-                       "OMP_", "CUDA_", "HSA_", "ZE_", "SYCL_", "HF_", "TIKTOKEN_")
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _is_users_choice(name: str, env: Mapping[str, str]) -> bool:
 
 
 def _forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
-    wanted = [name for name in env if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)]
+    wanted = [name for name in env if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)]
     return tuple(sorted({*wanted, *settings, *({"MASTER_ADDR", "MASTER_PORT"} & env.keys())}))
 
 
