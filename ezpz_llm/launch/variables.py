@@ -12,7 +12,7 @@ ENDS_AT_VARIABLE = "EZPZ_LLM_ENDS_AT"
 """When the reservation ends, in epoch seconds; unset where it is not known."""
 
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME")
-"""What a run needs of the environment: for ranks on other hosts where a launcher passes nothing by itself, and for a
-job. Names that begin as these do belong to it as well:"""
+"""What a run needs of the environment: for ranks on other hosts where a launcher passes nothing by itself, and for
+a job. Names that begin as these do belong to it as well:"""
 FORWARDED_PREFIXES = ("PYTHON", "EZPZ_LLM_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "DS_",
                       "OMP_", "CUDA_", "HSA_", "ZE_", "SYCL_", "HF_", "TIKTOKEN_")
