@@ -52,6 +52,11 @@ class RunDir:
         return self.path / "errors"
 
     @property
+    def job_script(self) -> Path:
+        """What the scheduler was given, where the run was submitted."""
+        return self.path / "job.sh"
+
+    @property
     def layout(self) -> Path:
         """Our resolved layout (see engine/)."""
         return self.path / "layout.json"

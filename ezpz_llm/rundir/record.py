@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from ezpz_llm.rundir.files import write_json
@@ -15,6 +20,8 @@ _SECRET = re.compile(
     r"^[A-Z0-9_]*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)[A-Z0-9_]*$"
     r"|(^|_)(token|key|secret|password|credentials?)(_|$)"
 )
+
+_LOCK_TRIES = 100
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -36,5 +43,25 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:
-    """Set top-level members of run.json. One writer at a time: `launch` before and after, rank 0 between."""
-    write_json(run_dir.record, {**read_record(run_dir), **redact(members)})
+    """Set top-level members of run.json. `launch` writes before and after, rank 0 between; `submit` may still be
+    writing when its job begins."""
+    with _alone(run_dir):
+        write_json(run_dir.record, {**read_record(run_dir), **redact(members)})
+
+
+@contextlib.contextmanager
+def _alone(run_dir: RunDir) -> Iterator[None]:
+    """Keep other writers out meanwhile, where the file system has locks, and for a second at most."""
+    folder = os.open(run_dir.path, os.O_RDONLY)
+    try:
+        for _ in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(1 / _LOCK_TRIES)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(folder)
