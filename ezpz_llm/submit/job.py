@@ -1,0 +1,139 @@
+"""A job, decided before anything is written: where it runs, for how long, with which ranks, and its script."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.devices import Devices
+from ezpz_llm.launch.narrow import narrow
+from ezpz_llm.launch.placement import Placement, place
+from ezpz_llm.launch.schedulers import local
+from ezpz_llm.launch.sites import Site, find_site
+from ezpz_llm.launch.target import Target, read_command, run_dir_of
+from ezpz_llm.rundir import RunDir, default_run_dir
+from ezpz_llm.submit import pbs, slurm
+from ezpz_llm.submit.environment import environment_lines
+from ezpz_llm.submit.options import Options
+from ezpz_llm.submit.request import Request
+from ezpz_llm.submit.script import array_lines, fill_template, request_lines
+
+_RESUMES = ("ezpz_llm.train",)
+"""Our commands that can go on from a checkpoint, by --resume."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`scheduler` is the module that speaks to it; `placement` the ranks as launch will place them, so far as that
+    can be known here; `is_default` tells a run directory that nobody named."""
+
+    options: Options
+    site: Site
+    scheduler: ModuleType
+    target: Target
+    run_dir: RunDir
+    is_default: bool
+    placement: Placement
+
+    @property
+    def request(self) -> Request:
+        """What the scheduler is asked for."""
+        options = self.options
+        queue = options.queue or (None if options.reservation else self.site.job.queue)
+        return Request(name=options.name or self.target.name, nodes=options.nodes, time_s=options.time_s,
+                       output=self.run_dir.path / "logs", account=options.account, queue=queue,
+                       reservation=options.reservation, requeue=options.requeue,
+                       devices=self.site.devices_per_host)
+
+
+def plan_job(options: Options, env: Mapping[str, str]) -> Job:
+    """Decide everything; write nothing.
+
+    Raises:
+        UserError: words that contradict each other, no scheduler, ranks that do not fit.
+    """
+    site = _site(options, env)
+    scheduler = _scheduler(site, env)
+    target = read_command(options.launch.command)
+    chosen = _chosen_run_dir(options, target)
+    return Job(options, site, scheduler, target, RunDir(chosen) if chosen else default_run_dir(target.name),
+               chosen is None, _placement(options, site))
+
+
+def _site(options: Options, env: Mapping[str, str]) -> Site:
+    ours, of_launch = options.site, options.launch.site
+    if ours and of_launch and ours != of_launch:
+        raise UserError(f"two sites: {ours} and {of_launch}", where="submit --site, launch --site",
+                        instead="name it once")
+    # By this variable qsub tells a job where it was submitted: here.
+    return find_site(ours or of_launch, {"PBS_O_HOST": socket.gethostname(), **env})
+
+
+def _scheduler(site: Site, env: Mapping[str, str]) -> ModuleType:
+    if site.scheduler:
+        return {"slurm": slurm, "pbs": pbs}[site.scheduler]
+    # Slurm first: it can come with a qsub of its own.
+    for scheduler in (slurm, pbs):
+        if shutil.which(scheduler.PROGRAM, path=env.get("PATH", os.defpath)):
+            return scheduler
+    raise UserError("there is neither sbatch nor qsub here", where="PATH",
+                    instead="submit on a login node, or load the scheduler's module")
+
+
+def _chosen_run_dir(options: Options, target: Target) -> Path | None:
+    ours, of_launch = options.run_dir, run_dir_of(target, options.launch.run_dir)
+    paths = [path.expanduser().absolute() for path in (ours, of_launch) if path]
+    if len(set(paths)) > 1:
+        raise UserError(f"two run directories: {ours} and {of_launch}", where="submit --run-dir, launch --run-dir",
+                        instead="name it once")
+    return paths[0] if paths else None
+
+
+def _placement(options: Options, site: Site) -> Placement:
+    launch = options.launch
+    hosts = tuple(Host(f"node{number}", devices=site.devices_per_host) for number in range(1, options.nodes + 1))
+    job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
+    part = narrow(job, launch.nodes, launch.hosts, launch.hostfile)
+    return place(part, Devices((), f"site {site.name}"), launch.ranks, launch.per_host)
+
+
+def write_script(job: Job, typed: list[str]) -> str:
+    """The job's script: the scheduler's template, filled in."""
+    request, run_dir = job.request, str(job.run_dir.path)
+    words = [*job.options.launch_words, *(["--run-dir", run_dir] if job.options.launch.run_dir is None else [])]
+    go_on = ["--resume", run_dir] if job.target.module in _RESUMES else []
+    named = {run_dir: '"$run_dir"'}
+    introduction = (f"# Written by: {shlex.join(typed)}".replace("\n", "\n# ")
+                    + "\n# It may be changed, and queued again by hand.")
+    return fill_template(job.scheduler.TEMPLATE, introduction, {
+        "request": request_lines(job.scheduler.directives(request), job.site.job.directives, _values(job),
+                                 job.scheduler.subjects, job.site.name),
+        "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s),
+        "command": [f"run_dir={shlex.quote(run_dir)}",
+                    *array_lines("command", [*words, *job.options.launch_arguments], named),
+                    *array_lines("go_on", go_on, named)],
+    })
+
+
+def _values(job: Job) -> dict[str, str | None]:
+    request = job.request
+    return {"nodes": str(request.nodes), "time": job.scheduler.time(request.time_s), "account": request.account,
+            "queue": request.queue, "reservation": request.reservation,
+            "devices": None if request.devices is None else str(request.devices)}
+
+
+def _setup(job: Job) -> tuple[str, ...]:
+    given = job.options.site or job.options.launch.site
+    if given is None and job.site.name == "generic":
+        return job.site.job.setup
+    # In the job nothing is guessed again, and a file's path does not depend on the working directory.
+    named = str(Path(given).absolute()) if given and os.path.isfile(given) else job.site.name
+    return (*job.site.job.setup, f"export EZPZ_LLM_SITE={shlex.quote(named)}")

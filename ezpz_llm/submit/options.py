@@ -1,0 +1,106 @@
+"""What the user typed: submit's options, and the `launch` command that the job runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.options import Options as LaunchOptions
+from ezpz_llm.launch.options import parse as parse_launch
+from ezpz_llm.launch.words import Option, count, option_lines, split_options
+from ezpz_llm.submit.duration import ACCEPTED, read_duration
+
+_EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
+_LAUNCH = (("launch",), ("ezpz-llm", "launch"), ("-m", "ezpz_llm.launch"))
+
+
+@dataclass(frozen=True)
+class Options:
+    """One call of submit. `launch_words` start launch; `launch_arguments` are those after them, unchanged;
+    `launch` is how launch itself will read these."""
+
+    launch_words: tuple[str, ...] = ()
+    launch_arguments: tuple[str, ...] = ()
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    nodes: int = 0
+    time_s: int = 0
+    site: str | None = None
+    account: str | None = None
+    queue: str | None = None
+    reservation: str | None = None
+    name: str | None = None
+    run_dir: Path | None = None
+    requeue: bool = False
+    chain: int = 1
+    dry_run: bool = False
+    help: bool = False
+
+
+def _label(text: str) -> str:
+    # What account and queue names consist of everywhere; nothing in it means anything to a shell or a scheduler.
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*", text):
+        raise ValueError("a name of letters, digits and _ . @ + -")
+    return text
+
+
+_OPTIONS = (
+    Option(("--nodes",), "nodes", "how many nodes", "N", count),
+    Option(("--time",), "time_s", f"how long at most: {ACCEPTED}", "T", read_duration),
+    Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "S"),
+    Option(("--account",), "account", "the project that pays", "A", _label),
+    Option(("--queue",), "queue", "PBS's queue, Slurm's partition (on some sites its QOS)", "Q", _label),
+    Option(("--reservation",), "reservation", "nodes that were set aside for you", "R", _label),
+    Option(("--name",), "name", "the job's name (default: the command's)", "N"),
+    Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
+    Option(("--requeue",), "requeue", "may be started again after a preemption or a dead node, and then goes on"),
+    Option(("--chain",), "chain", "queue K jobs, each to begin after the one before and to go on where it stopped",
+           "K", count),
+    Option(("--dry-run",), "dry_run", "print the script and the command that would queue it; write nothing"),
+    Option(("-h", "--help"), "help", "print this and end"),
+)
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Read submit's options and the launch command after them.
+
+    Raises:
+        UserError: an unknown option, an unusable or missing value, a command that does not begin with launch.
+    """
+    found, rest = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
+    if found.get("help"):
+        return Options(help=True)
+    for name, option in (("nodes", "--nodes N"), ("time_s", "--time H:MM:SS")):
+        if name not in found:
+            raise UserError(f"a job needs {option}", instead=_EXAMPLE)
+    start, arguments = _split_launch(tuple(rest))
+    launch = parse_launch(arguments)
+    for set_, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help")):
+        if set_:
+            raise UserError(f"the job would only run launch {option}", where="the command after --",
+                            instead=f"ezpz-llm submit {option} …")
+    return Options(launch_words=start, launch_arguments=arguments, launch=launch, **found)
+
+
+def _split_launch(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    for first in range(1, min(4, len(words)) + 1):
+        start = (os.path.basename(words[0]), *words[1:first])
+        is_python = start[0].startswith("python")
+        if start in _LAUNCH or (is_python and start[-2:] == _LAUNCH[2]):
+            return words[:first], words[first:]
+    raise UserError("the job's command does not begin with launch" if words else "no command for the job",
+                    where=" ".join(words[:3]) or None, instead=_EXAMPLE)
+
+
+def help_text() -> str:
+    """The page that `submit --help` prints."""
+    return "\n".join([
+        "usage: ezpz-llm submit --nodes N --time T [options] [--] launch [its options] COMMAND ARGUMENTS…", "",
+        "Check COMMAND, write a job script into the run directory, and queue it with sbatch or qsub.", "",
+        *option_lines(_OPTIONS), "",
+        "Exit code: 0 once the job is queued; 2 where the command or the request is wrong; 1 where the scheduler",
+        "refuses the job.",
+    ])

@@ -1,0 +1,40 @@
+#!/bin/bash
+# A PBS job around one `launch` command. `ezpz-llm submit` fills it in by itself; by hand: copy it, fill in the
+# three lines marked (1) to (3), and `qsub pbs.sh`. The nodes and the time can be changed here or given to qsub.
+
+# ---- request
+#PBS -S /bin/bash
+#PBS -N ezpz_llm
+#PBS -l select=2
+#PBS -l place=scatter:excl
+#PBS -l walltime=1:00:00
+#PBS -j oe
+#PBS -k doe
+#PBS -r y
+# (1) the project that pays; many sites want a queue (-q) or file systems (-l filesystems=…) here as well:
+#PBS -A ACCOUNT
+
+# ---- environment
+# PBS starts a job in $HOME.
+cd "$PBS_O_WORKDIR" || exit
+# (2) the environment that launch is installed in (modules of the site go above this line):
+source "$HOME/ezpz_llm/launchers/activate"
+
+# ---- command
+run_dir=$PWD/runs/$PBS_JOBID
+# (3) what to run, and what to add where the job is started again; (): nothing, for a program that cannot go on:
+command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero1)
+go_on=(--resume "$run_dir")
+
+# ---- run (the same for every job)
+case $(python3 -m ezpz_llm.submit.state "$run_dir") in
+    complete)
+        echo "job $PBS_JOBID: $run_dir is complete, nothing is left to do"
+        exit 0
+        ;;
+    resume) command+=("${go_on[@]}") ;;
+    restart) mv "$run_dir/metrics.jsonl" "$run_dir/metrics-before-$(date +%s).jsonl" ;;
+esac
+# The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
+trap : TERM
+"${command[@]}"
