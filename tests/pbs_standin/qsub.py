@@ -101,6 +101,8 @@ def submit(home: Home, number: int, wanted: dict, source: Path | None, words: li
         job_id = f"{number}{index}.{SERVER}"
         suffix = f"{number}.{index[1:-1]}" if len(index) > 2 else f"{number}"
         output = wanted.get("o", f"{here}/{name}.o{suffix}")
+        if output.endswith("/"):
+            output += f"{job_id}.OU"
         home.write(job_id, {
             "Job_Name": name, "Job_Owner": f"{user}@{host}", "job_state": "B" if index == "[]" else "Q",
             "queue": wanted["q"], "server": SERVER, "ctime": now, "Join_Path": wanted["j"],
