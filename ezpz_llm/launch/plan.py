@@ -95,21 +95,28 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     placement = place(allocation, devices, options.ranks, options.per_host)
     launcher = choose(options.launcher, allocation.scheduler, placement.world_size, env)
     hosts = tuple(name for name, _ in placement.ranks)
-    cores = _cores_per_rank(allocation, placement)
+    cores_per_host = _cores_per_host(allocation, placement)
+    cores = max(1, cores_per_host // placement.most) if cores_per_host else None
+    command = (*options.wrap, *options.command)
     run_id = os.urandom(8).hex()
     meeting = _find_meeting(env, options, allocation, hosts, run_dir)
     settings = _settings(env, allocation, placement, launcher, run_dir, run_id, cores, meeting)
     work = Work(
-        command=(sys.executable, "-m", "ezpz_llm.launch.shim", "--", *options.command),
+        command=(sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
         placement=placement,
         here=len(hosts) == 1 and is_here(hosts[0]),
         hosts_file=run_dir.path / "hostfile",
         cores_per_rank=cores,
         variables=_forwarded(env, settings),
         as_root=os.geteuid() == 0,
+        scheduler=allocation.scheduler,
+        cores_per_host=cores_per_host,
+        master=(meeting.address, meeting.port),
+        interface=options.interface,
     )
     built: Built = launcher.build(launcher.program, work)
-    settings |= {name: Setting(value, source) for name, (value, source) in built.env.items()}
+    settings |= {name: Setting(value, source) for name, (value, source) in built.env.items()
+                 if not _is_users_choice(name, env)}
     return LaunchPlan(
         argv=built.argv,
         env=settings,
@@ -120,10 +127,10 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         launcher=launcher,
         allocation=allocation,
         target=target,
-        command=options.command,
+        command=command,
         files=built.files,
         ranks_source=placement.source,
-        notes=(*_notes(env, allocation, hosts), *meeting.notes),
+        notes=(*launcher.notes, *_notes(env, allocation, hosts), *meeting.notes),
     )
 
 
@@ -137,7 +144,7 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
     if options.ranks not in (None, info.world_size):
         note += f", and -n {options.ranks} says nothing here"
     return LaunchPlan(
-        argv=options.command,
+        argv=(*options.wrap, *options.command),
         env=settings,
         ranks=(RankPlace(info.rank, host, info.local_rank, core_ranges(usable_cores()), None),),
         hosts=(host,),
@@ -146,19 +153,18 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
         launcher=Launcher("none", "none", "", info.source, lambda program, work: Built(work.command)),
         allocation=allocation,
         target=target,
-        command=options.command,
+        command=(*options.wrap, *options.command),
         files={},
         ranks_source=info.source,
         notes=(note, *info.notes),
     )
 
 
-def _cores_per_rank(allocation: Allocation, placement: Placement) -> int | None:
-    cores = allocation.cores_per_host
-    if cores is None and any(is_here(name) for name, _ in placement.ranks):
+def _cores_per_host(allocation: Allocation, placement: Placement) -> int | None:
+    if allocation.cores_per_host is None and any(is_here(name) for name, _ in placement.ranks):
         # Hosts of one reservation are taken to be alike.
-        cores = len(usable_cores())
-    return max(1, cores // placement.most) if cores else None
+        return len(usable_cores())
+    return allocation.cores_per_host
 
 
 def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placement, launcher: Launcher,

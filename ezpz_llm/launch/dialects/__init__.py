@@ -7,25 +7,34 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.dialects import direct, hydra, openmpi, srun, torchrun
+from ezpz_llm.launch.dialects import direct, hydra, openmpi, pals, srun, torchrun
 from ezpz_llm.launch.dialects.work import Launcher
 from ezpz_llm.launch.schedulers import slurm
 
 _VERSION_TIMEOUT_S = 20
 
 _BY_FIRST_LINE = (
-    (re.compile(r"HYDRA build details"), "MPICH/Hydra", hydra.build),
-    (re.compile(r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?"), "Intel MPI", hydra.build),
-    (re.compile(r"\w+ \((?:Open MPI|OpenRTE)\) (?P<version>[\w.]+)"), "Open MPI", openmpi.build),
+    (re.compile(r"HYDRA build details"), "MPICH/Hydra", hydra.build_mpich),
+    (re.compile(r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?"), "Intel MPI", hydra.build_intel),
+    (re.compile(r"\w+ \(OpenRTE\) (?P<version>[\w.]+)"), "Open MPI", openmpi.build_4),
+    (re.compile(r"\w+ \(Open MPI\) (?P<version>[\w.]+)"), "Open MPI", openmpi.build_5),
+    # "mpiexec version 1.8.0 revision …", as public code for these machines reads it; not captured by us.
+    (re.compile(r"mpiexec version (?P<version>\d[\w.]*)"), "Cray PALS", pals.build),
 )
 
+SITE_DIALECTS = {"pals": ("Cray PALS", pals.build)}
+"""What a site file may say of an mpiexec whose version text is none of the above."""
 
-def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str]) -> Launcher:
+
+def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
+           site_dialect: str | None = None) -> Launcher:
     """The launcher that the user asked for, or (`auto`): srun in a Slurm job, else mpiexec, else for one rank none
-    at all, else torchrun.
+    at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says nothing known.
 
     Raises:
         UserError: it is not there, or an mpiexec of unknown make.
@@ -33,18 +42,27 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str])
     if wanted == "srun" or (wanted == "auto" and scheduler == slurm.NAME):
         source = "--launcher" if wanted == "srun" else "a Slurm job"
         return Launcher("srun", "Slurm", _need("srun", source, env), source, srun.build)
+    starter = partial(_starter, scheduler, env, site_dialect)
     if wanted == "torchrun":
-        return _torchrun(_need("torchrun", "--launcher", env), "--launcher")
+        return _torchrun(_need("torchrun", "--launcher", env), "--launcher", starter)
     if wanted == "mpiexec":
-        return _mpiexec(_need("mpiexec", "--launcher", env), "--launcher")
+        return _mpiexec(_need("mpiexec", "--launcher", env), "--launcher", site_dialect)
     if program := _which("mpiexec", env):
-        return _mpiexec(program, "auto: mpiexec found")
+        return _mpiexec(program, "auto: mpiexec found", site_dialect)
     if world_size == 1:
         return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", direct.build)
     if program := _which("torchrun", env):
-        return _torchrun(program, "auto: torchrun found, no mpiexec")
+        return _torchrun(program, "auto: torchrun found, no mpiexec", starter)
     raise UserError(f"nothing here can start {world_size} ranks: no mpiexec, no torchrun", where="PATH",
                     instead="load the site's MPI module, or `pip install mpich`")
+
+
+def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
+    """What starts one torchrun on each of several hosts."""
+    source = "--launcher torchrun on other hosts"
+    if scheduler == slurm.NAME:
+        return Launcher("srun", "Slurm", _need("srun", source, env), source, srun.build)
+    return _mpiexec(_need("mpiexec", source, env), source, site_dialect)
 
 
 def _need(program: str, source: str, env: Mapping[str, str]) -> str:
@@ -60,33 +78,42 @@ def _which(program: str, env: Mapping[str, str]) -> str | None:
             or shutil.which(program, path=os.path.dirname(sys.executable)))
 
 
-def _torchrun(program: str, source: str) -> Launcher:
-    return Launcher("torchrun", "torch elastic", program, source, torchrun.build)
+def _torchrun(program: str, source: str, starter: Callable[[], Launcher]) -> Launcher:
+    return Launcher("torchrun", "torch elastic", program, source, partial(torchrun.build, starter=starter))
 
 
-def _mpiexec(program: str, source: str) -> Launcher:
+def _mpiexec(program: str, source: str, site_dialect: str | None) -> Launcher:
     try:
         done = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True,
                               timeout=_VERSION_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"mpiexec does not say its version: {error}", where=program,
                         instead="choose another --launcher") from error
-    return identify((done.stdout + done.stderr).decode(errors="replace"), program, source)
+    return identify((done.stdout + done.stderr).decode(errors="replace"), program, source, site_dialect)
 
 
-def identify(version_text: str, program: str, source: str) -> Launcher:
-    """The dialect that the first line of `mpiexec --version` speaks of.
+def identify(version_text: str, program: str, source: str, site_dialect: str | None = None) -> Launcher:
+    """The dialect that the first line of `mpiexec --version` speaks of; where it speaks of none, the site's.
 
     Raises:
-        UserError: with that line, where it is none that is known.
+        UserError: with that line, where it is none that is known and no site file names the dialect.
     """
     first = next((line.strip() for line in version_text.splitlines() if line.strip()), "")
+    of_site = SITE_DIALECTS.get(site_dialect or "")
     for pattern, name, build in _BY_FIRST_LINE:
         if match := pattern.match(first):
             version = match.groupdict().get("version") or _hydra_version(version_text)
-            return Launcher("mpiexec", f"{name} {version}".strip(), program, source, build)
+            found = Launcher("mpiexec", f"{name} {version}".strip(), program, source, build)
+            if of_site and name != of_site[0]:
+                return replace(found, notes=(f"{program} is {found.dialect}, and this site's is {of_site[0]}: an "
+                                             "environment's own mpiexec may hide it on PATH",))
+            return found
+    if of_site:
+        name, build = of_site
+        return Launcher("mpiexec", name, program, f"{source}; the site's dialect", build)
     raise UserError(f"an mpiexec of unknown make; its version text begins {first!r}", where=program,
-                    instead="put the mpiexec of MPICH, Intel MPI or Open MPI first on PATH, or use --launcher")
+                    instead="put the mpiexec of MPICH, Intel MPI, Open MPI or Cray PALS first on PATH, name the "
+                            "--site, or use --launcher")
 
 
 def _hydra_version(text: str) -> str:

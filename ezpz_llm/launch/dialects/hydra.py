@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work
+from ezpz_llm.launch.dialects.cores import expand, mask
+from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, refuse_unspeakable
+from ezpz_llm.launch.schedulers import slurm
+
+_OVERLAP = "--overlap --export=ALL"
+_WHY_OVERLAP = "the proxies' own srun must not wait for the step that launch may stand in"
 
 
-def build(program: str, work: Work) -> Built:
+def build_mpich(program: str, work: Work) -> Built:
+    """MPICH: binding in `-bind-to user:`, one set of CPUs a local rank; it binds to nothing by itself."""
+    bind: tuple[str, ...] = ()
+    if work.binding is not None and work.binding.kind != "none" and work.binding.cores:
+        # "+" joins the CPUs of one rank; only MPICH 5 reads ranges too.
+        sets = ("+".join(map(str, expand(cores))) for cores in work.binding.cores)
+        bind = ("-bind-to", f"user:{','.join(sets)}")
+    env = {}
+    if not work.here and work.scheduler == slurm.NAME:
+        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = (_OVERLAP, _WHY_OVERLAP)
+    return _build(program, work, bind, env)
+
+
+def build_intel(program: str, work: Work) -> Built:
+    """Intel MPI: binding in I_MPI_PIN_DOMAIN, one mask a local rank. It ignores `-bind-to user:`, and by itself
+    it pins each rank to a share of the host of its own reckoning."""
+    env = {}
+    if work.binding is not None:
+        domains = [mask(cores) for cores in work.binding.cores] if work.binding.kind != "none" else []
+        # It refuses more domains than a host has ranks, for each host.
+        if domains and work.placement.uniform:
+            env["I_MPI_PIN_DOMAIN"] = (f"[{','.join(domains)}]", work.binding.source)
+        else:
+            env["I_MPI_PIN"] = ("off", work.binding.source)
+    launcher: tuple[str, ...] = ()
+    if not work.here and work.scheduler == slurm.NAME:
+        # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.
+        launcher = ("-bootstrap", "slurm")
+        env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = (_OVERLAP, _WHY_OVERLAP)
+    return _build(program, work, launcher, env)
+
+
+def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tuple[str, str]]) -> Built:
     """Ranks a host are always stated: without them MPICH deals ranks round, Intel MPI fills the first host."""
+    refuse_unspeakable(program, work)
     argv = [program, "-n", str(work.placement.world_size)]
     ranks = work.placement.ranks
     files = {}
@@ -21,4 +59,8 @@ def build(program: str, work: Work) -> Built:
         argv += ["-f", str(work.hosts_file)]
     elif not work.here:
         argv += ["-hosts", ",".join(hosts)]
-    return Built((*argv, "-genvall", *work.command), files=files)
+    else:
+        # It would ask the scheduler, whose first host need not be this one.
+        argv += ["-launcher", "fork", "-hosts", "localhost"]
+    return Built((*argv, *options, "-genvall", *work.site_options, *work.command), env, files)
+

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work
+from pathlib import Path
+
+from ezpz_llm.launch.dialects.cores import mask
+from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, refuse_unspeakable
 
 
 def build(program: str, work: Work) -> Built:
-    """`-c` is always given: since 22.05 srun ignores the job's own, and each rank would get one core. A failing
-    rank does not end its peers here, since launch does that itself, after a grace that lets them report."""
-    ranks = work.placement.ranks
-    argv = [program, "-N", str(len(ranks)), "-n", str(work.placement.world_size)]
+    """One step. Whatever a job script or an outer step left in SLURM_* variables that srun reads as options is
+    overridden by words of our own:
+
+    `-c` is always given: since 22.05 srun ignores the job's own, and each rank would get one core.
+    `--overlap`: the step shares the job's resources with others, so that it starts inside an interactive step and
+    beside other launches of the job. `--export=ALL`: `sbatch --export=NONE` holds for steps too.
+    `--wait=0` and `--kill-on-bad-exit=0`: ranks that ended do not end their peers here, since launch does that
+    itself, after a grace that lets them report. `--input=0`: only rank 0 reads, and unread input would block.
+    The MPI plug-in stays the site's (MpiDefault) or the user's (SLURM_MPI_TYPE): ranks are numbered without it.
+    """
+    refuse_unspeakable(program, work)
+    argv = [program, "-N", str(len(work.hosts)), "-n", str(work.placement.world_size)]
     if work.placement.uniform:
-        argv += ["--ntasks-per-node", str(work.placement.most)]
-    argv += ["-c", str(work.cores_per_rank or 1), "--kill-on-bad-exit=0"]
-    files = {}
-    if len(ranks) > HOSTS_ON_THE_LINE:
-        files[work.hosts_file] = "".join(f"{name}\n" for name, _ in ranks)
+        argv += ["--ntasks-per-node", str(work.placement.most), "--distribution=block"]
+        words = list(work.hosts)
+    else:
+        # Only a list that names a host once a rank places unequal numbers of ranks.
+        argv += ["--distribution=arbitrary"]
+        words = [name for name, count in work.placement.ranks for _ in range(count)]
+    argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), "--overlap", "--export=ALL", "--wait=0",
+             "--kill-on-bad-exit=0", "--input=0"]
+    files: dict[Path, str] = {}
+    if len(words) > HOSTS_ON_THE_LINE:
+        files[work.hosts_file] = "".join(f"{word}\n" for word in words)
         # srun takes a list with a slash in it for a file's name.
         argv += ["--nodelist", str(work.hosts_file.absolute())]
     else:
-        argv += ["--nodelist", ",".join(name for name, _ in ranks)]
-    return Built((*argv, *work.command), files=files)
+        argv += ["--nodelist", ",".join(words)]
+    return Built((*argv, *work.site_options, *work.command), files=files)
+
+
+def _cpu_bind(work: Work) -> tuple[str, ...]:
+    # Unsaid, a step inside a step would inherit the outer one's cores (SLURM_CPU_BIND).
+    if work.binding is None:
+        return ()
+    if work.binding.kind == "list":
+        return (f"--cpu-bind=mask_cpu:{','.join(map(mask, work.binding.cores))}",)
+    return ("--cpu-bind=cores",) if work.binding.kind == "depth" else ("--cpu-bind=none",)

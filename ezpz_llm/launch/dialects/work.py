@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.placement import Placement
+
+if TYPE_CHECKING:
+    from ezpz_llm.launch.binding import Binding
 
 HOSTS_ON_THE_LINE = 8
 """Longer host lists go into a file in the run directory."""
+
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -17,8 +25,10 @@ class Work:
     """Ranks to start.
 
     `command` is the shim with the user's words; `here` is true where no host needs a name, since all ranks run
-    on this one; `cores_per_rank` is None where it is not known; `variables` are the names that ranks on other
-    hosts need too.
+    on this one; `cores_per_rank` and `cores_per_host` are counted as the scheduler counts them (hardware threads,
+    where it does) and None where they are not known; `variables` are the names that ranks on other hosts need
+    too; `binding` is None where launch leaves cores to the launcher; `site_options` are the site's own words for
+    the program that is spoken to; `master` is the address and port that ranks meet at.
     """
 
     command: tuple[str, ...]
@@ -28,11 +38,27 @@ class Work:
     cores_per_rank: int | None
     variables: Sequence[str]
     as_root: bool
+    scheduler: str = "none"
+    cores_per_host: int | None = None
+    binding: Binding | None = None
+    site_options: tuple[str, ...] = ()
+    master: tuple[str, int | None] = ("127.0.0.1", None)
+    interface: str | None = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts, in the order in which ranks are numbered."""
+        return tuple(name for name, _ in self.placement.ranks)
+
+    def hosts_lines(self) -> str:
+        """One host a line."""
+        return "".join(f"{name}\n" for name in self.hosts)
 
 
 @dataclass(frozen=True)
 class Built:
-    """A command line; the environment it needs besides (name to value and reason); files to write before."""
+    """A command line; the environment it needs besides (name to value and reason), where the user has not set it;
+    files to write before."""
 
     argv: tuple[str, ...]
     env: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -41,10 +67,28 @@ class Built:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks, and how to talk to it."""
+    """A program that starts ranks, and how to talk to it. `notes` are what the user should know of the choice."""
 
     kind: str
     dialect: str
     program: str
     source: str
     build: Callable[[str, Work], Built]
+    notes: tuple[str, ...] = ()
+
+
+def refuse_unspeakable(program: str, work: Work) -> None:
+    """See that the command and the hosts can be named to `program` at all.
+
+    Raises:
+        UserError: a lone colon among the words, where every mpiexec and srun take it for the beginning of a second
+            program; a host that is no host's name.
+    """
+    if ":" in work.command:
+        raise UserError("an argument that is a lone ':' cannot be passed on, since it separates programs",
+                        where=f"the command, as {Path(program).name} reads it",
+                        instead="put the command into a script, and launch that")
+    for name in work.hosts:
+        if not _HOST.fullmatch(name):
+            raise UserError(f"{name!r} is no host's name", where="the hosts of the reservation",
+                            instead="names of letters, digits, '.', '_' and '-'")
