@@ -77,13 +77,13 @@ def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
     from."""
     name = socket.gethostname() if hosts[0] in ("localhost", _LOOPBACK) else hosts[0]
     found = resolve(name)
-    if found and not _is_loopback(found):
+    if found and not is_loopback(found):
         return name, "the first host"
     # Debian's installer writes 127.0.1.1 for a host's own name into its /etc/hosts.
     why = f"{name} is {found} here" if found else f"{name} does not resolve here"
     for peer in hosts[1:1 + _PEERS_TRIED]:
-        address = _address_towards(peer)
-        if address and not _is_loopback(address):
+        address = address_towards(peer)
+        if address and not is_loopback(address):
             return address, f"{why}; this is the address by which it reaches {peer}"
     raise UserError(f"{why}, and no route to {hosts[1]} tells another address",
                     where=f"the first of {len(hosts)} hosts",
@@ -101,7 +101,7 @@ def _name_elsewhere(hosts: Sequence[str], suffix: str | None) -> tuple[str, str,
 
 def _refuse_loopback(name: str, hosts: Sequence[str], where: str) -> None:
     found = resolve(name) if len(hosts) > 1 else None
-    if found and _is_loopback(found):
+    if found and is_loopback(found):
         raise UserError(f"{name} is {found} here: ranks on {hosts[1]} would look for rank 0 on their own host",
                         where=where, instead="an address of the first host that the others reach (MASTER_ADDR), or "
                                              "--interface, from that host")
@@ -141,7 +141,8 @@ def resolve(name: str) -> str | None:
     return found[0] if found else None
 
 
-def _address_towards(peer: str) -> str | None:
+def address_towards(peer: str) -> str | None:
+    """The own address from which packets to `peer` leave; None where there is no way. Sends nothing."""
     target = resolve(peer)
     if target is None:
         return None
@@ -155,5 +156,6 @@ def _address_towards(peer: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Does this address lead nowhere but to the own host?"""
     return address.startswith("127.") or address == "::1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ezpz_llm.errors import UserError
 
@@ -56,18 +56,22 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
     if not wanted:
         return
     own = own_interfaces()
-    missing = _missing_for_gloo(wanted, own) if backend == "gloo" else _missing_for_nccl(wanted, own)
-    if missing:
+    if missing := missing_interface(variable, wanted, own):
         raise UserError(f"rank {rank} is to use interface {missing}, which {socket.gethostname()} does not have; "
                         f"it has {describe(own)}", where=f"{variable}={wanted}",
                         instead="--interface with one that every host has, or none")
 
 
-def _missing_for_gloo(wanted: str, own: Mapping[str, str | None]) -> str:
+def missing_interface(variable: str, wanted: str, own: Collection[str]) -> str:
+    """What of `wanted`, as the library that reads `variable` understands it, is not among the interfaces `own`."""
+    return _missing_for_gloo(wanted, own) if variable == _BY_BACKEND["gloo"] else _missing_for_nccl(wanted, own)
+
+
+def _missing_for_gloo(wanted: str, own: Collection[str]) -> str:
     return next((name for name in wanted.split(",") if name not in own), "")
 
 
-def _missing_for_nccl(wanted: str, own: Mapping[str, str | None]) -> str:
+def _missing_for_nccl(wanted: str, own: Collection[str]) -> str:
     # NCCL's environment guide: names are prefixes, exact after "="; "^" says which not to use.
     if wanted.startswith("^"):
         return ""

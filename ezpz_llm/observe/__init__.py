@@ -1,34 +1,29 @@
-"""What a run leaves behind to be read: metrics, where the time went, plots, profiles."""
+"""What a run leaves behind to be read: metrics, where the time went, plots, profiles.
 
-from ezpz_llm.observe.environment import run_environment
-from ezpz_llm.observe.metrics import MetricsLog, Straggler
-from ezpz_llm.observe.peaks import Peak, peak_flops
-from ezpz_llm.observe.plots import plot_run, series_plot, wants_colour
-from ezpz_llm.observe.profile import HostProfile, TraceProfile, Window, profile_window
-from ezpz_llm.observe.summary import Summary, final_text, summarise, where_time_went
-from ezpz_llm.observe.throughput import Rates, StepWork
-from ezpz_llm.observe.timeline import PHASES, StepTimeline, StepTimes
+What needs torch is imported when it is first asked for, so that tables and plots stay light.
+"""
 
-__all__ = [
-    "PHASES",
-    "HostProfile",
-    "MetricsLog",
-    "Peak",
-    "Rates",
-    "StepTimeline",
-    "StepTimes",
-    "StepWork",
-    "Straggler",
-    "Summary",
-    "TraceProfile",
-    "Window",
-    "final_text",
-    "peak_flops",
-    "plot_run",
-    "profile_window",
-    "run_environment",
-    "series_plot",
-    "summarise",
-    "wants_colour",
-    "where_time_went",
-]
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "environment": ("run_environment",),
+    "metrics": ("MetricsLog", "Straggler"),
+    "peaks": ("Peak", "peak_flops"),
+    "plots": ("plot_run", "series_plot", "wants_colour"),
+    "profile": ("HostProfile", "TraceProfile", "Window", "profile_window"),
+    "summary": ("Summary", "final_text", "summarise", "where_time_went"),
+    "throughput": ("Rates", "StepWork"),
+    "timeline": ("PHASES", "StepTimeline", "StepTimes"),
+}
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [*_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
