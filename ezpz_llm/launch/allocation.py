@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _ADDRESS = re.compile(r"\d+(\.\d+){3}")
 
@@ -39,6 +39,10 @@ class Allocation:
     slots_are_a_limit: bool = False
     cores_per_host: int | None = None
     step_id: str | None = None
+
+    def noting(self, *notes: str) -> Allocation:
+        """The same, with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
     notes: tuple[str, ...] = ()
 
 

@@ -28,7 +28,7 @@ def narrow(allocation: Allocation, nodes: int | None, hosts: str | None, hostfil
     given = [f"{option} {value}" for option, value in
              (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
     if allocation.scheduler == started.NAME:
-        return _with_note(allocation, f"{', '.join(given)} says nothing here") if given else allocation
+        return allocation.noting(f"{', '.join(given)} says nothing here") if given else allocation
     if hostfile is not None:
         allocation = _by_file(allocation, hostfile)
     if hosts is not None:
@@ -101,12 +101,8 @@ def _in_order(allocation: Allocation, found: list[Host]) -> list[Host]:
 def _order_noted(allocation: Allocation, found: list[Host], ordered: list[Host]) -> Allocation:
     if found == ordered:
         return allocation
-    return _with_note(allocation, f"Slurm numbers hosts in the job's order: ranks begin on {ordered[0].name}, not "
-                                  f"on {found[0].name}")
-
-
-def _with_note(allocation: Allocation, note: str) -> Allocation:
-    return replace(allocation, notes=(*allocation.notes, note))
+    return allocation.noting(f"Slurm numbers hosts in the job's order: ranks begin on {ordered[0].name}, not on "
+                             f"{found[0].name}")
 
 
 def _names(hosts: Sequence[Host]) -> str:

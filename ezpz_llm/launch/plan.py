@@ -18,7 +18,7 @@ from ezpz_llm.launch.narrow import narrow
 from ezpz_llm.launch.options import Options
 from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import find_allocation, local, started
+from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.launch.variables import (
     ENDS_AT_VARIABLE,
@@ -88,7 +88,8 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(chosen.expanduser().absolute()) if chosen else default_run_dir(target.name)
-    allocation = narrow(find_allocation(env, options.scheduler), options.nodes, options.hosts, options.hostfile)
+    found = supplement(find_allocation(env, options.scheduler), env, QUICK if options.dry_run else PATIENT)
+    allocation = narrow(found, options.nodes, options.hosts, options.hostfile)
     if allocation.scheduler == started.NAME:
         return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
     devices = visible_devices(env)
@@ -176,6 +177,9 @@ def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placeme
     }
     if allocation.ends_at is not None:
         settings[ENDS_AT_VARIABLE] = Setting(f"{allocation.ends_at:.0f}", allocation.scheduler)
+    if allocation.step_id is not None:
+        # Without it, the steps of srun, and of an mpiexec that starts its helpers by srun, would wait for ever.
+        settings["SLURM_OVERLAP"] = Setting("1", f"this shell is step {allocation.step_id} itself: it has to share")
     if launcher.kind != "torchrun":
         settings |= _meeting_settings(env, meeting)
     if cores is not None and not _is_users_choice("OMP_NUM_THREADS", env):

@@ -1,14 +1,24 @@
-"""PBS Pro and OpenPBS: the job's environment and its node file."""
+"""PBS Pro and OpenPBS: the job's environment and its node file first, what qstat knows besides."""
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.allocation import Allocation, Host, count_repeats
+from ezpz_llm.launch.allocation import Allocation, Host, count_repeats, short_name
+from ezpz_llm.launch.schedulers.asking import ask_command
 
 NAME = "pbs"
+JOB_VARIABLE = "PBS_JOBID"
+
+_CLOCK_SLACK_S = 120.0
+_FIELDS = ("stime", "exec_host", "run_count", "walltime", "timestamp")
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
@@ -17,7 +27,7 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     Raises:
         UserError: a job without a readable node file.
     """
-    job_id = env.get("PBS_JOBID")
+    job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
     path = env.get("PBS_NODEFILE")
@@ -26,9 +36,10 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         raise UserError(f"PBS job {job_id} has no PBS_NODEFILE", where="the environment", instead=here)
     try:
         text = Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         # PBS writes the file on the job's first host only, and exports its name on the others too.
-        raise UserError(f"cannot read the node file of PBS job {job_id}: {error.strerror}",
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise UserError(f"cannot read the node file of PBS job {job_id}: {why}",
                         where=f"PBS_NODEFILE={path}", instead=here) from error
     hosts = node_file_hosts(text)
     if not hosts:
@@ -50,3 +61,99 @@ def node_file_hosts(text: str) -> tuple[Host, ...]:
     counts = count_repeats(text.split())
     asked = any(count > 1 for count in counts.values())
     return tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
+
+
+@dataclass(frozen=True)
+class Job:
+    """What qstat says of a job; None for what it does not say. `started` and `asked_at` are epoch seconds."""
+
+    started: float | None = None
+    walltime_s: float | None = None
+    hosts: tuple[str, ...] = ()
+    run_count: int = 1
+    asked_at: float | None = None
+
+    @property
+    def ends_at(self) -> float | None:
+        """The end of its time, where both its start and its length are known."""
+        return None if self.started is None or self.walltime_s is None else self.started + self.walltime_s
+
+
+def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+    """`allocation` with the end of the job, which only qstat knows; with a note where qstat does not answer, or
+    where it contradicts the node file."""
+    answer = ask_command(["qstat", "-f", "-F", "json", str(allocation.job_id)], env, limit_s, tries)
+    if answer.text is None:
+        return allocation.noting(f"the end of the job is not known: {answer.complaint}")
+    job = read_job(answer.text, str(allocation.job_id))
+    notes = []
+    ends_at = job.ends_at
+    now = job.asked_at or time.time()
+    if ends_at is not None and not (job.started <= now + _CLOCK_SLACK_S and ends_at >= now - _CLOCK_SLACK_S):
+        notes.append(f"the end of the job is not known: qstat's start, {time.ctime(job.started)}, and walltime do "
+                     f"not fit its own time, {time.ctime(now)} (another time zone?)")
+        ends_at = None
+    elif ends_at is None:
+        notes.append("the end of the job is not known: qstat gives no start or no walltime")
+    if job.run_count > 1:
+        notes.append(f"PBS has started this job {job.run_count} times (run_count)")
+    in_file = {short_name(host.name) for host in allocation.hosts}
+    if job.hosts and set(job.hosts) != in_file:
+        notes.append(f"the node file has {', '.join(sorted(in_file))}, qstat's exec_host {', '.join(job.hosts)}: "
+                     "the node file counts")
+    return replace(allocation, ends_at=ends_at).noting(*notes)
+
+
+def read_job(text: str, job_id: str) -> Job:
+    """A job in the output of `qstat -f -F json`, also where that is not valid JSON (openpbs/openpbs#2541, #1255,
+    #2049: environments with quotes, backslashes or leading zeros)."""
+    try:
+        fields = _fields_of_json(json.loads(text, strict=False), job_id)
+    except ValueError:
+        fields = _fields_of_lines(text)
+    run_count, asked_at = str(fields.get("run_count", "")), str(fields.get("timestamp", ""))
+    return Job(
+        started=_local_time(str(fields.get("stime", ""))),
+        walltime_s=_duration(str(fields.get("walltime", ""))),
+        hosts=tuple(dict.fromkeys(short_name(part.split("/")[0])
+                                  for part in str(fields.get("exec_host", "")).split("+") if part)),
+        run_count=int(run_count) if run_count.isdigit() else 1,
+        asked_at=float(asked_at) if asked_at.isdigit() else None,
+    )
+
+
+def _fields_of_json(found: Any, job_id: str) -> dict[str, Any]:
+    jobs = found.get("Jobs") if isinstance(found, dict) else None
+    if not isinstance(jobs, dict):
+        return {}
+    # The server's part of the id may be spelled out in one place and short in the other.
+    number = job_id.split(".", 1)[0]
+    job = next((fields for name, fields in jobs.items() if name.split(".", 1)[0] == number), {})
+    resources = job.get("Resource_List")
+    walltime = resources.get("walltime") if isinstance(resources, dict) else None
+    return {**job, "walltime": walltime or "", "timestamp": found.get("timestamp", "")}
+
+
+def _fields_of_lines(text: str) -> dict[str, str]:
+    # One field a line. The job's own come before its Variable_List, in which anything may stand.
+    found = {}
+    for name in _FIELDS:
+        if match := re.search(rf'^\s*"{name}":\s*"?([^"\n]*?)"?,?\s*$', text, re.MULTILINE):
+            found[name] = match[1]
+    return found
+
+
+def _local_time(text: str) -> float | None:
+    # As ctime(3) prints it, without a zone.
+    try:
+        return time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _duration(text: str) -> float | None:
+    """Seconds of `01:30:00`, `5400` or `1:06:00:00` (days first)."""
+    if not re.fullmatch(r"\d+(:\d+){0,3}", text):
+        return None
+    parts = [int(part) for part in reversed(text.split(":"))]
+    return float(sum(count * unit for count, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.allocation import Allocation, Host, short_name
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+from ezpz_llm.launch.schedulers.asking import ask_command
 
 NAME = "slurm"
+JOB_VARIABLE = "SLURM_JOB_ID"
+
+_FIRST_SPECIAL_STEP = 4294967290
+"""slurm.h: the steps from here on are the job's own shell (salloc under LaunchParameters=use_interactive_step), its
+batch script and its like, and hold none of its resources."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +24,13 @@ class _Names:
     """Where a job and a step each say their hosts and tasks."""
 
     hosts: str
+    number_of_hosts: str
     tasks: str
     tasks_per_node: str
 
 
-_JOB = _Names("SLURM_JOB_NODELIST", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
-_STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+_JOB = _Names("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
+_STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
@@ -31,24 +39,32 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     Raises:
         UserError: the host list or the tasks per node cannot be read.
     """
-    job_id = env.get("SLURM_JOB_ID")
+    job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
-    names = _STEP if env.get("SLURM_STEP_ID") else _JOB
+    step_id = _own_step(env)
+    names = _STEP if step_id else _JOB
     hosts = expand_hosts(env.get(names.hosts, ""))
     if not hosts:
         raise UserError(f"Slurm job {job_id} names no host", where=names.hosts,
                         instead="start launch inside sbatch, salloc or srun")
-    ends_at = env.get("SLURM_JOB_END_TIME")
+    ends_at = env.get("SLURM_JOB_END_TIME", "")
+    cores = env.get("SLURM_JOB_CPUS_PER_NODE")
     return Allocation(
         scheduler=NAME,
         job_id=job_id,
         hosts=tuple(Host(name, slots) for name, slots in zip(hosts, _slots(env, names, len(hosts)), strict=True)),
-        ends_at=float(ends_at) if ends_at and ends_at.isdigit() else None,
+        ends_at=float(ends_at) if ends_at.isdigit() else None,
         source=names.hosts,
-        cores_per_host=min(expand_counts(env["SLURM_JOB_CPUS_PER_NODE"]), default=None)
-        if env.get("SLURM_JOB_CPUS_PER_NODE") else None,
+        cores_per_host=min(expand_counts(cores)) if cores else None,
+        notes=tuple(_notes(env, names, hosts)),
+        step_id=step_id,
     )
+
+
+def _own_step(env: Mapping[str, str]) -> str | None:
+    step = env.get("SLURM_STEP_ID", "")
+    return None if step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP else step or None
 
 
 def _slots(env: Mapping[str, str], names: _Names, hosts: int) -> list[int | None]:
@@ -63,3 +79,53 @@ def _slots(env: Mapping[str, str], names: _Names, hosts: int) -> list[int | None
                         where=f"{names.tasks_per_node}={per_node}, {names.hosts}={env.get(names.hosts)}",
                         instead="give -n or --ppn and --hostfile")
     return list(counts)
+
+
+def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]:
+    notes = []
+    number, in_job = env.get(names.number_of_hosts, ""), env.get(_JOB.number_of_hosts, "")
+    if number.isdigit() and int(number) != len(hosts):
+        notes.append(f"{names.number_of_hosts} is {number}, but {names.hosts}={env.get(names.hosts)} names "
+                     f"{len(hosts)} host(s): the list counts")
+    if names is _STEP and in_job.isdigit() and int(in_job) > len(hosts):
+        notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job, with {len(hosts)} of its {in_job} hosts:"
+                     " those of the step count")
+    if env.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
+        notes.append(f"Slurm has started this job again: SLURM_RESTART_COUNT={env['SLURM_RESTART_COUNT']}")
+    return notes
+
+
+def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+    """`allocation` with the end of the job, which Slurm before 23 puts in no variable; with a note where squeue
+    does not answer, or where it contradicts the job's variables."""
+    if allocation.ends_at is not None:
+        return allocation
+    # A user's SQUEUE_… would filter or sort, and SLURM_TIME_FORMAT could leave out the day.
+    plain = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
+    answer = ask_command(["squeue", "--noheader", "--jobs", str(allocation.job_id), "--format", "%A|%e|%N"],
+                         plain | {"SLURM_TIME_FORMAT": "standard"}, limit_s, tries)
+    if answer.text is None:
+        return allocation.noting(f"the end of the job is not known: {answer.complaint}")
+    ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
+    notes = [] if ends_at is not None else ["the job has no end that squeue knows of"]
+    known = {short_name(host.name) for host in allocation.hosts}
+    if hosts and allocation.step_id is None and known != {short_name(host) for host in expand_hosts(hosts)}:
+        notes.append(f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts")
+    return replace(allocation, ends_at=ends_at).noting(*notes)
+
+
+def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
+    """The end of a job in epoch seconds (None where it has none), and its host list, in the rows id|end|hosts of
+    squeue. An array's last task has the array's own id, by which squeue shows all of its tasks."""
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split("|")]
+        if len(words) == 3 and words[0] == job_id:
+            return _local_time(words[1]), words[2]
+    return None, ""
+
+
+def _local_time(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 
 from ezpz_llm.launch.allocation import Allocation, Host
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launch.ranks import RankInfo, find_rank
 
 NAME = "started"
 
@@ -18,7 +19,22 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         UserError: the rank variables are incomplete or contradict each other.
     """
     info = find_rank(env)
-    if info.world_size == 1:
+    if info.world_size == 1 or _is_typed(info, env):
         return None
     return Allocation(scheduler=NAME, job_id=None, hosts=(Host(socket.gethostname(), slots=info.local_size),),
                       ends_at=None, source=info.source, notes=info.notes)
+
+
+def _is_typed(info: RankInfo, env: Mapping[str, str]) -> bool:
+    """Is this the shell of `srun --pty`, which is task 0 of several whose others have no terminal? The tasks of a
+    step inside it inherit the variable, but not the terminal."""
+    return info.source.startswith("srun") and bool(env.get("SLURM_PTY_PORT")) and has_terminal()
+
+
+def has_terminal() -> bool:
+    """Has this process a controlling terminal, whatever its input and output are?"""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY))
+    except OSError:
+        return False
+    return True
