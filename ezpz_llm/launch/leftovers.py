@@ -9,11 +9,11 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.launch.node.folder import agents
+from ezpz_llm.launch.node.processes import marked
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,36 +28,39 @@ def die_with_parent(number: signal.Signals) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def marked_processes(run_id: str) -> Iterator[int]:
-    """Our own user's living processes on this host that carry the run's marker, except this one."""
-    marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    uid, own = os.getuid(), os.getpid()
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == own:
-            continue
-        try:
-            if entry.stat().st_uid == uid and marker in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
-        except OSError:
-            # It ended while we looked, or it is not ours to read.
-            continue
-
-
-def end_marked(run_id: str, within_s: float = 5.0) -> list[int]:
-    """Kill what is left of the run on this host; the processes that resist for `within_s` are returned."""
+def end_marked(run_id: str, within_s: float = 5.0, keep: frozenset[int] = frozenset()) -> list[int]:
+    """Kill what is left of the run on this host, except `keep`; the processes that resist for `within_s` are
+    returned."""
     deadline = time.monotonic() + within_s
-    while left := list(marked_processes(run_id)):
+    while left := [process.pid for process in marked(run_id) if process.pid not in keep]:
         if time.monotonic() > deadline:
             return left
         for pid in left:
-            _kill(pid)
+            kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     return []
 
 
-def _kill(pid: int) -> None:
+def kill(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended already."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+
+
+def detach(keep: Collection[int]) -> None:
+    """Cut a forked process loose from its parent's session, signals and descriptors, except `keep`: holding a copy
+    of them (the console, PMI's socket) would keep their readers waiting."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
 
 
 @dataclass
@@ -89,17 +92,8 @@ def start_janitor(run_id: str, delay_s: float) -> Janitor:
 
 
 def _watch(read_end: int, run_id: str, delay_s: float) -> None:
-    os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    # Holding a copy of the owner's descriptors (the console, PMI's socket) would keep their readers waiting.
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != read_end:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
+    detach(keep=(read_end,))
     if not os.read(read_end, 1):
         time.sleep(delay_s)
-        end_marked(run_id)
+        # The agent sees by itself that the node's shims have gone, reports it, and goes.
+        end_marked(run_id, keep=agents(run_id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ezpz_llm.launch.leftovers import marked_processes
+from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.rundir.layout import RunDir
 
 BUSY_SHARE = 0.02
@@ -54,7 +54,8 @@ class SignsOfLife:
         return self._processor_seconds() - self._cpu_s > 0.05 + BUSY_SHARE * (now - self._last)
 
     def _processor_seconds(self) -> float:
-        return sum(_processor_seconds(pid) for pid in marked_processes(self._run_id) if pid != self._launcher_pid)
+        return sum(_processor_seconds(process.pid) for process in marked(self._run_id)
+                   if process.pid != self._launcher_pid)
 
 
 def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:

@@ -11,6 +11,21 @@ WORLD_SIZE_VARIABLE = "EZPZ_LLM_WORLD_SIZE"
 ENDS_AT_VARIABLE = "EZPZ_LLM_ENDS_AT"
 """When the reservation ends, in epoch seconds; unset where it is not known."""
 
+RANK_VARIABLE = "EZPZ_LLM_RANK"
+"""The rank that a process belongs to: set by the shim for its rank's process, inherited by all its children."""
+
+NODE_DIR_VARIABLE = "EZPZ_LLM_NODE_DIR"
+"""The run's node-local folder (see node/folder.py)."""
+
+HEARTBEAT_VARIABLE = "EZPZ_LLM_HEARTBEAT"
+"""The file that the rank beats into, node-local."""
+
+STACKS_VARIABLE = "EZPZ_LLM_STACKS"
+"""The node-local file into which the rank writes its stacks when it is sent STACKS_SIGNAL."""
+
+STACKS_SIGNAL = 58
+"""What asks a rank for its stacks: a real-time signal, which no scheduler, MPI or collective library sends."""
+
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME")
 """What a run needs of the environment: for ranks on other hosts where a launcher passes nothing by itself, and for
 a job. Names that begin as these do belong to it as well:"""

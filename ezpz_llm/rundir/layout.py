@@ -13,7 +13,7 @@ from ezpz_llm.errors import UserError
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 """How `launch` tells every rank which run directory it made."""
 
-_FOLDERS = ("logs", "heartbeat", "errors", "plots", "profile", "checkpoints")
+_FOLDERS = ("logs", "heartbeat", "errors", "control", "stacks", "plots", "profile", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class RunDir:
     """One run's directory.
 
     `run.json` is the run's record, `metrics.jsonl` has one object a training step, `logs/` one file a rank,
-    `errors/` one record a failed rank, `heartbeat/` one file a rank; `plots/`, `profile/` and `checkpoints/`
-    hold what their names say.
+    `errors/` one record a failed rank, `heartbeat/` one report a node (one file a rank where launch did not start
+    it), `control/` orders to the nodes, `stacks/` what ranks were doing when asked; `plots/`, `profile/` and
+    `checkpoints/` hold what their names say.
     """
 
     path: Path
@@ -74,6 +75,34 @@ class RunDir:
 
     def rank_heartbeat(self, rank: int) -> Path:
         return self.path / "heartbeat" / f"rank{rank:04d}"
+
+    def node_report(self, first_rank: int) -> Path:
+        """What the agent of one node gathers; numbered by the node's first rank, which is unique however ranks are
+        placed."""
+        return self.path / "heartbeat" / f"node{first_rank:04d}.json"
+
+    @property
+    def control(self) -> Path:
+        """Orders to the agents of the nodes."""
+        return self.path / "control"
+
+    def rank_stacks(self, rank: int) -> Path:
+        """The stacks of a rank, written when they were last asked for."""
+        return self.path / "stacks" / f"rank{rank:04d}.txt"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher itself and rank 0 wrote to standard error."""
+        return self.path / "logs" / "launcher.log"
+
+    @property
+    def post_mortem(self) -> Path:
+        return self.path / "postmortem.txt"
+
+    @property
+    def preflight(self) -> RunDir:
+        """The run directory of the preflight that came before this run."""
+        return RunDir(self.path / "preflight")
 
     def create(self) -> RunDir:
         """Make the directory and its folders; existing ones are kept (a resumed run appends).

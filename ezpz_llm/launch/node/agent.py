@@ -1,0 +1,196 @@
+"""The agent of one node: gathers its ranks' signs of life into one file, obeys orders, and clears up at the end.
+
+Forked from the shim of local rank 0, it outlives that rank as long as others of the node run, and then goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ezpz_llm.launch.leftovers import detach, end_marked, kill
+from ezpz_llm.launch.node import folder as files
+from ezpz_llm.launch.node.gather import Gatherer
+from ezpz_llm.launch.node.orders import Stop, stacks_ordered, stop_ordered
+from ezpz_llm.launch.node.processes import Process, marked
+from ezpz_llm.launch.node.report import (
+    ENDED,
+    KEEPALIVE_S,
+    RANKS_ENDED,
+    RUNNING,
+    STOPPING,
+    NodeReport,
+    interval_s,
+    write_report,
+)
+from ezpz_llm.launch.node.stacks import describe
+from ezpz_llm.launch.node.stale import remove_stale
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir.layout import RunDir
+
+_TICK_S = 1.0
+"""How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""
+_LATE_S = 60.0
+"""How long it waits for ranks of the node that have not come while none runs."""
+_LINGER_S = 2.0
+"""How long launcher processes on the node may take to go after their ranks, in a run that is ended."""
+_END_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The node's agent, as the shim knows it."""
+
+    pid: int
+
+
+def start_agent(info: RankInfo, run_dir: RunDir, run_id: str) -> Agent:
+    """Fork the node's agent from the shim of local rank 0, after `folder.enter`. If the node has one already (as
+    where no launcher says which rank is the node's first), that one is given."""
+    folder = files.node_dir(run_id)
+    try:
+        handle = os.open(files.agent_file(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return Agent(next(iter(files.agents(run_id)), 0))
+    pid = os.fork()
+    if pid:
+        os.write(handle, files.identity(pid).encode())
+        os.close(handle)
+        return Agent(pid)
+    try:
+        detach(keep=())
+        os.chdir("/")
+        _Node(info, run_dir, run_id, folder).run()
+    finally:
+        os._exit(0)
+
+
+class _Node:
+    """One node of the run, seen by its agent."""
+
+    def __init__(self, info: RankInfo, run_dir: RunDir, run_id: str, folder: Path) -> None:
+        self.info = info
+        self.run_dir = run_dir
+        self.run_id = run_id
+        self.folder = folder
+        self.host = socket.gethostname()
+        self.interval_s = interval_s(-(-info.world_size // info.local_size))
+        self.gatherer = Gatherer(folder, run_dir)
+        self.stop: Stop | None = None
+        self.kill_at = float("inf")
+        self.answered: set[str] = set()
+        self.written_at = float("-inf")
+        self.idle_since: float | None = None
+
+    def run(self) -> None:
+        """Stay until the node's ranks have ended."""
+        try:
+            remove_stale(self.run_id)
+            self._stay()
+            self._finish()
+        except Exception:
+            self._write(RUNNING, error=traceback.format_exc())
+
+    def _stay(self) -> None:
+        wake = files.open_wake(self.folder)
+        look_at = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + self.interval_s
+                self._gather(now)
+                self._obey(now)
+            if self._is_over(now):
+                return
+            limit = max(0.0, min(_TICK_S, look_at - now, self.kill_at - now))
+            if select.select([wake], [], [], limit)[0]:
+                os.read(wake, 4096)
+                self._obey(time.monotonic())
+
+    def _gather(self, now: float) -> None:
+        ranks, news = self.gatherer.look(list(marked(self.run_id)))
+        if news or now - self.written_at >= KEEPALIVE_S * self.interval_s:
+            self._write(STOPPING if self.stop else RUNNING, ranks)
+            os.utime(files.agent_file(self.folder))
+
+    def _obey(self, now: float) -> None:
+        stop = stop_ordered(self.run_dir, self.run_id)
+        if stop is not None and stop != self.stop:
+            self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
+            # Shims pass it on to their ranks; processes that left a rank's group hear nothing before the end.
+            for pid in files.running(self.folder).values():
+                kill(pid, signal.SIGTERM)
+        for order in stacks_ordered(self.run_dir, self.run_id):
+            if order.token not in self.answered:
+                self.answered.add(order.token)
+                self._write_stacks(order.token, order.ranks)
+
+    def _write_stacks(self, token: str, wanted: tuple[int, ...]) -> None:
+        here = sorted(files.registered(self.folder).keys() & set(wanted))
+        if not here:
+            return
+        processes = list(marked(self.run_id))
+        for rank in here:
+            heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (asked for by {token})"
+            own = [process for process in processes if process.rank == rank]
+            text = describe(heading, own, files.stacks_file(self.folder, rank))
+            with contextlib.suppress(OSError):
+                # Whole at once: whoever asked waits for its first line.
+                beside = self.run_dir.rank_stacks(rank).with_suffix(f".{token}")
+                beside.write_text(text)
+                beside.replace(self.run_dir.rank_stacks(rank))
+
+    def _is_over(self, now: float) -> bool:
+        if now >= self.kill_at:
+            return True
+        if files.running(self.folder):
+            self.idle_since = None
+            return False
+        if self.stop is not None or len(files.registered(self.folder)) >= self.info.local_size:
+            return True
+        if self.idle_since is None:
+            self.idle_since = now
+        return now - self.idle_since > _LATE_S
+
+    def _finish(self) -> None:
+        """End what ranks left behind. Where the run itself is ended, end the launcher's helpers on this node too,
+        but after the shims, which wait for the folder to go."""
+        left = self._end(lambda process: process.rank is not None)
+        ranks, _ = self.gatherer.look([])
+        clears_node = self.stop is not None and self.stop.launch_host != self.host
+        self._write(RANKS_ENDED if clears_node else ENDED, ranks, left)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if clears_node:
+            deadline = time.monotonic() + _LINGER_S
+            while any(marked(self.run_id)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            self._write(ENDED, ranks, end_marked(self.run_id))
+
+    def _end(self, chosen: Callable[[Process], bool]) -> list[int]:
+        deadline = time.monotonic() + _END_WITHIN_S
+        while left := [process.pid for process in marked(self.run_id) if chosen(process)]:
+            if time.monotonic() > deadline:
+                return left
+            for pid in left:
+                kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        return []
+
+    def _write(self, state: str, ranks: dict | None = None, left: list[int] | None = None,
+               error: str | None = None) -> None:
+        self.written_at = time.monotonic()
+        step = [os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        report = NodeReport(self.run_id, self.host, self.info.rank, state, self.interval_s, ranks or {},
+                            tuple(left or ()), ".".join(step) if all(step) else None, error)
+        # A full or absent file system must not end the agent: it still has the node to clear.
+        with contextlib.suppress(OSError):
+            write_report(self.run_dir, report)

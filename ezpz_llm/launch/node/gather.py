@@ -1,0 +1,100 @@
+"""What one node's ranks are doing, from their heartbeats, their logs and their processor time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ezpz_llm.launch.node.folder import ended_file, heartbeat_file, log_file, registered
+from ezpz_llm.launch.node.processes import Process, first_of
+from ezpz_llm.launch.node.report import RankReport
+from ezpz_llm.rundir.layout import RunDir
+
+BUSY_SHARE = 0.02
+"""Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hanging rank, too."""
+_BUSY_LEAST_S = 0.05
+
+
+@dataclass
+class _Life:
+    """When one rank was last seen to live, in monotonic seconds, and what it had done until then."""
+
+    used_at: float
+    processor_s: float = 0.0
+    log_bytes: int = -1
+    beat_stamp: int | None = None
+    beat_at: float = 0.0
+    is_over: bool = False
+
+
+class Gatherer:
+    """Remembers from one look to the next, so that ages rest on what was seen to change and not on time stamps."""
+
+    def __init__(self, folder: Path, run_dir: RunDir) -> None:
+        self._folder = folder
+        self._run_dir = run_dir
+        self._lives: dict[int, _Life] = {}
+
+    def look(self, processes: list[Process]) -> tuple[dict[int, RankReport], bool]:
+        """All ranks that have come to this node; and whether any has shown life or ended since the last look."""
+        now = time.monotonic()
+        reports, news = {}, False
+        for rank in sorted(registered(self._folder)):
+            own = [process for process in processes if process.rank == rank]
+            reports[rank], lives = self._one(rank, own, now)
+            news = news or lives
+        return reports, news
+
+    def _one(self, rank: int, own: list[Process], now: float) -> tuple[RankReport, bool]:
+        is_new = rank not in self._lives
+        life = self._lives.setdefault(rank, _Life(now))
+        ended = _code(ended_file(self._folder, rank))
+        is_busy = self._is_busy(life, rank, own, now)
+        if is_busy:
+            life.used_at = now
+        phase, step, has_beaten = self._beat(life, rank, now)
+        main = first_of(own) if own else None
+        report = RankReport(
+            pid=main.pid if main else None, phase=phase, step=step,
+            silent_s=round(now - life.beat_at, 1) if life.beat_stamp is not None else None,
+            idle_s=round(now - life.used_at, 1), state=main.state if main else None, ended=ended)
+        has_ended, life.is_over = ended is not None and not life.is_over, ended is not None
+        return report, has_ended or (ended is None and (is_new or is_busy or has_beaten))
+
+    def _is_busy(self, life: _Life, rank: int, own: list[Process], now: float) -> bool:
+        used = sum(process.processor_s for process in own)
+        size = _size(self._run_dir.rank_log(rank)) + _size(log_file(self._folder, rank))
+        grown = size != life.log_bytes
+        # A process that ended unreaped took its time along: begin again from what is left.
+        worked = used < life.processor_s or (
+            used - life.processor_s > _BUSY_LEAST_S + BUSY_SHARE * (now - life.used_at))
+        if grown or worked:
+            life.log_bytes, life.processor_s = size, used
+        return grown or worked
+
+    def _beat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
+        path = heartbeat_file(self._folder, rank)
+        try:
+            stamp, text = path.stat().st_mtime_ns, path.read_text()
+        except OSError:
+            return None, None, False
+        has_beaten = stamp != life.beat_stamp
+        if has_beaten:
+            life.beat_stamp, life.beat_at = stamp, now
+        phase, _, step = text.rstrip("\n").rpartition(" ")
+        return phase or None, int(step) if step.isdigit() else None, has_beaten
+
+
+def _code(path: Path) -> int | None:
+    try:
+        return int(path.read_text() or 0)
+    except OSError:
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

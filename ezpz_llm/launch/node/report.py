@@ -1,0 +1,91 @@
+"""A node's report: what its agent writes into the run directory, and what launch and `why` read from there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.rundir.layout import RunDir
+
+NODES_A_SECOND = 200
+"""How many reports a second all agents together write: a shared file system often has one metadata server."""
+KEEPALIVE_S = 10.0
+"""A report without news is written again after this long, where the interval is a second; else ten intervals."""
+
+RUNNING, STOPPING, RANKS_ENDED, ENDED = "running", "stopping", "ranks ended", "ended"
+"""An agent's states. In the last two no process of any rank is left; in the last, nothing else of the run."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank as its node sees it.
+
+    `silent_s` are the seconds since its last heartbeat (None: it never gave one), `idle_s` those since it last used
+    the processor or wrote to its log; both by the node's clock, at the time of the report. `ended` is its exit
+    code. `state` is the kernel's letter for its main process ("D": waiting for a device or a file system).
+    """
+
+    pid: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    silent_s: float | None = None
+    idle_s: float = 0.0
+    state: str | None = None
+    ended: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """All ranks of one node. `left` are processes of ranks that could not be ended; `slurm_step` is "JOB.STEP"
+    where the ranks are tasks of one; `error` says why the agent itself has given up."""
+
+    run_id: str
+    host: str
+    first_rank: int
+    state: str
+    interval_s: float
+    ranks: Mapping[int, RankReport] = field(default_factory=dict)
+    left: tuple[int, ...] = ()
+    slurm_step: str | None = None
+    error: str | None = None
+
+
+def interval_s(nodes: int) -> float:
+    """How often an agent gathers: once a second, less often on more nodes than a shared file system bears."""
+    return max(1.0, nodes / NODES_A_SECOND)
+
+
+def write_report(run_dir: RunDir, report: NodeReport) -> None:
+    """Write it in place: half the file system's work of writing it beside and renaming. `read_report` copes.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    data = json.dumps(asdict(report)).encode() + b"\n"
+    handle = os.open(run_dir.node_report(report.first_rank), os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.write(handle, data)
+        os.ftruncate(handle, len(data))
+    finally:
+        os.close(handle)
+
+
+def read_report(path: Path) -> NodeReport | None:
+    """None for one that is just being written."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    ranks = {int(rank): RankReport(**one) for rank, one in found["ranks"].items()}
+    return NodeReport(**{**found, "ranks": ranks, "left": tuple(found["left"])})
+
+
+def read_reports(run_dir: RunDir, run_id: str) -> list[NodeReport]:
+    """The latest report of each node of this run, in the order of their ranks."""
+    found = [read_report(path) for path in sorted(run_dir.node_report(0).parent.glob("node*.json"))]
+    return sorted((report for report in found if report is not None and report.run_id == run_id),
+                  key=lambda report: report.first_rank)
