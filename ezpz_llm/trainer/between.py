@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 import torch
@@ -28,6 +29,17 @@ def after_step(session: Session) -> None:
         with session.clock.span("sampling"):
             show_sample(session)
     if config.save_every >= 0 and (last or _due(step, config.save_every)):
+        with session.clock.span("checkpoints"):
+            save(session)
+
+
+def end_early(session: Session, why: str) -> None:
+    """Keep what there is: the log and, where the run saves at all, a checkpoint of this step."""
+    config, step = session.config, session.step
+    session.stopped = why
+    with session.clock.span("logging"):
+        session.metrics.flush(session.timeline)
+    if config.save_every >= 0 and not _due(step, config.save_every):
         with session.clock.span("checkpoints"):
             save(session)
 
@@ -66,10 +78,11 @@ def show_sample(session: Session) -> None:
 def save(session: Session) -> None:
     """Write a checkpoint, then remove the oldest ones beyond `keep_last`."""
     session.heartbeat.beat("checkpoint", session.step)
-    dist, position = session.dist, session.position
+    dist, position, begin = session.dist, session.position, time.monotonic()
     checkpoint.save(session.engine, dist, dist.run_dir, {
         "step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
         "seed": session.config.seed, "data": session.data.fingerprint, "model": asdict(session.plan.model),
     })
     if dist.is_main:
         checkpoint.prune(dist.run_dir, session.config.keep_last)
+    session.early_end.saved(time.monotonic() - begin)

@@ -17,6 +17,9 @@ def finish(session: Session) -> int:
     diverged = session.metrics.non_finite_step
     if session.dist.is_main:
         report(session, straggler)
+    if session.stopped is not None and session.dist.is_main:
+        print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
+              f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
     if diverged is not None and session.dist.is_main:
         print(f"error: the loss is not a number from step {diverged} on\n  instead: a lower --lr, or --clip 1",
               file=sys.stderr, flush=True)
@@ -34,5 +37,5 @@ def report(session: Session, straggler) -> None:
     print(where_time_went(summary, session.dist.world_size, rich=colour))
     print(final_text(summary, run_dir, profile), end="", flush=True)
     update_record(run_dir, val_loss=summary.val_loss, val_tokens=session.validation.predictions,
-                  steps=session.step, samples_consumed=session.position.consumed,
+                  steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
                   sample_hash=session.position.sample_hash, summary=summary.as_record())

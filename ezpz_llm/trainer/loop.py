@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ezpz_llm.trainer.between import after_step
+from ezpz_llm.trainer.between import after_step, end_early
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
 
 
 def train(session: Session) -> None:
-    """Run the optimizer steps that are left. Every rank runs it in lockstep."""
+    """Run the optimizer steps that are left, or as many as there is time for. Every rank runs it in lockstep."""
     for step in range(session.step, session.config.steps):
         session.heartbeat.beat("train", step)
         for profile in session.profiles:
@@ -21,6 +21,9 @@ def train(session: Session) -> None:
         for profile in session.profiles:
             profile.after_step(step)
         after_step(session)
+        if session.step < session.config.steps and (why := session.early_end.agreed(session.step)):
+            end_early(session, why)
+            return
 
 
 def train_step(session: Session, step: int) -> None:

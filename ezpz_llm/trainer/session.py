@@ -15,6 +15,7 @@ from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile
 from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
 
@@ -60,9 +61,12 @@ class Session:
     profiles: list[HostProfile | TraceProfile]
     heartbeat: Heartbeat
     clock: WallClock
+    early_end: EarlyEnd
     first_step: int
     step: int
     position: Position
+    stopped: str | None = None
+    """Why the run ended before its last step; None if it did not."""
 
     @property
     def config(self) -> TrainConfig:

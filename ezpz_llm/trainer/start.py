@@ -37,6 +37,7 @@ from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.resources import cache_dir
 from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.early_end import early_end
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_resume, plan_run
 from ezpz_llm.trainer.position import Position
@@ -71,7 +72,8 @@ def start(options: Options, dist: Dist, clock: WallClock) -> Session:
                          flush_every=config.log_every)
     announce(plan, data, work, dist)
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
-                   profiles(plan, dist, first_step), heartbeat, clock, first_step, first_step, position)
+                   profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step, first_step,
+                   position)
 
 
 def open_data(options: Options, dist: Dist) -> TokenData:

@@ -1,0 +1,87 @@
+"""An end before the last step: the reservation runs out, or somebody sent a signal. All ranks agree on the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_ASK_EVERY_S = 2.0
+_LEAST_RESERVE_S = 20.0
+_FIRST_SAVE_S = 120.0
+"""What a checkpoint is taken to cost before one has been measured, but at most a tenth of the time that is left."""
+
+
+class EarlyEnd:
+    """Asks after every step whether the run ends there.
+
+    Ranks may see a signal, or the same moment, at different steps. So what one wants is agreed on in a collective
+    that all ranks enter at the same step, about every two seconds; nothing is ever done inside a signal handler.
+    """
+
+    def __init__(self, dist: Dist, env: Mapping[str, str]) -> None:
+        self._dist = dist
+        ends_at = env.get(ENDS_AT_VARIABLE)
+        self._ends_at = float(ends_at) if ends_at else None
+        self._signal = 0
+        left = self._ends_at - time.time() if self._ends_at else 0.0
+        self._save_s = min(_FIRST_SAVE_S, max(0.0, left) / 10)
+        self._asked_at, self._asked_after, self._ask_after = time.monotonic(), 0, 0
+        self._longest_gap_s = 0.0
+
+    def listen(self) -> None:
+        """From here on SIGTERM and SIGUSR1 end the run at a step boundary; they are the process's last handlers."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._signal = number
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint was written in so many seconds: that much has to be left before the end."""
+        self._save_s = seconds
+
+    def agreed(self, step: int) -> str | None:
+        """Why the run ends after `step`, the same on every rank; None if it goes on. Collective."""
+        if step < self._ask_after:
+            return None
+        now = time.monotonic()
+        gap = now - self._asked_at
+        self._longest_gap_s = max(self._longest_gap_s, gap)
+        step_s = gap / max(1, step - self._asked_after)
+        wish = torch.tensor([float(self._signal), float(self._is_over()), step_s], device=self._dist.device)
+        if self._dist.world_size > 1:
+            torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
+        number, over, slowest_step_s = wish.tolist()
+        self._asked_at, self._asked_after = now, step
+        self._ask_after = step + max(1, int(_ASK_EVERY_S / max(slowest_step_s, 1e-6)))
+        if number:
+            return f"{signal.Signals(int(number)).name} was received"
+        if over:
+            return f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
+        return None
+
+    def _is_over(self) -> bool:
+        if self._ends_at is None:
+            return False
+        # The next question may come as late as the latest so far (an evaluation in between).
+        reserve = _LEAST_RESERVE_S + 2 * self._save_s + self._longest_gap_s
+        return time.time() + reserve > self._ends_at
+
+
+def early_end(dist: Dist) -> EarlyEnd:
+    """For this process's environment, listening."""
+    made = EarlyEnd(dist, os.environ)
+    made.listen()
+    return made
