@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ports import holder
 from ezpz_llm.launch.ranks import RankInfo
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ def _store(info: RankInfo, address: str, port: int, is_server: bool, timeout: da
         return TCPStore(address, port, info.world_size, is_server, timeout)
     except (DistError, ValueError) as error:
         reason = str(error).partition("\n")[0]
+        if is_server and "EADDRINUSE" in reason:
+            raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}, which is "
+                            f"taken: {holder(port)}", where=f"MASTER_PORT={port}",
+                            instead="another MASTER_PORT; where it is not set, launch finds a free one") from error
         raise UserError(f"rank {info.rank} did not meet the others at MASTER_ADDR={address} MASTER_PORT={port}: "
                         f"{reason}", where=f"{socket.gethostname()}, one of {info.world_size} ranks",
                         instead="an address of rank 0's host that every host reaches, and a free port on it; "

@@ -15,6 +15,7 @@ from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_i
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.interfaces import require_interfaces
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -126,15 +127,22 @@ def _check_promise(info: RankInfo) -> None:
 
 
 def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> torch.device:
-    """Meet the other ranks, take a device each, and make the process group."""
-    store, address, port = meet(info, os.environ, timeout)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    error = None
+    """Choose a device, meet the other ranks, and make the process group."""
+    device, error = None, None
     try:
         device = choose_device(asked, info)
-        claim_device(store, socket.gethostname(), device.type, device_identity(device), info.rank)
     except UserError as found:
         error = found
+    else:
+        # Before the meeting: a host without the interface may not even reach the others.
+        require_interfaces(BACKENDS[device.type], info.rank, os.environ)
+    store, address, port = meet(info, os.environ, timeout)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    if error is None:
+        try:
+            claim_device(store, socket.gethostname(), device.type, device_identity(device), info.rank)
+        except UserError as found:
+            error = found
     raise_together(store, info, error)
     torch.distributed.init_process_group(BACKENDS[device.type], store=store, rank=info.rank,
                                          world_size=info.world_size, timeout=timeout,

@@ -67,8 +67,7 @@ def holder(port: int) -> str:
     users = " and ".join(sorted({_user(uid) for uid in found.values()}))
     if pid is None:
         return f"a process of user {users}, which cannot be seen from here"
-    command = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    return f"pid {pid} ({command[:200] or 'no command line'}) of user {users}"
+    return f"pid {pid} ({_command_line(pid)}) of user {users}"
 
 
 def _listeners(table: Path, port: int) -> Iterator[tuple[str, int]]:
@@ -96,6 +95,14 @@ def _owner(sockets: set[str]) -> int | None:
             except OSError:
                 continue
     return None
+
+
+def _command_line(pid: int) -> str:
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+    except OSError:
+        words = []
+    return " ".join(words)[:200] or "no command line"
 
 
 def _user(uid: int) -> str:
