@@ -113,7 +113,6 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         scheduler=allocation.scheduler,
         cores_per_host=cores_per_host,
         master=(meeting.address, meeting.port),
-        interface=options.interface,
     )
     built: Built = launcher.build(launcher.program, work)
     settings |= {name: Setting(value, source) for name, (value, source) in built.env.items()

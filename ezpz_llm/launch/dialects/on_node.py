@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.leftovers import die_with_parent
@@ -20,13 +20,18 @@ _OUTER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS
           "SLURM_PROCID", "SLURM_LOCALID")
 
 
+_CHATTER = "TORCH_CPP_LOG_LEVEL"
+
+
 def main(argv: Sequence[str]) -> int:
-    """`NODES TORCHRUN WORDS…`: become `TORCHRUN --node-rank N WORDS…`.
+    """`NODES RANKS TORCHRUN WORDS… -- COMMAND…`: become `TORCHRUN --node-rank N WORDS… -- COMMAND…`.
+
+    RANKS are those of this host.
 
     Raises:
         UserError: the outer launcher did not start one process on each of NODES hosts.
     """
-    nodes, program, *words = argv
+    nodes, ranks, program, *words = argv
     # PALS says no size of its own, so launch's counts: here that of the torchruns, not that of the ranks.
     info = find_rank({**os.environ, WORLD_SIZE_VARIABLE: nodes})
     if info.world_size != int(nodes) or info.local_size != 1:
@@ -35,12 +40,16 @@ def main(argv: Sequence[str]) -> int:
                         instead="use the mpiexec (or srun) that belongs to this reservation",
                         exit_code=EXIT_PREFLIGHT)
     die_with_parent(signal.SIGTERM)
-    os.execve(program, (program, "--node-rank", str(info.rank), *words), _without_outer(os.environ))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER)}
+    # torchrun's own default is 1, whatever the host has.
+    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks))))
+    if _CHATTER not in env:
+        # Of several torchruns the first to end takes the store with it, and the others complain at length.
+        env[_CHATTER] = "ERROR"
+        command = words.index("--") + 1
+        words[command:command] = ["env", "-u", _CHATTER]
+    os.execve(program, (program, "--node-rank", str(info.rank), *words), env)
     return 0
-
-
-def _without_outer(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not name.startswith(_OUTER)}
 
 
 if __name__ == "__main__":

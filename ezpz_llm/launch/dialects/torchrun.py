@@ -41,7 +41,8 @@ def _one_a_host(program: str, work: Work) -> Work:
     cores = work.cores_per_host or (work.cores_per_rank or 1) * work.placement.most
     return replace(
         work,
-        command=(work.command[0], "-m", "ezpz_llm.launch.dialects.on_node", str(nodes), program, *words),
+        command=(work.command[0], "-m", "ezpz_llm.launch.dialects.on_node", str(nodes), str(work.placement.most),
+                 program, *words),
         placement=Placement(tuple((name, 1) for name in work.hosts), work.placement.source),
         cores_per_rank=cores,
         binding=replace(work.binding, kind="none", cores=()) if work.binding is not None else None,

@@ -43,7 +43,6 @@ class Work:
     binding: Binding | None = None
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
-    interface: str | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:
