@@ -173,7 +173,22 @@ def test_a_port_where_no_rank_0_answers_is_named(alone, rank):
             alone.setenv(name, value)
         with pytest.raises(UserError) as error:
             setup(device="cpu", timeout_s=2)
-    assert f"rank {rank} did not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in str(error.value)
+    if rank == "0":
+        assert f"rank 0 cannot listen on port {port}" in str(error.value)
+        assert f"pid {os.getpid()} (" in str(error.value)
+    else:
+        assert f"did not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in str(error.value)
+
+
+def test_a_missing_interface_is_named_before_the_ranks_meet(alone):
+    """Nobody listens at that address: the error is not of the meeting."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+                        "GLOO_SOCKET_IFNAME": "lo,hsn9"}.items():
+        alone.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        setup(device="cpu", timeout_s=2)
+    assert f"rank 1 is to use interface hsn9, which {socket.gethostname()} does not have" in str(error.value)
+    assert "lo (127.0.0.1)" in str(error.value)
 
 
 def test_two_run_directories(alone, tmp_path):
