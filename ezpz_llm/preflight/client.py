@@ -1,0 +1,165 @@
+"""A rank's side: reach rank 0, tell it the facts, and answer what it asks until it says that it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.preflight.facts.environment import environment_facts
+from ezpz_llm.preflight.facts.host import host_facts
+from ezpz_llm.preflight.facts.network import network_facts
+from ezpz_llm.preflight.facts.software import versions
+from ezpz_llm.preflight.measuring import Measuring
+from ezpz_llm.preflight.wire import Lines, candidate_ports, encode
+from ezpz_llm.rundir import write_json
+
+_CONNECT_TIMEOUT_S = 3.0
+_SAY_SO_AFTER_S = 8.0
+_UNREACHED = "unreached-*.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 listens, and the word by which it is told from strangers."""
+
+    address: str
+    port: int
+    token: str
+
+
+def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
+    """All that this rank can tell without torch."""
+    return {
+        "rank": info.rank, "world_size": info.world_size, "local_rank": info.local_rank,
+        "local_size": info.local_size, "node_rank": info.node_rank, "rank_source": info.source,
+        "rank_notes": list(info.notes), **host_facts(), **network_facts(env), **environment_facts(env),
+        "versions": versions(),
+    }
+
+
+def reach(place: Place, info: RankInfo, until: float, folder: Path | None) -> socket.socket | None:
+    """A connection to rank 0, tried until the monotonic time `until`.
+
+    After some seconds without one, the reason is written into `folder`, once a host: that is how rank 0 hears of
+    hosts that cannot reach it.
+    """
+    began, pause = time.monotonic(), 0.05
+    has_said = False
+    while (now := time.monotonic()) < until:
+        found = _try_ports(place, info)
+        if isinstance(found, socket.socket):
+            return found
+        if folder and not has_said and now - began > _SAY_SO_AFTER_S:
+            has_said = True
+            _say_unreached(folder, place, info, found)
+        # Thousands of ranks that try again at the same moment would keep each other out.
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(1.0, pause * 1.5)
+    return None
+
+
+def _try_ports(place: Place, info: RankInfo) -> socket.socket | str:
+    first_reason = ""
+    for port in candidate_ports(place.port):
+        try:
+            connection = socket.create_connection((place.address, port), timeout=_CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            return "timed out"
+        except ConnectionRefusedError:
+            first_reason = first_reason or "refused"
+            continue
+        except OSError as error:
+            return str(error.strerror or error)
+        if _greet(connection, place.token, info):
+            return connection
+        connection.close()
+        first_reason = first_reason or "answered by another program"
+    return first_reason
+
+
+def _greet(connection: socket.socket, token: str, info: RankInfo) -> bool:
+    try:
+        connection.sendall(encode({"token": token, "rank": info.rank, "host": socket.gethostname()}))
+        answer = b""
+        while not answer.endswith(b"\n"):
+            data = connection.recv(1)
+            if not data:
+                return False
+            answer += data
+        connection.settimeout(None)
+        return json.loads(answer).get("token") == token
+    except (OSError, ValueError):
+        return False
+
+
+def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> None:
+    host = socket.gethostname()
+    path = folder / _UNREACHED.replace("*", re.sub(r"[^A-Za-z0-9_.-]", "_", host))
+    facts = network_facts({"MASTER_ADDR": place.address})
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            write_json(path, {"rank": info.rank, "host": host, "reason": reason, "address": place.address,
+                              "port": place.port, "resolves_to": facts["master"]["resolves_to"],
+                              "interface": facts["route"]["interface"]})
+
+
+def read_unreached(folder: Path) -> list[dict[str, Any]]:
+    """What hosts wrote that could not reach rank 0."""
+    found = []
+    for path in sorted(folder.glob(_UNREACHED)):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text()))
+    return found
+
+
+class Client:
+    """One rank in conversation with rank 0."""
+
+    def __init__(self, connection: socket.socket, info: RankInfo, env: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._measuring = Measuring(env, self._answer)
+        threading.Thread(target=self._tell_facts, args=(info, env), daemon=True).start()
+
+    def converse(self) -> None:
+        """Answer until rank 0 says that it is over, or is gone."""
+        lines = Lines()
+        try:
+            while data := self._connection.recv(1 << 16):
+                for message in lines.feed(data):
+                    if message["ask"] == "end":
+                        return
+                    self._obey(message)
+        except OSError:
+            return
+        finally:
+            self._measuring.end()
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message["ask"].startswith("clock"):
+            self._answer(message["ask"], {"time": time.time()})
+        elif message["ask"] == "network":
+            self._answer("network", self._measuring.network())
+        else:
+            self._measuring.ask(message)
+
+    def _tell_facts(self, info: RankInfo, env: Mapping[str, str]) -> None:
+        self._send({"facts": gather_facts(info, env)})
+
+    def _answer(self, stage: str, answer: Mapping[str, Any]) -> None:
+        self._send({"stage": stage, "answer": answer})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.sendall(encode(message))
+

@@ -1,0 +1,40 @@
+"""What every rank but the first does."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+
+from ezpz_llm.errors import EXIT_PREFLIGHT, UserError
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.preflight.client import Client, Place, reach
+from ezpz_llm.preflight.report import report_path
+from ezpz_llm.preflight.wire import token_of
+from ezpz_llm.rundir import RunDir
+
+_LOOK_EVERY_S = 0.5
+_GRACE_S = 5.0
+
+
+def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, address: str, port: int, limit_s: float) -> int:
+    """Tell rank 0 everything; 0, since the verdict is rank 0's.
+
+    Raises:
+        UserError: rank 0 cannot be reached, and gave no verdict about that either: it is rank 0 that is missing.
+    """
+    began = time.time()
+    until = time.monotonic() + limit_s
+    connection = reach(Place(address, port, token_of(env)), info, until, run_dir.path)
+    if connection is not None:
+        Client(connection, info, env).converse()
+        return 0
+    while time.monotonic() < until + _GRACE_S:
+        path = report_path(run_dir)
+        # One of an earlier preflight in the same directory says nothing about this one.
+        if path.exists() and path.stat().st_mtime > began - _GRACE_S:
+            return 0
+        time.sleep(_LOOK_EVERY_S)
+    raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
+                    f"{address}:{port}, which never gave a report", where="rank 0's host, or the way to it",
+                    instead="see logs/rank0000.log in the run directory", exit_code=EXIT_PREFLIGHT)

@@ -1,0 +1,165 @@
+"""What rank 0 does: gather, have measured, judge, report, each within its share of the time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ezpz_llm.errors import EXIT_PREFLIGHT
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.preflight.board import CLOCK, Board, Member
+from ezpz_llm.preflight.client import Client, Place, reach, read_unreached
+from ezpz_llm.preflight.groups import link_groups, node_groups
+from ezpz_llm.preflight.judge import Gathered, judge
+from ezpz_llm.preflight.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
+from ezpz_llm.preflight.judge.ranks import LOST, STUCK
+from ezpz_llm.preflight.planned import planned_hosts, site_network
+from ezpz_llm.preflight.report import Report, as_text, write_report
+from ezpz_llm.preflight.wire import token_of
+from ezpz_llm.rundir import RunDir
+
+# Shares of the time limit by which each stage is over, and the most seconds that a short one may take.
+_FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
+_CLOCK_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
+_DISMISS_S = 2.0
+_LOOK_FOR_UNREACHED_S = 1.0
+
+
+def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, port: int, limit_s: float) -> int:
+    """Run the preflight and print its report; 0 if the reservation is fit, EXIT_PREFLIGHT if not."""
+    began = time.monotonic()
+    for stale in run_dir.path.glob("unreached-*.json"):
+        stale.unlink()
+    board = Board(port, token_of(env))
+    # In a thread: whatever this rank's own facts hang in, the report is given.
+    place = Place("127.0.0.1", board.port, token_of(env))
+    own = threading.Thread(target=_take_part, args=(place, info, env, began + limit_s), daemon=True)
+    own.start()
+    leading = _Lead(board, info, env, run_dir, began, limit_s)
+    gathered = leading.gather()
+    findings = judge(gathered)
+    report = Report(gathered, findings, time.monotonic() - began)
+    print(as_text(report), flush=True)
+    write_report(run_dir, report)
+    board.dismiss(_DISMISS_S)
+    own.join(_DISMISS_S + 2.0)
+    code = 0 if report.is_fit else EXIT_PREFLIGHT
+    if own.is_alive():
+        # A thread that hangs in the kernel would keep an orderly exit waiting.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _take_part(place: Place, info: RankInfo, env: Mapping[str, str], until: float) -> None:
+    connection = reach(place, info, until, None)
+    if connection is not None:
+        Client(connection, info, env).converse()
+
+
+class _Lead:
+    """The stages, one after the other."""
+
+    def __init__(self, board: Board, info: RankInfo, env: Mapping[str, str], run_dir: RunDir, began: float,
+                 limit_s: float) -> None:
+        self._board = board
+        self._info = info
+        self._env = env
+        self._run_dir = run_dir
+        self._began = began
+        self._limit_s = limit_s
+        self._hosts = planned_hosts(run_dir, info.world_size)
+        self._clocks: dict[str, tuple[float, float]] = {}
+
+    def gather(self) -> Gathered:
+        """All facts that come in time."""
+        board = self._board
+        board.wait(self._by(_FACTS), self._all_are_in())
+        waited_s = time.monotonic() - self._began
+        members = list(board.members)
+        if len({member.rank for member in members}) == len(members):
+            self._measure(members, is_complete=len(members) == self._info.world_size)
+        ordered = sorted(board.members, key=lambda member: member.rank)
+        # Under torchrun the port is its agent's, as it should be.
+        port_error = None if self._info.source.startswith("torchrun") else board.port_error
+        return Gathered(self._info.world_size, [self._facts(member) for member in ordered], self._hosts,
+                        read_unreached(self._run_dir.path), port_error, site_network(self._env), waited_s)
+
+    def _by(self, share: float, within_s: float = float("inf")) -> float:
+        return min(self._began + share * self._limit_s, time.monotonic() + within_s)
+
+    def _all_are_in(self) -> Callable[[], bool]:
+        """Has every rank told its facts, or why it cannot?"""
+        looked = time.monotonic()
+
+        def done() -> bool:
+            nonlocal looked
+            told = {member.rank for member in self._board.members if member.facts is not None or member.lost_in}
+            if len(told) >= self._info.world_size:
+                return True
+            if not self._hosts or time.monotonic() - looked < _LOOK_FOR_UNREACHED_S:
+                return False
+            looked = time.monotonic()
+            unreached = {one["host"].partition(".")[0] for one in read_unreached(self._run_dir.path)}
+            return all(self._hosts[rank].partition(".")[0] in unreached
+                       for rank in range(self._info.world_size) if rank not in told)
+
+        return done
+
+    def _measure(self, members: Sequence[Member], is_complete: bool) -> None:
+        board = self._board
+        told = [member for member in members if member.facts is not None]
+        board.ask(READY, {member: {"serve": member.rank == 0} for member in told}, self._by(_READY))
+        for member in {member.host: member for member in reversed(told)}.values():
+            if (clock := board.clock_of(member, self._by(_MEASURED, _CLOCK_S))) is not None:
+                self._clocks[member.host] = clock
+        board.ask(COMPUTE, {member: {} for member in _able(told)}, self._by(_MEASURED, _COMPUTE_S))
+        first = next((member for member in told if member.rank == 0), None)
+        port = first.replies.get(READY, {}).get("store_port") if first else None
+        if port is not None:
+            self._reduce(told, [self._env.get("MASTER_ADDR", "127.0.0.1"), port])
+        board.ask(NETWORK, {member: {} for member in told}, self._by(_MPI, _NETWORK_S))
+        # Starting MPI is collective: it would only hang without the ranks that are missing. torchrun's ranks are
+        # none of MPI's.
+        if is_complete and self._info.world_size > 1 and not self._info.source.startswith("torchrun"):
+            board.ask(MPI, {member: {} for member in _able(told)}, self._by(_MPI))
+
+    def _reduce(self, told: Sequence[Member], store: list[Any]) -> None:
+        stages = [(NODE, node_groups(_places(_able(told))))]
+        stages += [(f"{LINK} {turn}", groups) for turn, groups in enumerate(link_groups(_places(_able(told))))]
+        for stage, groups in stages:
+            able = {member.rank: member for member in _able(told)}
+            questions = {}
+            for group in groups:
+                if all(rank in able for rank in group):
+                    name = f" {group[0]}"
+                    questions |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
+                                  for index, rank in enumerate(group)}
+            self._board.ask(stage, questions, self._by(_MEASURED, _REDUCE_S))
+
+    def _facts(self, member: Member) -> dict[str, Any]:
+        """What came of a rank; its answers leave out when they came."""
+        stages = {stage: {name: value for name, value in answer.items() if name != "received"}
+                  for stage, answer in member.replies.items() if not stage.startswith(CLOCK)}
+        facts = {"rank": member.rank, "host": member.host, **(member.facts or {}), "stages": stages}
+        if member.host in self._clocks:
+            facts["clock"] = list(self._clocks[member.host])
+        if member.lost_in is not None:
+            facts[LOST] = member.lost_in
+        elif member.stuck_in is not None:
+            facts[STUCK] = member.stuck_in
+        return facts
+
+
+def _able(members: Sequence[Member]) -> list[Member]:
+    """Those who can be asked to measure: there, with a device, and not still at something else."""
+    return [member for member in members if member.lost_in is None and not member.is_busy
+            and "error" not in member.replies.get(READY, {"error": ""})]
+
+
+def _places(members: Sequence[Member]) -> list[tuple[int, str]]:
+    return sorted((member.rank, member.host) for member in members)
