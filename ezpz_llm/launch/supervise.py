@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ezpz_llm.errors import EXIT_IDLE, UserError
-from ezpz_llm.launch.failures import first_failure, last_lines, post_mortem, read_failures
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.failures import RunFacts, Stop, account, read_failures
 from ezpz_llm.launch.leftovers import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.life import SignsOfLife
 from ezpz_llm.launch.plan import LaunchPlan
@@ -105,21 +105,19 @@ class _Watch:
     def to_the_end(self) -> Outcome:
         """Wait for the end or bring it about, and account for it."""
         stopped = self._wait()
+        before = None
         if stopped is not None:
-            before = read_failures(self.plan.run_dir)
+            before = frozenset(failure.rank for failure in read_failures(self.plan.run_dir))
             self._stop(ASKED_KILL_AFTER_S if self.signals.received else KILL_AFTER_S)
-        failures = read_failures(self.plan.run_dir)
-        cause = first_failure(failures if stopped is None else before)
-        if cause is not None:
-            others = [failure for failure in failures if failure.rank != cause.rank]
-            print(post_mortem(cause, others, self.plan.run_dir), file=sys.stderr, flush=True)
-            return Outcome(cause.exit_code, f"rank {cause.rank} on {cause.host}: {cause.how}")
-        if stopped is not None:
-            print(f"launch: {stopped.cause}", file=sys.stderr, flush=True)
-            return stopped
-        return self._launchers_own()
+        ended = account(self.plan.run_dir, RunFacts(
+            world_size=len(self.plan.ranks), hosts=tuple(place.host for place in self.plan.ranks),
+            launcher=self.plan.launcher.kind, launcher_status=self.launcher.returncode, ended=time.time(),
+            stopped=stopped, failed_before_stop=before, ends_at=self.plan.allocation.ends_at))
+        if ended.text:
+            print(ended.text, file=sys.stderr, flush=True)
+        return Outcome(ended.code, ended.cause)
 
-    def _wait(self) -> Outcome | None:
+    def _wait(self) -> Stop | None:
         """None once the launcher has ended by itself; else why it has to be stopped."""
         failed_at: float | None = None
         look_again = time.monotonic()
@@ -130,12 +128,12 @@ class _Watch:
             if failed_at is None and any(self.plan.run_dir.errors.glob("rank*.json")):
                 failed_at = now
             if failed_at is not None and now - failed_at > PEER_GRACE_S:
-                return Outcome(1, "a rank failed")
+                return Stop("rank", "a rank failed")
             if self.idle_limit_s is not None and now >= look_again:
                 look_again = now + min(1.0, self.idle_limit_s / 4)
                 if self.life.silent_for(now) > self.idle_limit_s:
-                    return Outcome(EXIT_IDLE, f"no sign of life for {self.idle_limit_s:g} s:"
-                                              f" {self.life.most_silent()}; the run is ended")
+                    return Stop("idle", f"no sign of life for {self.idle_limit_s:g} s:"
+                                        f" {self.life.most_silent()}; the run is ended")
             time.sleep(_POLL_S)
         return _by_signal(self.signals.received[0]) if self.signals.received else None
 
@@ -152,15 +150,6 @@ class _Watch:
                 os.killpg(self.launcher.pid, signal.SIGKILL)
             self.launcher.wait()
 
-    def _launchers_own(self) -> Outcome:
-        status = self.launcher.returncode
-        if status == 0:
-            return Outcome(0, "all ranks ended well")
-        code = status if status > 0 else 128 - status
-        cause = f"{self.plan.launcher.kind} ended with code {code}, and no rank left a record"
-        print(f"launch: {cause}", *last_lines(self.plan.run_dir), sep="\n", file=sys.stderr, flush=True)
-        return Outcome(code, cause)
 
-
-def _by_signal(number: signal.Signals) -> Outcome:
-    return Outcome(128 + number, f"launch was sent {number.name}; the run is ended")
+def _by_signal(number: signal.Signals) -> Stop:
+    return Stop("signal", f"launch was sent {number.name}; the run is ended", number.name)

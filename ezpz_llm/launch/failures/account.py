@@ -1,0 +1,94 @@
+"""The account of a run's end, from the run directory and what launch saw of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ezpz_llm.launch.failures.advice import advice
+from ezpz_llm.launch.failures.facts import Account, RunFacts
+from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.record import Raised, read_failures
+from ezpz_llm.launch.failures.sayings import read_sayings
+from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
+from ezpz_llm.launch.failures.tracebacks import last_exception
+from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.record import read_record
+
+_TAIL_BYTES = 1 << 17
+_TAIL_LINES = 20
+_LOGS_READ = 16
+_ABORT = re.compile(r".*application called MPI_Abort\([^,]+, \d+\) - process \d+.*")
+
+
+def account(run_dir: RunDir, facts: RunFacts) -> Account:
+    """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only."""
+    launch = read_record(run_dir).get("launch") or {}
+    nodes = read_reports(run_dir, (launch.get("env") or {}).get(RUN_ID_VARIABLE, ""))
+    failures = tuple(read_failures(run_dir))
+    reports = {rank: report for node in nodes for rank, report in node.ranks.items()}
+    recorded = {failure.rank for failure in failures}
+    absent = _absent(nodes, facts, recorded)
+    without = [rank for rank in range(facts.world_size)
+               if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
+    said = tail_text(run_dir.launcher_log) + _aborts(run_dir, without)
+    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _in_logs(run_dir, without))
+    verdict = judge(evidence)
+    if verdict is None:
+        return Account(0, "all ranks ended well")
+    findings = Findings(run_dir, evidence, verdict, reports, last_lines(run_dir, verdict),
+                        advice(verdict, run_dir, facts, launch.get("typed") or ()))
+    return Account(verdict.code, cause_line(findings), as_text(findings), verdict.rank, verdict.kind.name.lower(),
+                   as_details(findings))
+
+
+def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tuple[int, ...]:
+    """Ranks that vanished: no record, no mark of an end. Where launch itself ended the run, those on nodes that
+    cleared up are none: they only resisted."""
+    if not nodes:
+        return ()
+    told: dict[int, RankReport] = {}
+    cleared: set[int] = set()
+    for node in nodes:
+        told.update(node.ranks)
+        if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED):
+            cleared.update(node.ranks)
+    return tuple(rank for rank in range(facts.world_size)
+                 if rank not in recorded and rank not in cleared
+                 and (rank not in told or told[rank].ended is None))
+
+
+def _in_logs(run_dir: RunDir, ranks: list[int]) -> dict[int, Raised]:
+    """Exceptions at the ends of the logs of ranks that left no record: of their shims ended with them."""
+    found = {}
+    for rank in ranks[:_LOGS_READ]:
+        raised = last_exception(tail_text(run_dir.rank_log(rank)))
+        if raised is not None:
+            found[rank] = raised
+    return found
+
+
+def _aborts(run_dir: RunDir, ranks: list[int]) -> str:
+    """MPI_Abort speaks in the log of the rank that calls it."""
+    lines = (_ABORT.findall(tail_text(run_dir.rank_log(rank))) for rank in ranks[:_LOGS_READ])
+    return "".join(f"\n{line}" for found in lines for line in found)
+
+
+def tail_text(path: Path) -> str:
+    """The end of a file that may hold anything; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_lines(run_dir: RunDir, verdict: Verdict) -> list[str]:
+    """The end of the cause's log, or of the log that was written last, for a rank without a record."""
+    logs = sorted(run_dir.rank_log(0).parent.glob("rank*.log"), key=lambda log: log.stat().st_mtime, reverse=True)
+    log = run_dir.rank_log(verdict.rank) if verdict.rank is not None else next(
+        (log for log in logs if log.stat().st_size), None)
+    return tail_text(log).splitlines()[-_TAIL_LINES:] if log is not None else []

@@ -1,0 +1,186 @@
+"""Which of all that is known about a run's end is the cause. Pure: from records to a verdict.
+
+A cause is told from its consequences by what a rank says, never by clocks alone, which differ between hosts; and
+the time limit is told by the scheduler's words or by the clock, never by an exit code (143 has many reasons).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ezpz_llm.errors import EXIT_IDLE
+from ezpz_llm.launch.failures import sayings
+from ezpz_llm.launch.failures.facts import RunFacts
+from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify
+from ezpz_llm.launch.failures.record import Failure, Raised
+from ezpz_llm.launch.failures.sayings import Saying
+
+NEAR_THE_LIMIT_S = 60.0
+"""Slurm looks at time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
+
+_OF_THE_SCHEDULER = {
+    sayings.TIME_LIMIT: Kind.TIME_LIMIT, sayings.PREEMPTED: Kind.PREEMPTED, sayings.REQUEUED: Kind.REQUEUED,
+    sayings.CANCELLED: Kind.CANCELLED,
+}
+_SIGTERM = 15
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ended: launch's exit code, the kind, what shows it, and the rank and hosts concerned."""
+
+    code: int
+    kind: Kind
+    evidence: str
+    rank: int | None = None
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known: the records, what the launcher and the scheduler said, and for ranks without a record
+    what their logs show; `absent` are ranks that neither left a record nor ended well."""
+
+    failures: tuple[Failure, ...]
+    sayings: tuple[Saying, ...]
+    facts: RunFacts
+    absent: tuple[int, ...] = ()
+    in_logs: Mapping[int, Raised] | None = None
+
+
+def judge(evidence: Evidence) -> Verdict | None:
+    """The cause of a run's end, None where it ended well."""
+    facts = evidence.facts
+    if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
+        return None
+    found = {failure.rank: classify(failure) for failure in evidence.failures}
+    for step in (_a_ranks_own, _the_schedulers, _a_lost_node, _aborted, _launchs_own, _a_victim, _the_launchers):
+        verdict = step(evidence, found)
+        if verdict is not None:
+            return verdict
+    return Verdict(_launchers_code(facts), Kind.LAUNCHER, "no rank left a record")
+
+
+def _a_ranks_own(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    """A rank that failed of itself, before launch began to end the others."""
+    in_time = evidence.facts.failed_before_stop
+    own = [failure for failure in evidence.failures
+           if found[failure.rank].kind not in FOLLOWERS and (in_time is None or failure.rank in in_time)]
+    return _of_rank(own[0], found) if own else None
+
+
+def _the_schedulers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    facts = evidence.facts
+    for saying in evidence.sayings:
+        if saying.means in _OF_THE_SCHEDULER:
+            return Verdict(_code_from_outside(evidence), _OF_THE_SCHEDULER[saying.means], saying.words)
+    told_to_end = facts.stopped is not None and facts.stopped.kind == "signal"
+    terminated = [finding for finding in found.values() if finding.kind is Kind.TERMINATED]
+    if (told_to_end or terminated) and facts.ends_at is not None:
+        left = facts.ends_at - facts.ended
+        if left <= NEAR_THE_LIMIT_S:
+            when = f"{left:.0f} s before" if left > 0 else f"{-left:.0f} s after"
+            return Verdict(_code_from_outside(evidence), Kind.TIME_LIMIT,
+                           f"ended by {_signal_from_outside(evidence)} {when} the end of the reservation")
+    return None
+
+
+def _a_lost_node(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    said = [saying for saying in evidence.sayings if saying.means == sayings.NODE_FAILED]
+    hosts = tuple(dict.fromkeys(saying.host for saying in said if saying.host))
+    if said:
+        ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in hosts]
+        return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, said[0].words,
+                       ranks[0] if ranks else None, hosts)
+    return None
+
+
+def _aborted(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    """A rank that MPI_Abort, or the launcher at once, ended before its shim could write a record."""
+    for saying in evidence.sayings:
+        if saying.means == sayings.ABORTED and saying.ranks:
+            return Verdict(saying.code or 1, Kind.EXIT, saying.words, saying.ranks[0])
+    raised = {rank: one for rank, one in (evidence.in_logs or {}).items() if rank not in found}
+    if raised and not found:
+        rank = min(raised)
+        return Verdict(_code_without_record(evidence), Kind.EXCEPTION, raised[rank].line, rank)
+    return None
+
+
+def _launchs_own(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    """Launch ended the run: it was told to, or heard nothing."""
+    stopped = evidence.facts.stopped
+    if stopped is None or stopped.kind == "rank":
+        return None
+    if stopped.kind == "idle":
+        return Verdict(EXIT_IDLE, Kind.IDLE, stopped.text)
+    return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
+
+
+def _a_victim(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    """Nobody says that it failed of itself: ranks that vanished are the cause, else the first that suffered."""
+    victims = [failure for failure in evidence.failures if found[failure.rank].kind in FOLLOWERS]
+    if not victims:
+        return None
+    victims.sort(key=lambda failure: FOLLOWERS.index(found[failure.rank].kind))
+    first = victims[0]
+    if evidence.absent and found[first.rank].kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
+        hosts = tuple(dict.fromkeys(_host(evidence.facts, rank) for rank in evidence.absent))
+        return Verdict(_code_without_record(evidence), Kind.VANISHED, found[first.rank].evidence,
+                       evidence.absent[0], hosts)
+    return _of_rank(first, found)
+
+
+def _the_launchers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+    """No record at all: the launcher's words are what there is."""
+    code = _launchers_code(evidence.facts)
+    for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.NOT_STARTED, Kind.NOT_STARTED),
+                        (sayings.ENDED, Kind.VANISHED)):
+        for saying in evidence.sayings:
+            if saying.means == means:
+                hosts = (saying.host,) if saying.host else ()
+                return Verdict(code, kind, saying.words, saying.ranks[0] if saying.ranks else None, hosts)
+    return None
+
+
+def _of_rank(failure: Failure, found: Mapping[int, Finding]) -> Verdict:
+    finding = found[failure.rank]
+    return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,))
+
+
+def _host(facts: RunFacts, rank: int) -> str:
+    return facts.hosts[rank] if rank < len(facts.hosts) else "?"
+
+
+def _signal_from_outside(evidence: Evidence) -> str:
+    if evidence.facts.stopped is not None and evidence.facts.stopped.signal:
+        return evidence.facts.stopped.signal
+    return next((failure.ended_by for failure in evidence.failures if failure.ended_by not in (None, "launch")),
+                "SIGTERM")
+
+
+def _code_from_outside(evidence: Evidence) -> int:
+    """128 + the signal that launch was sent; else the first rank's code; else the launcher's."""
+    stopped = evidence.facts.stopped
+    if stopped is not None and stopped.signal:
+        return 128 + signal.Signals[stopped.signal]
+    if evidence.failures:
+        return evidence.failures[0].exit_code
+    return _launchers_code(evidence.facts)
+
+
+def _code_without_record(evidence: Evidence) -> int:
+    """The launcher's code, if it ended by itself, else that of the first rank that has one."""
+    if evidence.facts.stopped is None and evidence.facts.launcher_status:
+        return _launchers_code(evidence.facts)
+    return next((failure.exit_code for failure in evidence.failures), 1)
+
+
+def _launchers_code(facts: RunFacts) -> int:
+    status = facts.launcher_status
+    if status is None:
+        return 1
+    # A launcher that reports success although ranks are missing has not succeeded.
+    return status or 1 if status >= 0 else 128 - status

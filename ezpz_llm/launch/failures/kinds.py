@@ -1,0 +1,141 @@
+"""What kind of failure one rank's record shows: a pure function from the record to a kind and its evidence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from ezpz_llm.errors import EXIT_PREFLIGHT, EXIT_USAGE
+from ezpz_llm.launch.failures.record import Failure
+
+
+class Kind(Enum):
+    """Why a rank, or a run, ended."""
+
+    # What a rank does of itself.
+    OOM_KILLED = "killed by the kernel's out-of-memory killer"
+    DEVICE_MEMORY = "the device is out of memory"
+    HOST_MEMORY = "an allocation of host memory failed"
+    MISSING_MODULE = "a module or library is missing"
+    DISK_FULL = "no space left to write"
+    PORT_TAKEN = "the port is taken"
+    NOT_FOUND = "the program cannot be run"
+    WRONG_WORLD = "another world than launch promised"
+    USAGE = "a usage or configuration error"
+    SIGNAL = "ended by a signal"
+    EXCEPTION = "an exception"
+    EXIT = "an exit code"
+    # What a rank suffers from others.
+    COLLECTIVE_TIMEOUT = "waited in vain for another rank"
+    PEER_LOST = "peer lost"
+    TERMINATED = "ended from outside"
+    STOPPED = "ended by launch"
+    # What becomes of a run.
+    TIME_LIMIT = "the time limit"
+    NODE_FAILED = "a node failed"
+    VANISHED = "gone without a record"
+    REQUEUED = "the job was requeued"
+    PREEMPTED = "the job was preempted"
+    CANCELLED = "the job was cancelled"
+    IDLE = "no sign of life"
+    NOT_STARTED = "the launcher could not start the ranks"
+    LAUNCHER = "the launcher failed"
+
+
+FOLLOWERS = (Kind.COLLECTIVE_TIMEOUT, Kind.PEER_LOST, Kind.TERMINATED, Kind.STOPPED)
+"""Kinds that another rank or somebody else brought about, those that tell most of the cause first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A kind, and the words that show it."""
+
+    kind: Kind
+    evidence: str
+
+
+_DEVICE_MEMORY = re.compile(
+    r"(?:CUDA|HIP|XPU) out of memory|OutOfMemoryError: |CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+    r"|CUDA error: out of memory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)|MPS backend out of memory")
+_HOST_MEMORY = re.compile(
+    r"^MemoryError|numpy\S*ArrayMemoryError|std::bad_alloc|Cannot allocate memory"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Unable to allocate .* for an array")
+_MISSING = re.compile(
+    r"ModuleNotFoundError: |No module named \S+|cannot open shared object file|ImportError: cannot import name"
+    r"|can't open file '[^']+': \[Errno 2\]")
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\[enforce fail at inline_container")
+_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+
+_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout|[Cc]ollective timeout|ran for \d+ milliseconds before timing out"
+    r"|Some NCCL operations have failed or timed out|Timed out waiting \d+ms for (?:recv|send|\w+) operation"
+    r"|Application timeout caused pair closure|[Ww]ait timeout after \d+ms, keys|Socket Timeout"
+    r"|Timed out after \d+ seconds waiting for clients|HeartbeatMonitor::runLoop\(\)|Monitored barrier"
+    r"|barrier timed out|port issue: \{ status: failed, details: training timeout")
+_PEER_LOST = re.compile(
+    # gloo
+    r"Connection closed by (?:remote )?peer|gloo.*(?:Connection reset by peer|Broken pipe|Connection refused)"
+    r"|connectFullMesh failed"
+    # NCCL, RCCL
+    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|[Cc]onnection closed by remote peer"
+    r"|Call to (?:recv|send|connect).* failed ?: (?:Connection reset|Connection refused|Broken pipe)"
+    r"|socket\w*(?:Connect|Progress)\S*:? .*(?:Connection re(?:fused|set)|closed)"
+    # torch's store
+    r"|Connection was likely closed|(?:recv|send)(?:Value|Bytes)\S* failed on SocketImpl"
+    r"|failed to recv, got 0 bytes|[Cc]lient socket has (?:failed to connect|timed out)"
+    # oneCCL, libfabric, UCX
+    r"|OFI poll failed|fi_cq_read(?:err)?\b.*(?:err|fail)|atl_status: FAILURE|Transport endpoint is not connected"
+    r"|UCX +(?:ERROR|WARN) .*(?:reset by remote peer|Connection reset|Endpoint timeout|not connected)"
+    r"|transport retry (?:count|counter) exceeded"
+    # MPI
+    r"|communication error with rank \d+|MPIX?_ERR_PROC_FAILED|readv failed: Connection"
+    r"|MPIDU_?\w*[Ss]ock\w*.*(?:closed|reset|failed)|lost communication with a remote daemon", re.IGNORECASE)
+_KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
+
+
+def classify(failure: Failure) -> Finding:
+    """Tell why this rank ended, from its record alone."""
+    raised = failure.exception
+    said = [raised.line, *raised.message.split("\n")[1:], raised.caused_by or ""] if raised else list(failure.tail)
+    if failure.oom_killed and (failure.signal == "SIGKILL" or _first(_KILLED_CHILD, [*said, *failure.tail])):
+        return Finding(Kind.OOM_KILLED, failure.oom_killed)
+    if failure.ended_by is not None:
+        return Finding(Kind.STOPPED if failure.ended_by == "launch" else Kind.TERMINATED, failure.ended_by)
+    # A rank that the kernel or another process kills says nothing: its last words are about something else.
+    if failure.signal in (None, "SIGABRT"):
+        for kind, pattern in ((Kind.DEVICE_MEMORY, _DEVICE_MEMORY), (Kind.HOST_MEMORY, _HOST_MEMORY),
+                              (Kind.MISSING_MODULE, _MISSING), (Kind.DISK_FULL, _DISK_FULL),
+                              (Kind.PORT_TAKEN, _PORT_TAKEN), (Kind.COLLECTIVE_TIMEOUT, _TIMEOUT),
+                              (Kind.PEER_LOST, _PEER_LOST)):
+            if line := _first(pattern, said):
+                return Finding(kind, line)
+    if failure.signal is not None:
+        return Finding(Kind.SIGNAL, raised.line if raised else failure.signal)
+    if raised is not None:
+        return Finding(Kind.EXCEPTION, raised.line)
+    return _by_code(failure)
+
+
+def _by_code(failure: Failure) -> Finding:
+    last = failure.tail[-1] if failure.tail else ""
+    error = next((line for line in reversed(failure.tail) if line.startswith("error: ")), None)
+    if failure.exit_code in (126, 127):
+        return Finding(Kind.NOT_FOUND, last)
+    if failure.exit_code == EXIT_PREFLIGHT and error:
+        return Finding(Kind.WRONG_WORLD, error)
+    if failure.exit_code == EXIT_USAGE and error:
+        return Finding(Kind.USAGE, error)
+    return Finding(Kind.EXIT, error or last)
+
+
+def _first(pattern: re.Pattern[str], lines: list[str]) -> str | None:
+    return next((line.strip() for line in lines if pattern.search(line)), None)
+
+
+def what_was_lost(evidence: str) -> str:
+    """A peer's loss in two or three words, the same for all ranks that saw it alike."""
+    words = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
+             "remote process exited", "communicator was aborted", "timed out", "connection was likely closed")
+    lower = evidence.lower()
+    return next((word for word in words if word in lower), "connection lost")

@@ -1,0 +1,107 @@
+"""What schedulers and launchers say about a run's end, in their own words.
+
+Patterns of Slurm, PBS, MPICH, Intel MPI, Open MPI and torchrun are made from captured output. Those of PALS come
+from its messages in public issues, those of Slurm's memory limit and preemption from Slurm's sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
+    "time limit", "node failed", "requeued", "preempted", "cancelled")
+MEMORY, ENDED, ABORTED, NOT_STARTED = "memory", "ended", "aborted", "not started"
+
+
+@dataclass(frozen=True)
+class Saying:
+    """One message: whose, what it means, the words themselves, and what they name. `code` is an exit code, or
+    128 + the number of a signal."""
+
+    who: str
+    means: str
+    words: str
+    host: str | None = None
+    ranks: tuple[int, ...] = ()
+    code: int | None = None
+
+
+def _pattern(who: str, means: str, pattern: str) -> tuple[str, str, re.Pattern[str]]:
+    return who, means, re.compile(pattern, re.MULTILINE)
+
+
+_PATTERNS = (
+    _pattern("Slurm", TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
+    _pattern("Slurm", NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
+    _pattern("Slurm", NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
+    _pattern("Slurm", REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
+    _pattern("Slurm", PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
+    # A step is cancelled like this by srun itself, too, when a task has failed: only a job's end is an order.
+    _pattern("Slurm", CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    _pattern("Slurm", MEMORY, r"error: Detected \d+ oom[-_]kill event"),
+    _pattern("Slurm", MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
+    _pattern("Slurm", ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
+                             r"(?:Exited with exit code (?P<code>\d+)|(?P<signal>[A-Z][A-Za-z ]+?))"
+                             r"(?: \(core dumped\))?$"),
+    _pattern("Slurm", NOT_STARTED, r"^srun: error: (?:Unable to create step|Unable to confirm allocation"
+                                   r"|Couldn't load specified plugin).*"),
+    _pattern("Slurm", NOT_STARTED, r"^slurmstepd.*: error: execve\(\): .*"),
+    _pattern("PBS", TIME_LIMIT, r"^=>> PBS: job killed: walltime .*"),
+    _pattern("PBS", MEMORY, r"^=>> PBS: job killed: v?mem .*"),
+    _pattern("PBS", NODE_FAILED, r"^=>> PBS: job killed: node .*"),
+    _pattern("PALS", ENDED, r"^(?P<host>\S+): rank (?P<ranks>\d+) (?:exited with code (?P<code>\d+)"
+                            r"|died from signal (?P<number>\d+))"),
+    _pattern("PALS", NODE_FAILED, r"^(?P<host>\S+): shepherd died from signal \d+"),
+    _pattern("PALS", NODE_FAILED, r"^ping failed on (?P<host>[^:\s]+): .*"),
+    _pattern("PALS", NODE_FAILED, r"^ping RPC timeout from (?P<host>\S+) after .*"),
+    _pattern("PALS", NOT_STARTED, r"^launch failed on (?P<host>[^:\s]+): .*"),
+    _pattern("MPICH", ENDED, r"^=   PID \d+ RUNNING AT (?P<host>\S+)\n=   EXIT CODE: \d+\n(?:=.*\n)*"
+                             r"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (?P<number>\d+)\)"),
+    _pattern("Intel MPI", ENDED, r"^=   RANK (?P<ranks>\d+) PID \d+ RUNNING AT (?P<host>\S+)\n"
+                                 r"=   KILLED BY SIGNAL: (?P<number>\d+)"),
+    _pattern("Open MPI", ENDED, r"noticed that process rank (?P<ranks>\d+) with PID \d+ on node (?P<host>\S+)"
+                                r" exited on\s+signal (?P<number>\d+)"),
+    _pattern("Open MPI", ENDED, r"Process name: \[\S+?,(?P<ranks>\d+)\]\n *Exit code: +(?P<code>\d+)"),
+    _pattern("Open MPI", NODE_FAILED, r"(?:ORTE|PRTE) has lost communication with a remote daemon"
+                                      r"(?:.|\n)*?[Rr]emote host(?:name)?: +(?P<host>\S+)"),
+    _pattern("mpiexec", NOT_STARTED, r"^ssh: (?:connect to host (?P<host>\S+)|Could not resolve hostname).*"),
+    _pattern("mpiexec", NOT_STARTED, r"execvp error on file .*|was unable to launch the specified application"),
+    _pattern("MPI", ABORTED, r"application called MPI_Abort\([^,]+, (?P<code>\d+)\) - process (?P<ranks>\d+)"),
+    _pattern("MPI", ABORTED, r"MPI_ABORT was invoked on rank (?P<ranks>\d+) (?:.|\n)*?"
+                             r"with errorcode (?P<code>\d+)"),
+    _pattern("torchrun", ENDED, r"Root Cause \(first observed failure\):(?:.|\n)*?  host +: (?P<host>\S+)\n"
+                                r"  rank +: (?P<ranks>\d+) .*\n  exitcode +: (?:-(?P<number>\d+)|(?P<code>\d+))"),
+)
+
+_SIGNALS = {"Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "Aborted": 6, "Bus error": 7,
+            "Floating point exception": 8, "Killed": 9, "Segmentation fault": 11, "Broken pipe": 13,
+            "Terminated": 15}
+
+
+def read_sayings(text: str) -> list[Saying]:
+    """What `text` (a launcher's output) tells, in its order, each message once."""
+    found = [(match.start(), _saying(who, means, match)) for who, means, pattern in _PATTERNS
+             for match in pattern.finditer(text)]
+    in_order = [saying for _, saying in sorted(found, key=lambda pair: pair[0]) if saying is not None]
+    return list(dict.fromkeys(in_order))
+
+
+def _saying(who: str, means: str, match: re.Match[str]) -> Saying | None:
+    named = match.groupdict()
+    code = int(named["code"]) if named.get("code") else None
+    if named.get("number"):
+        code = 128 + int(named["number"])
+    if named.get("signal"):
+        if named["signal"] not in _SIGNALS:
+            return None
+        code = 128 + _SIGNALS[named["signal"]]
+    words = " ".join(match.group().split())
+    return Saying(who, means, words, named.get("host"), tuple(_numbers(named.get("ranks") or "")), code)
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

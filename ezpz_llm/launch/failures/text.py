@@ -1,0 +1,228 @@
+"""The post-mortem: the cause first, then what followed from it, folded, and what to try next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from ezpz_llm.launch.failures import sayings
+from ezpz_llm.launch.failures.judge import Evidence, Verdict
+from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify, what_was_lost
+from ezpz_llm.launch.failures.ranks import fold, named
+from ezpz_llm.launch.failures.record import Failure
+from ezpz_llm.launch.node.report import RankReport
+from ezpz_llm.rundir.layout import RunDir
+
+_EVIDENCE_CHARACTERS = 300
+_OTHERS_SHOWN = 8
+_SAYINGS_SHOWN = 4
+_NUMBER = re.compile(r"\d+")
+_PLAIN = (Kind.SIGNAL, Kind.EXIT, Kind.EXCEPTION)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that the post-mortem tells. `lines` are the last ones of the cause's output, for one without a record."""
+
+    run_dir: RunDir
+    evidence: Evidence
+    verdict: Verdict
+    reports: Mapping[int, RankReport]
+    lines: Sequence[str]
+    advice: str | None
+
+    @property
+    def cause(self) -> Failure | None:
+        """The record of the rank that is the cause."""
+        return next((one for one in self.evidence.failures if one.rank == self.verdict.rank), None)
+
+
+def cause_line(findings: Findings) -> str:
+    """The cause in one line."""
+    verdict, cause = findings.verdict, findings.cause
+    if cause is not None:
+        kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
+        return f"rank {cause.rank} on {cause.host}: {kind}{_what(cause, verdict)}"
+    where = ""
+    if verdict.rank is not None:
+        where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
+    elif verdict.hosts:
+        where = f"{', '.join(verdict.hosts)}: "
+    if verdict.kind in (Kind.IDLE, Kind.TERMINATED):
+        return verdict.evidence
+    if verdict.kind is Kind.VANISHED and findings.evidence.absent:
+        absent = findings.evidence.absent
+        return (f"{named(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
+                f" {_last_heard(findings, absent[0])}")
+    if verdict.kind is Kind.LAUNCHER:
+        facts = findings.evidence.facts
+        return f"{facts.launcher} ended with code {verdict.code}, and no rank left a record"
+    kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
+    return f"{where}{kind}{_short(verdict.evidence)}"
+
+
+def as_text(findings: Findings) -> str:
+    """The post-mortem."""
+    lines = [_first_line(findings), *_of_the_cause(findings)]
+    lines += [f"  {line}" for line in _others(findings)]
+    lines += [f"  {line}" for line in _absent(findings)]
+    lines += [f"  {line}" for line in _behind(findings)]
+    lines += [f"  {saying.who}: {_short(saying.words)}" for saying in _to_show(findings)]
+    if findings.advice:
+        lines.append(f"  try: {findings.advice}")
+    return "\n".join(lines)
+
+
+def as_details(findings: Findings) -> dict[str, object]:
+    """The same for programs."""
+    verdict = findings.verdict
+    return {
+        "evidence": verdict.evidence,
+        "hosts": list(verdict.hosts),
+        "record": asdict(findings.cause) if findings.cause else None,
+        "followers": [{"ranks": ranks, "what": what} for what, ranks in _groups(findings).items()],
+        "absent": list(findings.evidence.absent),
+        "said": [asdict(saying) for saying in findings.evidence.sayings],
+        "try": findings.advice,
+    }
+
+
+def _first_line(findings: Findings) -> str:
+    cause, verdict = findings.cause, findings.verdict
+    if cause is None:
+        return f"launch: {cause_line(findings)}"
+    kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
+    doing = f", in {_doing(cause.phase, cause.step)}" if cause.phase else ""
+    return (f"launch: rank {cause.rank} on {cause.host} failed: {kind}{cause.how}, after {cause.duration_s:.1f} s"
+            f"{doing}")
+
+
+def _of_the_cause(findings: Findings) -> list[str]:
+    cause, verdict = findings.cause, findings.verdict
+    if cause is None:
+        lines = [f"  | {line}" for line in findings.lines]
+        if lines and verdict.rank is None:
+            lines.insert(0, "  last lines of the log that was written last:")
+        return lines
+    lines = []
+    if cause.exception is not None:
+        lines.append(f"  {_short(cause.exception.line)}" + (f"  ({cause.exception.where})" if cause.exception.where
+                                                            else ""))
+        if cause.exception.caused_by:
+            lines.append(f"  caused by {_short(cause.exception.caused_by)}")
+    if cause.oom_killed:
+        lines.append(f"  {cause.oom_killed}")
+    lines += [f"  | {line}" for line in cause.tail] or ["  (it printed nothing)"]
+    lines.append(f"  its log: {findings.run_dir.rank_log(cause.rank)}")
+    return lines
+
+
+def _others(findings: Findings) -> list[str]:
+    lines = []
+    groups = sorted(_groups(findings).items(), key=lambda group: -len(group[1]))
+    for what, ranks in groups[:_OTHERS_SHOWN]:
+        if what == "the same":
+            lines.append(f"{named(ranks)}: the same")
+        else:
+            lines.append(f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {what}: {fold(ranks)}")
+    if len(groups) > _OTHERS_SHOWN:
+        lines.append(f"… and {len(groups) - _OTHERS_SHOWN} other kinds of failure (see {findings.run_dir.errors})")
+    return lines
+
+
+def _groups(findings: Findings) -> dict[str, list[int]]:
+    """The other records by what they tell."""
+    cause = findings.cause
+    same = _signature(cause, classify(cause)) if cause else None
+    groups: dict[tuple[object, ...], tuple[str, list[int]]] = {}
+    for failure in findings.evidence.failures:
+        if failure is cause:
+            continue
+        finding = classify(failure)
+        signature = _signature(failure, finding)
+        what = "the same" if signature == same else _told(failure, finding)
+        groups.setdefault(signature, (what, []))[1].append(failure.rank)
+    told: dict[str, list[int]] = {}
+    for what, ranks in groups.values():
+        told.setdefault(what, []).extend(ranks)
+    return told
+
+
+def _signature(failure: Failure, finding: Finding) -> tuple[object, ...]:
+    """Equal for ranks that failed alike: numbers (of ranks, ports, bytes) may differ."""
+    if finding.kind in FOLLOWERS:
+        return (finding.kind, _told(failure, finding))
+    where = failure.exception.where if failure.exception else None
+    return (finding.kind, failure.exit_code, _NUMBER.sub("#", finding.evidence), where)
+
+
+def _told(failure: Failure, finding: Finding) -> str:
+    if finding.kind is Kind.PEER_LOST:
+        return f"{finding.kind.value} ({what_was_lost(finding.evidence)})"
+    if finding.kind is Kind.TERMINATED:
+        return f"{finding.kind.value} ({finding.evidence})"
+    if finding.kind in FOLLOWERS:
+        return finding.kind.value
+    if finding.kind is Kind.EXIT:
+        return failure.how
+    return f"{failure.how}: {_short(finding.evidence)}"
+
+
+def _absent(findings: Findings) -> list[str]:
+    """Ranks that left no record, by host, with what was last heard of them."""
+    by_host: dict[str, list[int]] = {}
+    for rank in findings.evidence.absent:
+        by_host.setdefault(_host(findings, rank), []).append(rank)
+    return [f"no record: {named(ranks)} on {host}, {_last_heard(findings, ranks[0])}"
+            for host, ranks in list(by_host.items())[:_OTHERS_SHOWN]]
+
+
+def _last_heard(findings: Findings, rank: int) -> str:
+    report = findings.reports.get(rank)
+    if report is None:
+        return "never heard of"
+    return f"last heard of in {_doing(report.phase, report.step)}" if report.phase else "without heartbeats"
+
+
+def _behind(findings: Findings) -> list[str]:
+    """In a hang, the ranks that others waited for are those whose step is the lowest."""
+    if findings.verdict.kind not in (Kind.COLLECTIVE_TIMEOUT, Kind.IDLE):
+        return []
+    steps = {rank: report.step for rank, report in findings.reports.items() if report.step is not None}
+    low, high = (min(steps.values()), max(steps.values())) if steps else (0, 0)
+    slow = [rank for rank, step in steps.items() if step == low]
+    if low == high:
+        return []
+    return [f"behind the others: {named(slow)} on {_host(findings, slow[0])}, in {_doing(None, low)}"
+            f" (others reached step {high})"]
+
+
+def _to_show(findings: Findings) -> list[sayings.Saying]:
+    """The scheduler's and the launcher's words; what they say of single ranks only where no record does."""
+    recorded = bool(findings.evidence.failures)
+    shown = [saying for saying in findings.evidence.sayings
+             if not (recorded and saying.means == sayings.ENDED) and saying.words != findings.verdict.evidence]
+    return shown[:_SAYINGS_SHOWN]
+
+
+def _what(cause: Failure, verdict: Verdict) -> str:
+    if cause.exception is not None and verdict.kind is not Kind.OOM_KILLED:
+        return f"{_short(cause.exception.line)} ({cause.how})"
+    return cause.how
+
+
+def _doing(phase: str | None, step: int | None) -> str:
+    parts = [phase] if phase else []
+    if step is not None:
+        parts.append(f"step {step}")
+    return " of ".join(parts) if parts else "an unnamed phase"
+
+
+def _host(findings: Findings, rank: int) -> str:
+    hosts = findings.evidence.facts.hosts
+    return hosts[rank] if rank < len(hosts) else "an unknown host"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _EVIDENCE_CHARACTERS else f"{text[:_EVIDENCE_CHARACTERS]}…"

@@ -1,0 +1,184 @@
+"""What ended a program, read from the end of its own output: Python's traceback (chained, grouped, or of a file
+that does not parse), C++'s last words, faulthandler's report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ezpz_llm.launch.failures.record import Raised
+
+NEAR_THE_END = 200
+"""An uncaught exception is followed by no more lines than this (destructors and threads complain after it)."""
+NEAR_THE_END_IF_CAUGHT = 10
+"""Python ends with code 1 after an uncaught exception: one before any other code was printed by the program."""
+
+_MESSAGE_LINES = 8
+_HEADER = "Traceback (most recent call last):"
+_CHAINED = ("The above exception was the direct cause of the following exception:",
+            "During handling of the above exception, another exception occurred:")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
+_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?$")
+_PARSE_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): ")
+_CPP = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'"
+                  r"|libc\+\+abi: terminating due to uncaught exception of type (?P<apple>[^:]+)(?:: (?P<what>.*))?"
+                  r"|(?P<bare>terminate called (?:without an active exception|recursively))")
+_FATAL = re.compile(r"^(?P<type>Fatal Python error): (?P<message>.*)$")
+_LOG_LINE = re.compile(r"^(?:\[|\d{4}-\d\d-\d\d|[WEIF]\d{4} |Exception ignored in|terminate called)")
+_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3\.\d+[/\\]|^<frozen ")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    file: str
+    line: str
+    function: str | None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One report in the text, on the lines [start, end)."""
+
+    start: int
+    end: int
+    raised: Raised
+    is_aside: bool = False
+
+
+def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
+    """The exception that the last lines of a program's output tell of, None where they tell of none.
+
+    One that more than `within` lines follow is not taken to have ended the program. What a thread raised counts
+    only where nothing else is there, what a destructor raised never does.
+    """
+    lines = [_RANK_PREFIX.sub("", line.rpartition("\r")[2]) for line in text.rstrip().split("\n")]
+    found = [one for one in _all(lines) if len(lines) - one.end <= within]
+    own = [one for one in found if not one.is_aside]
+    if not own and not found:
+        return None
+    return max(own or found, key=lambda one: one.start).raised
+
+
+def _all(lines: Sequence[str]) -> Iterator[_Found]:
+    yield from _tracebacks(lines)
+    for number, line in enumerate(lines):
+        if "Exception Group " + _HEADER in line:
+            yield from _group(lines, number)
+        elif _PARSE_ERROR.match(line):
+            yield from _parse_error(lines, number)
+        elif fatal := _FATAL.match(line):
+            yield _fatal(lines, number, fatal)
+        elif cpp := _CPP.search(line):
+            yield _cpp(lines, number, cpp)
+
+
+def _tracebacks(lines: Sequence[str]) -> Iterator[_Found]:
+    before: _Found | None = None
+    for number, line in enumerate(lines):
+        if _HEADER not in line or "Exception Group" in line or line.lstrip().startswith("|"):
+            continue
+        found = _traceback(lines, number)
+        if found is None:
+            continue
+        lead = [text for text in lines[max(0, number - 3):number] if text.strip()]
+        if before is not None and lead and lead[-1].strip() in _CHAINED:
+            first = before.raised.caused_by or before.raised.line
+            found = replace(found, raised=replace(found.raised, caused_by=first), is_aside=before.is_aside)
+        elif lead and lead[-1].startswith("Exception ignored in"):
+            continue
+        elif lead and lead[-1].startswith(("Exception in thread", "Process ")):
+            found = replace(found, is_aside=True)
+        yield found
+        before = found
+
+
+def _traceback(lines: Sequence[str], start: int) -> _Found | None:
+    end = start + 1
+    while end < len(lines) and (lines[end].startswith("  ") or not lines[end]):
+        end += 1
+    if end == len(lines):
+        return None
+    frames = _frames(lines[start + 1:end])
+    name, message, after = _exception(lines, end)
+    return _Found(start, after, Raised(name, message, _own(frames[::-1])))
+
+
+def _exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:
+    """Type, message and the line after it, from the line that names the exception."""
+    match = _EXCEPTION.match(lines[start])
+    name, first = (match["type"], match["message"] or "") if match else ("", lines[start])
+    message, end = [first] if first else [], start + 1
+    if not first and end < len(lines) and match and lines[start].rstrip().endswith(":"):
+        # The message begins with a line break.
+        while end < len(lines) and not lines[end].strip():
+            end += 1
+    while (end < len(lines) and lines[end].strip() and len(message) < _MESSAGE_LINES
+           and _HEADER not in lines[end] and not _LOG_LINE.match(lines[end])):
+        message.append(lines[end].rstrip())
+        end += 1
+    return name, "\n".join(message), end
+
+
+def _group(lines: Sequence[str], start: int) -> Iterator[_Found]:
+    """An ExceptionGroup: its own line and the first line of each exception in it."""
+    body = []
+    for line in lines[start + 1:]:
+        if not re.match(r"^ *[|+]", line):
+            break
+        body.append(re.sub(r"^ *[|+] ?", "", line))
+    top = next((number for number, line in enumerate(body) if _EXCEPTION.match(line)), None)
+    if top is None:
+        return
+    frames = _frames(body)
+    head = _EXCEPTION.match(body[top])
+    parts = [line for line in body[top + 1:] if re.match(r"^[A-Za-z_][\w.]*: ", line)]
+    message = (head["message"] or "") + "".join(f"\n{part}" for part in parts[:_MESSAGE_LINES])
+    yield _Found(start, start + 1 + len(body), Raised(head["type"], message, _own(frames[::-1])))
+
+
+def _parse_error(lines: Sequence[str], number: int) -> Iterator[_Found]:
+    """The report of a script that does not parse has no header: a file, its line, a caret, the error."""
+    for back in range(number - 1, max(-1, number - 5), -1):
+        if match := _FRAME.match(lines[back]):
+            name, message, end = _exception(lines, number)
+            yield _Found(back, end, Raised(name, message, f"{match['file']}:{match['line']}"))
+            return
+
+
+def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
+    """faulthandler's report; its frames are innermost first."""
+    end = next((number for number in range(start, len(lines)) if lines[number].startswith("Current thread")), start)
+    frames = []
+    for line in lines[end + 1:]:
+        if not _FRAME.match(line):
+            break
+        frames += _frames([line])
+    return _Found(start, end + 1 + len(frames), Raised(match["type"], match["message"], _own(frames)))
+
+
+def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
+    if match["bare"]:
+        return _Found(start, start + 1, Raised("std::terminate", match["bare"]))
+    if match["apple"]:
+        return _Found(start, start + 1, Raised(match["apple"], match["what"] or ""))
+    what = lines[start + 1] if start + 1 < len(lines) else ""
+    if not what.lstrip().startswith("what():"):
+        return _Found(start, start + 1, Raised(match["type"], ""))
+    message = what.partition("what():")[2].strip()
+    return _Found(start, start + 2, Raised(match["type"], message))
+
+
+def _frames(lines: Sequence[str]) -> list[_Frame]:
+    found = (_FRAME.match(line) for line in lines)
+    return [_Frame(match["file"], match["line"], match["function"]) for match in found if match]
+
+
+def _own(innermost_first: Sequence[_Frame]) -> str | None:
+    """The innermost frame of code that is neither installed nor Python's; else the innermost."""
+    own = [frame for frame in innermost_first if not _LIBRARY.search(frame.file)]
+    return next((str(frame) for frame in (*own, *innermost_first)), None)
