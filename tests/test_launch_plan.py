@@ -10,15 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_runs import CAPTURED, captured_env, clean_env, launch
+from launch_runs import captured_env, clean_env, launch
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.dialects import identify
-from ezpz_llm.launch.dialects.work import Built, Work
 from ezpz_llm.launch.options import parse
-from ezpz_llm.launch.placement import Placement, place
+from ezpz_llm.launch.placement import place
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 
 _NONE = Devices((), "none")
@@ -60,41 +58,6 @@ def test_a_hostfiles_slots_are_a_limit() -> None:
         place(_allocation(None, None), _NONE, 9, 4)
     # A host that states none takes what the others leave.
     assert place(_allocation(2, None, limit=True), _NONE, 5, None).ranks == (("n1", 2), ("n2", 3))
-
-
-def _version_texts() -> dict[str, str]:
-    # The captured blocks end in the first line of the launcher's own version text.
-    lines = (CAPTURED / "mpi/flags_two_hosts.txt").read_text().splitlines()
-    return {name: next(line for line in lines if line.startswith(start)) for name, start in
-            (("mpich", "HYDRA build details:"), ("intel", "Intel(R) MPI"), ("openmpi", "mpiexec (Open MPI)"))}
-
-
-def _built(version: str, *ranks: tuple[str, int], here: bool = False) -> Built:
-    work = Work(("SHIM", "cmd", "a b"), Placement(ranks, "test"), here, Path("/r/hostfile"), 4, ("PATH",), True)
-    chosen = identify(version, "mpiexec", "test")
-    return chosen.build(chosen.program, work)
-
-
-def test_each_dialect_has_its_own_line() -> None:
-    texts = _version_texts()
-    two = (("n1", 2), ("n2", 2))
-    for name in ("mpich", "intel"):
-        assert " ".join(_built(texts[name], *two).argv) == "mpiexec -n 4 -ppn 2 -hosts n1,n2 -genvall SHIM cmd a b"
-        uneven = _built(texts[name], ("n1", 2), ("n2", 1))
-        assert " ".join(uneven.argv) == "mpiexec -n 3 -f /r/hostfile -genvall SHIM cmd a b"
-        assert uneven.files == {Path("/r/hostfile"): "n1:2\nn2:1\n"}
-    ours = _built(texts["openmpi"], *two)
-    assert " ".join(ours.argv) == ("mpiexec -n 4 --host n1:2,n2:2 --map-by ppr:2:node:OVERSUBSCRIBE --bind-to none"
-                                   " -x PATH SHIM cmd a b")
-    assert ours.argv[-1] == "a b"
-    assert ours.env["OMPI_ALLOW_RUN_AS_ROOT"][0] == "1"
-    many = _built(texts["openmpi"], *((f"n{number}", 2) for number in range(20)))
-    assert "--host" not in many.argv
-    assert many.files[Path("/r/hostfile")].startswith("n0 slots=2\nn1 slots=2\n")
-    assert identify("mpiexec (OpenRTE) 4.1.4\n\nReport bugs", "m", "t").dialect == "Open MPI 4.1.4"
-    assert identify(texts["intel"], "m", "t").dialect == "Intel MPI 2021.18.1"
-    with pytest.raises(UserError, match="begins 'PBS mpiexec'"):
-        identify("PBS mpiexec\n", "m", "t")
 
 
 def _programs(folder: Path, **bodies: str) -> str:

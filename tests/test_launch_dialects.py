@@ -1,0 +1,232 @@
+"""What each launcher is told: its line, its binding, its host files; and which launcher it is. Nothing starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from launch_runs import CAPTURED
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.dialects import identify, srun, torchrun
+from ezpz_llm.launch.dialects.cores import expand, logical_cores, mask
+from ezpz_llm.launch.dialects.work import Built, Launcher, Work
+from ezpz_llm.launch.placement import Placement
+
+_PALS = "mpiexec version 1.8.0 revision 1.2.3\n"
+_TWO = (("n1", 2), ("n2", 2))
+
+
+@dataclass(frozen=True)
+class _Binding:
+    kind: str
+    cores: tuple[str, ...]
+    source: str = "the test"
+
+
+def _version_texts() -> dict[str, str]:
+    # The captured blocks end in the first line of the launcher's own version text.
+    lines = (CAPTURED / "mpi/flags_two_hosts.txt").read_text().splitlines()
+    texts = {name: next(line for line in lines if line.startswith(start)) for name, start in
+             (("mpich", "HYDRA build details:"), ("intel", "Intel(R) MPI"), ("openmpi5", "mpiexec (Open MPI)"))}
+    return texts | {"openmpi4": "mpiexec (OpenRTE) 4.1.8\n", "pals": _PALS}
+
+
+def _work(*ranks: tuple[str, int], bound: str = "", **changes: object) -> Work:
+    """`bound` is the kind of binding, with two local ranks' cores where it is a list."""
+    cores = ("1-2,5", "3-4") if bound == "list" else ()
+    binding = _Binding(bound, cores) if bound else None
+    work = Work(("python3", "-m", "SHIM", "cmd", "a b"), Placement(ranks, "test"), False, Path("/r/hostfile"), 4,
+                ("PATH",), False, binding=binding, master=("n1-hsn", 4242))
+    return replace(work, **changes)
+
+
+def _built(name: str, work: Work) -> Built:
+    if name == "srun":
+        return srun.build("srun", work)
+    chosen = identify(_version_texts()[name], "mpiexec", "test")
+    return chosen.build(chosen.program, work)
+
+
+def _words(built: Built) -> str:
+    """The line up to the command, which is the same in all of them."""
+    assert built.argv[-5:] == ("python3", "-m", "SHIM", "cmd", "a b")
+    return " ".join(built.argv[:-5])
+
+
+def test_each_launcher_has_its_own_line() -> None:
+    for name in ("mpich", "intel"):
+        assert _words(_built(name, _work(*_TWO))) == "mpiexec -n 4 -ppn 2 -hosts n1,n2 -genvall"
+    for name in ("openmpi4", "openmpi5"):
+        built = _built(name, _work(*_TWO, as_root=True))
+        assert _words(built) == ("mpiexec -n 4 --host n1:2,n2:2 --map-by ppr:2:node:OVERSUBSCRIBE --bind-to none"
+                                 " -x PATH")
+        assert built.env["OMPI_ALLOW_RUN_AS_ROOT"][0] == "1"
+    pals = _built("pals", _work(*_TWO))
+    assert _words(pals) == "mpiexec -n 4 --ppn 2 --hostfile /r/hostfile --envall"
+    assert pals.files == {Path("/r/hostfile"): "n1\nn2\n"}
+    assert _words(_built("srun", _work(*_TWO))) == (
+        "srun -N 2 -n 4 --ntasks-per-node 2 --distribution=block -c 4 --overlap --export=ALL --wait=0"
+        " --kill-on-bad-exit=0 --input=0 --nodelist n1,n2")
+
+
+def test_the_sites_words_stand_before_the_command() -> None:
+    for name in ("mpich", "intel", "openmpi5", "pals", "srun"):
+        work = _work(*_TWO, site_options=("--gpus-per-task=1", "--gpu-bind=closest"))
+        assert _words(_built(name, work)).endswith(" --gpus-per-task=1 --gpu-bind=closest"), name
+
+
+def test_ranks_on_this_host_need_no_name_and_no_scheduler() -> None:
+    alone = {"here": True, "scheduler": "slurm"}
+    for name in ("mpich", "intel"):
+        built = _built(name, _work(("n2", 2), **alone))
+        assert _words(built) == "mpiexec -n 2 -ppn 2 -launcher fork -hosts localhost -genvall"
+        assert not built.env
+    assert "--host localhost:2 " in _words(_built("openmpi5", _work(("n2", 2), here=True)))
+    assert "--host n2:2 " in _words(_built("openmpi5", _work(("n2", 2), **alone)))
+
+
+def test_uneven_ranks() -> None:
+    uneven = _work(("n1", 1), ("n2", 2))
+    for name in ("mpich", "intel"):
+        built = _built(name, uneven)
+        assert _words(built) == "mpiexec -n 3 -f /r/hostfile -genvall"
+        assert built.files == {Path("/r/hostfile"): "n1:1\nn2:2\n"}
+    assert "--host n1:1,n2:2 --map-by slot:OVERSUBSCRIBE" in _words(_built("openmpi5", uneven))
+    words = _words(_built("srun", uneven))
+    assert "--distribution=arbitrary" in words
+    assert "--ntasks-per-node" not in words
+    assert words.endswith("--nodelist n1,n2,n2")
+    with pytest.raises(UserError, match=r"one number of ranks a host.*\[1, 2\]"):
+        _built("pals", uneven)
+    # Hosts filled in order, the last one partly, is what --ppn means.
+    assert "-n 3 --ppn 2 " in _words(_built("pals", _work(("n1", 2), ("n2", 1))))
+
+
+def test_long_host_lists_go_into_a_file() -> None:
+    many = _work(*((f"n{number}", 2) for number in range(20)))
+    for name, option, first in (("mpich", "-f /r/hostfile", "n0\nn1\n"), ("intel", "-f /r/hostfile", "n0\nn1\n"),
+                                ("openmpi5", "--hostfile /r/hostfile", "n0 slots=2\nn1 slots=2\n"),
+                                ("openmpi4", "--hostfile /r/hostfile", "n0 slots=2\nn1 slots=2\n"),
+                                ("pals", "--hostfile /r/hostfile", "n0\nn1\n"),
+                                ("srun", "--nodelist /r/hostfile", "n0\nn1\n")):
+        built = _built(name, many)
+        assert option in _words(built), name
+        assert built.files[Path("/r/hostfile")].startswith(first)
+        assert "n1," not in _words(built)
+
+
+def test_binding_in_each_launchers_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Open MPI counts cores by itself; on this machine, whichever it is, they are to be the system's numbers.
+    monkeypatch.setattr("ezpz_llm.launch.dialects.openmpi.logical_cores", dict)
+    listed, depth, none = (_work(*_TWO, bound=kind) for kind in ("list", "depth", "none"))
+    assert " -bind-to user:1+2+5,3+4 " in _words(_built("mpich", listed))
+    assert "-bind-to" not in _words(_built("mpich", none))
+    assert _built("intel", listed).env["I_MPI_PIN_DOMAIN"] == ("[0x26,0x18]", "the test")
+    assert _built("intel", none).env["I_MPI_PIN"][0] == "off"
+    # It refuses more domains than a host has ranks.
+    uneven = _built("intel", _work(("n1", 2), ("n2", 1), bound="list"))
+    assert (uneven.env.keys(), uneven.env["I_MPI_PIN"][0]) == ({"I_MPI_PIN"}, "off")
+    rank_file = "rank 0=n1 slot=1-2,5\nrank 1=n1 slot=3-4\nrank 2=n2 slot=1-2,5\nrank 3=n2 slot=3-4\n"
+    for name, words in (("openmpi4", "--rankfile /r/rankfile"),
+                        ("openmpi5", "--map-by rankfile:file=/r/rankfile:OVERSUBSCRIBE --bind-to core")):
+        built = _built(name, listed)
+        assert f"--host n1:2,n2:2 {words} -x" in _words(built)
+        assert built.files[Path("/r/rankfile")] == rank_file
+        assert "--bind-to none" in _words(_built(name, none))
+    for work, pals, slurm in ((listed, "--cpu-bind=list:1-2,5:3-4", "-c 4 --cpu-bind=mask_cpu:0x26,0x18"),
+                              (depth, "--depth=4 --cpu-bind=depth", "-c 4 --cpu-bind=cores"),
+                              (none, "--cpu-bind=none", "-c 4 --cpu-bind=none")):
+        assert f"/r/hostfile {pals} --envall" in _words(_built("pals", work))
+        assert f"{slurm} --overlap" in _words(_built("srun", work))
+
+
+def test_launchers_own_daemons_start_inside_a_slurm_step() -> None:
+    inside = _work(*_TWO, scheduler="slurm")
+    assert _built("mpich", inside).env["HYDRA_LAUNCHER_EXTRA_ARGS"][0] == "--overlap --export=ALL"
+    intel = _built("intel", inside)
+    assert "-bootstrap slurm" in _words(intel)
+    assert intel.env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"][0] == "--overlap --export=ALL"
+    assert "PRTE_MCA_plm_slurm_args" in _built("openmpi5", inside).env
+    assert "OMPI_MCA_plm_slurm_args" in _built("openmpi4", inside).env
+    assert not _built("mpich", _work(*_TWO)).env
+
+
+def test_what_cannot_be_said_is_refused() -> None:
+    colon = _work(*_TWO, command=("SHIM", "cmd", ":", "x"))
+    odd = _work(("n1; reboot", 1), ("-oProxyCommand=x", 1))
+    for name in (*_version_texts(), "srun"):
+        with pytest.raises(UserError, match="lone ':'") as raised:
+            _built(name, colon)
+        assert "script" in str(raised.value)
+        with pytest.raises(UserError, match="'n1; reboot' is no host's name"):
+            _built(name, odd)
+
+
+def test_which_mpiexec() -> None:
+    texts = _version_texts()
+    names = {name: identify(text, "m", "t").dialect for name, text in texts.items()}
+    assert names == {"mpich": "MPICH/Hydra", "intel": "Intel MPI 2021.18.1", "openmpi4": "Open MPI 4.1.8",
+                     "openmpi5": "Open MPI 5.0.11", "pals": "Cray PALS 1.8.0"}
+    with pytest.raises(UserError, match="begins 'PBS mpiexec'"):
+        identify("PBS mpiexec\n", "m", "t")
+    of_site = identify("something newer\n", "m", "t", "pals")
+    assert (of_site.dialect, of_site.source) == ("Cray PALS", "t; the site's dialect")
+    # A conda environment's own mpiexec, first on PATH on a PALS machine, is spoken to as what it is.
+    hiding = identify(texts["mpich"], "/conda/bin/mpiexec", "t", "pals")
+    assert hiding.dialect == "MPICH/Hydra"
+    assert "/conda/bin/mpiexec is MPICH/Hydra, and this site's is Cray PALS" in hiding.notes[0]
+    assert not identify(_PALS, "m", "t", "pals").notes
+
+
+def _never() -> Launcher:
+    raise AssertionError("torchrun on this host needs nobody to start it")
+
+
+def test_torchrun_on_this_host() -> None:
+    built = torchrun.build("torchrun", _work(("n1", 2), here=True), _never)
+    assert _words(built) == ("torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d"
+                             " --rdzv-endpoint localhost:0 --log-dir /r/torchrun --no-python --")
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "none"])
+def test_torchrun_on_several_hosts(scheduler: str) -> None:
+    def starter() -> Launcher:
+        if scheduler == "slurm":
+            return Launcher("srun", "Slurm", "srun", "test", srun.build)
+        return identify(_version_texts()["mpich"], "mpiexec", "test")
+
+    work = _work(*_TWO, bound="list", scheduler=scheduler, cores_per_host=9, site_options=("--gpus-per-task=1",))
+    words = _words(torchrun.build("torchrun", work, starter))
+    outer, inner = words.split(" python3 -m ezpz_llm.launch.dialects.on_node ")
+    assert inner == ("2 2 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend static --rdzv-endpoint n1-hsn:4242"
+                     " --log-dir /r/torchrun --no-python --")
+    assert "gpus-per-task" not in words
+    if scheduler == "slurm":
+        # All of a host's cores for its one torchrun, and no rank's mask.
+        assert outer.startswith("srun -N 2 -n 2 --ntasks-per-node 1 --distribution=block -c 9 --cpu-bind=none ")
+    else:
+        assert outer == "mpiexec -n 2 -ppn 1 -hosts n1,n2 -genvall"
+    elsewhere = _words(torchrun.build("torchrun", _work(("n2", 2), scheduler=scheduler), starter))
+    assert "--nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0" in elsewhere
+    with pytest.raises(UserError, match="equally many ranks"):
+        torchrun.build("torchrun", _work(("n1", 1), ("n2", 2)), starter)
+    with pytest.raises(UserError, match="a port to meet at"):
+        torchrun.build("torchrun", _work(*_TWO, master=("n1", None)), starter)
+
+
+def test_core_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert expand("1-3,8") == (1, 2, 3, 8)
+    assert mask("1-3,8") == "0x10e"
+    assert mask("104-111") == hex(0xff << 104)
+    # Two packages that the system numbers in turn, two threads a core; CPUs 3 and 7 are another container's.
+    for number in range(8):
+        topology = tmp_path / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{number % 2}\n")
+        (topology / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6})
+    assert logical_cores(tmp_path) == {0: 0, 4: 0, 2: 1, 6: 1, 1: 2, 5: 2}
+    assert logical_cores(tmp_path / "no-sysfs") == {}
