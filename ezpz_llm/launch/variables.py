@@ -11,6 +11,12 @@ WORLD_SIZE_VARIABLE = "EZPZ_LLM_WORLD_SIZE"
 ENDS_AT_VARIABLE = "EZPZ_LLM_ENDS_AT"
 """When the reservation ends, in epoch seconds; unset where it is not known."""
 
+SITE_VARIABLE = "EZPZ_LLM_SITE"
+"""The site in use: a name, or the path of its file."""
+
+BIND_VARIABLE = "EZPZ_LLM_BIND"
+"""Cores of each rank of a host ("0-3:4-7"), which the shim keeps to where the launcher has no option for them."""
+
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """The rank that a process belongs to: set by the shim for its rank's process, inherited by all its children."""
 
