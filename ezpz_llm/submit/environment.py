@@ -11,14 +11,14 @@ from pathlib import Path
 
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.plan import FORWARDED, FORWARDED_PREFIXES
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE, SITE_VARIABLE, WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, redact
 
 _RESERVE_S = 60
 """What may pass between a job's start, as its scheduler counts, and the first line of its script."""
 
 # The job has its own home. Devices are those of the node that submits, and the others belong to one launch.
-_LEFT_OUT = ("HOME", "PATH", *MASKS, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE, ENDS_AT_VARIABLE)
+_LEFT_OUT = ("HOME", "PATH", SITE_VARIABLE, *MASKS, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE, ENDS_AT_VARIABLE)
 _OF_THE_ENVIRONMENT = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
 _OF_A_JOB = ("SLURM_", "PBS_", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 

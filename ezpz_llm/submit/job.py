@@ -19,6 +19,7 @@ from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.schedulers import local
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
+from ezpz_llm.launch.variables import SITE_VARIABLE
 from ezpz_llm.rundir import RunDir, default_run_dir
 from ezpz_llm.submit import pbs, slurm
 from ezpz_llm.submit.environment import environment_lines
@@ -131,9 +132,10 @@ def _values(job: Job) -> dict[str, str | None]:
 
 
 def _setup(job: Job) -> tuple[str, ...]:
-    given = job.options.site or job.options.launch.site
-    if given is None and job.site.name == "generic":
+    given = job.options.site or job.options.launch.site or os.environ.get(SITE_VARIABLE)
+    if given is None and job.site.name == Site().name:
         return job.site.job.setup
     # In the job nothing is guessed again, and a file's path does not depend on the working directory.
-    named = str(Path(given).absolute()) if given and os.path.isfile(given) else job.site.name
-    return (*job.site.job.setup, f"export EZPZ_LLM_SITE={shlex.quote(named)}")
+    path = Path(given).expanduser() if given else None
+    named = str(path.absolute()) if path and path.is_file() else job.site.name
+    return (*job.site.job.setup, f"export {SITE_VARIABLE}={shlex.quote(named)}")

@@ -1,0 +1,153 @@
+"""A host's part in staging: one process a host receives the archives and unpacks them on the host's own disk.
+
+`python3 -m ezpz_llm.launch.staging.receive WAY TO ARCHIVE…`, started by launch. WAY says how the archives come:
+`file` (they can be read here), `sbcast` (the same, and they are removed when they have been read) or `mpi` (rank 0
+reads them, and broadcasts them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
+from ezpz_llm.launch.staging.archive import MANIFEST
+from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CHUNK_BYTES = 16 << 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Unpack the archives into the new folder TO; leave nothing behind where that fails.
+
+    Raises:
+        UserError: what failed, and on which host.
+    """
+    way, to, *archives = argv
+    open_archive = _over_mpi() if way == "mpi" else _as_file
+    folder = Path(to)
+    try:
+        # The folder's name is the run's own: what may be there is not ours.
+        folder.mkdir(mode=0o700)
+        for archive in archives:
+            with open_archive(archive) as source:
+                unpack(source, folder)
+            if way == "sbcast":
+                os.unlink(archive)
+    except (OSError, tarfile.TarError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"{socket.gethostname()} cannot take its copy of the environment: {why}",
+                        where=getattr(error, "filename", None) or to, exit_code=EXIT_PREFLIGHT,
+                        instead="make room there, or leave --stage-env out") from error
+    return 0
+
+
+def unpack(source: BinaryIO, to: Path) -> None:
+    """Unpack one archive below `to`; links and files that name the environment's old folders name the new ones.
+
+    Raises:
+        OSError, tarfile.TarError: it cannot be read or written.
+    """
+    with tarfile.open(fileobj=source, mode="r|") as tar:
+        first = tar.next()
+        text = tar.extractfile(first).read() if first is not None and first.name == MANIFEST else b""
+        if not text:
+            raise tarfile.ReadError(f"no {MANIFEST} at its beginning")
+        manifest = json.loads(text)
+        moved = mover(manifest["roots"], to)
+        # Our own archive, from our own cache, is taken as it is.
+        tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
+        while (member := tar.next()) is not None:
+            if member.issym():
+                member.linkname = moved(member.linkname)
+            elif member.isdir():
+                # Nothing could be put into a folder that is read-only.
+                member.mode |= 0o700
+            tar.extract(member, to)
+    for name in manifest["rewrite"]:
+        _rewrite(to / name, moved)
+
+
+def mover(roots: dict[str, str], to: Path) -> Callable[[str], str]:
+    """A function that replaces in a text every mention of a root's folder by that of its copy."""
+    # The longest first: one environment may lie inside another's folder.
+    paths = sorted(roots, key=len, reverse=True)
+    mention = re.compile("(?<![\\w.-])(" + "|".join(map(re.escape, paths)) + ")(?![\\w.-])")
+    return lambda text: mention.sub(lambda match: str(to / roots[match[1]]), text)
+
+
+def _rewrite(path: Path, moved: Callable[[str], str]) -> None:
+    old = path.read_text(errors="surrogateescape")
+    if (new := moved(old)) != old:
+        path.chmod(path.stat().st_mode | 0o200)
+        path.write_text(new, errors="surrogateescape")
+
+
+@contextlib.contextmanager
+def _as_file(path: str) -> Iterator[BinaryIO]:
+    with open(path, "rb") as file:
+        yield file
+
+
+def _over_mpi() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]]:
+    from mpi4py import MPI
+
+    world, promised = MPI.COMM_WORLD, int(os.environ[WORLD_SIZE_VARIABLE])
+    if world.size != promised:
+        raise UserError(f"{promised} processes were started, but MPI on {socket.gethostname()} knows {world.size}",
+                        where="mpi4py", exit_code=EXIT_PREFLIGHT,
+                        instead="use the mpiexec (or srun --mpi plug-in) that mpi4py's MPI library belongs to")
+
+    @contextlib.contextmanager
+    def open_archive(path: str) -> Iterator[BinaryIO]:
+        if world.rank == 0:
+            with open(path, "rb") as file:
+                yield io.BufferedReader(_Broadcast(world, file), CHUNK_BYTES)
+        else:
+            yield io.BufferedReader(_Broadcast(world, None), CHUNK_BYTES)
+
+    return open_archive
+
+
+class _Broadcast(io.RawIOBase):
+    """A stream that is the same on every rank: what rank 0 reads from its file."""
+
+    def __init__(self, world: MPI.Intracomm, file: BinaryIO | None) -> None:
+        self._world = world
+        self._file = file
+        self._chunk = bytearray(CHUNK_BYTES)
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        if not self._left:
+            size = self._file.readinto(self._chunk) if self._file else 0
+            size = self._world.bcast(size)
+            view = memoryview(self._chunk)[:size]
+            if size:
+                self._world.Bcast(view)
+            self._left = view
+        taken = min(len(buffer), len(self._left))
+        buffer[:taken] = self._left[:taken]
+        self._left = self._left[taken:]
+        return taken
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,116 @@
+"""Staging from launch's side: choose a way, bring the archives to every host, run there, take all of it away."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ezpz_llm.errors import EXIT_PREFLIGHT, UserError
+from ezpz_llm.launch.addresses import is_here
+from ezpz_llm.launch.options import Options
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.schedulers import slurm
+from ezpz_llm.launch.staging.archive import Archive, make_archives
+from ezpz_llm.launch.staging.relocate import relocate
+from ezpz_llm.launch.staging.roots import find_roots
+from ezpz_llm.launch.supervise import run
+from ezpz_llm.resources import cache_dir
+
+_SILENT_S = 600.0
+"""How long a host may show no sign of life while it receives or unpacks."""
+_INSTEAD = "make room there, or leave --stage-env out"
+
+
+@contextlib.contextmanager
+def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterator[LaunchPlan]:
+    """The plan that runs from every host's own copy of the environment; the copies go at the end.
+
+    Raises:
+        UserError: with exit code 3, where a host cannot take its copy; no host keeps one then.
+    """
+    began = time.monotonic()
+    roots = find_roots()
+    archives = make_archives(roots, cache_dir(env) / "staging")
+    way = choose_way(plan, env)
+    folder = local_folder(plan, env) / f"ezpz_llm-{os.getuid()}-{plan.run_id}"
+    print(_told(archives, way, plan, folder), file=sys.stderr, flush=True)
+    try:
+        _bring(plan, options, archives, way, folder)
+        print(f"staged     in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        yield relocate(plan, roots, folder, env)
+    finally:
+        _on_every_host(plan, options, ("rm", "-rf", str(folder), *_local_archives(archives, folder)), "staging-end")
+
+
+def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
+    """How the archives come to the hosts: the site's way, else sbcast in a Slurm job, else MPI where mpi4py is
+    installed and MPI starts the ranks; on one host, and where there is none of these, each reads them itself."""
+    if len(plan.hosts) == 1:
+        return "file"
+    if plan.site.stage:
+        return plan.site.stage
+    if plan.allocation.scheduler == slurm.NAME and shutil.which("sbcast", path=env.get("PATH")):
+        return "sbcast"
+    has_mpi = plan.launcher.kind in ("mpiexec", "srun") and importlib.util.find_spec("mpi4py") is not None
+    return "mpi" if has_mpi else "file"
+
+
+def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
+    """The folder on each host's own disk: what Slurm made for the job, else /local, else /tmp."""
+    if given := env.get("SLURM_TMPDIR"):
+        return Path(given)
+    # Hosts of one reservation are taken to be alike; a login node is not one of them.
+    is_host = any(is_here(host) for host in plan.hosts)
+    return Path("/local") if is_host and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
+
+
+def _told(archives: Sequence[Archive], way: str, plan: LaunchPlan, folder: Path) -> str:
+    files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
+    made = "made now" if any(archive.is_new for archive in archives) else "as it was archived"
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({made}) to {folder} on {len(plan.hosts)} host(s) by"
+            f" {way}")
+
+
+def _bring(plan: LaunchPlan, options: Options, archives: Sequence[Archive], way: str, folder: Path) -> None:
+    paths = [str(archive.path) for archive in archives]
+    if way == "sbcast":
+        paths = _local_archives(archives, folder)
+        for archive, path in zip(archives, paths, strict=True):
+            _sbcast(archive.path, path)
+    receive = (sys.executable, "-m", "ezpz_llm.launch.staging.receive", way, str(folder), *paths)
+    if _on_every_host(plan, options, receive, "staging"):
+        raise UserError("the environment could not be copied to every host (see above); nothing was started",
+                        where="--stage-env", exit_code=EXIT_PREFLIGHT, instead=_INSTEAD)
+
+
+def _local_archives(archives: Sequence[Archive], folder: Path) -> list[str]:
+    return [f"{folder}.{number}.tar" for number, _ in enumerate(archives)]
+
+
+def _sbcast(source: Path, target: str) -> None:
+    done = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, errors="replace", check=False)
+    if done.returncode:
+        # Slurm names the host.
+        print(done.stderr, end="", file=sys.stderr, flush=True)
+        raise UserError(f"sbcast failed with code {done.returncode} (see above); nothing was started",
+                        where=target, exit_code=EXIT_PREFLIGHT, instead=_INSTEAD)
+
+
+def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> int:
+    """Run `command` once on each host of the plan, by the same launcher; the exit code."""
+    once = replace(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, wrap=(), tee="none",
+                   hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / name)
+    step = build_plan(once, os.environ)
+    step.run_dir.create()
+    for path, content in step.files.items():
+        path.write_text(content)
+    return run(step, _SILENT_S).code
