@@ -17,8 +17,9 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, redact
 _RESERVE_S = 60
 """What may pass between a job's start, as its scheduler counts, and the first line of its script."""
 
-# The job has its own home. Devices are those of the node that submits, and the others belong to one launch.
-_LEFT_OUT = ("HOME", "PATH", SITE_VARIABLE, *MASKS, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE, ENDS_AT_VARIABLE)
+_OF_A_LAUNCH = (*MASKS, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE, ENDS_AT_VARIABLE)
+# The job has its own home, and PATH and the site get lines of their own.
+_LEFT_OUT = ("HOME", "PATH", SITE_VARIABLE, *_OF_A_LAUNCH)
 _OF_THE_ENVIRONMENT = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
 _OF_A_JOB = ("SLURM_", "PBS_", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
@@ -55,4 +56,4 @@ def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
         return dict(env)
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT")
     return {name: value for name, value in env.items()
-            if name not in _LEFT_OUT[2:] and (name in kept or not name.startswith(_OF_A_JOB))}
+            if name not in _OF_A_LAUNCH and (name in kept or not name.startswith(_OF_A_JOB))}
