@@ -198,7 +198,6 @@ JOB = ("--nodes", "2", "--time", "10m")
 def test_a_chain_is_queued_by_checked_ids_and_recorded(tmp_path: Path) -> None:
     count = 'n=$(wc -l < $(dirname $0)/calls); echo "Welcome to the site"; echo "4$n.login"'
     path = scheduler(tmp_path / "bin", "qsub", count)
-    (path / "site.toml").write_text('[site]\n')
     done = submit(tmp_path, *JOB, "--chain", "3", "--requeue", "--site", str(pbs_site(tmp_path)), "--run-dir", "r",
                   "--", "launch", "-n", "2", "hostname", path=path)
     assert done.returncode == 0, done.stderr

@@ -100,10 +100,11 @@ def _chosen_run_dir(options: Options, target: Target) -> Path | None:
 
 def _placement(options: Options, site: Site) -> Placement:
     launch = options.launch
-    hosts = tuple(Host(f"node{number}", devices=site.devices_per_host) for number in range(1, options.nodes + 1))
+    hosts = tuple(Host(f"node{number}") for number in range(1, options.nodes + 1))
+    devices = Devices(tuple(map(str, range(site.devices_per_host or 0))), f"site {site.name}")
     job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
     part = narrow(job, launch.nodes, launch.hosts, launch.hostfile)
-    return place(part, Devices((), f"site {site.name}"), launch.ranks, launch.per_host)
+    return place(part, devices, launch.ranks, launch.per_host)
 
 
 def write_script(job: Job, typed: list[str]) -> str:

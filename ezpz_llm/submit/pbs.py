@@ -37,6 +37,8 @@ def directives(request: Request) -> list[str]:
         raise UserError(f"PBS cannot write a job's output to {str(request.output)!r}", where="the run directory",
                         instead="--run-dir with letters, digits and _ . / @ % + = ~ - only")
     words = [
+        # Whatever the user's login shell is.
+        "-S /bin/bash",
         f"-N {request.name}",
         f"-l select={request.nodes}",
         "-l place=scatter:excl",

@@ -1,0 +1,51 @@
+#!/bin/bash
+# Written by: ezpz-llm submit --site polaris --nodes 4 --time 1:00:00 --account proj --queue debug --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# It may be changed, and queued again by hand.
+
+# ---- request
+#PBS -S /bin/bash
+#PBS -N train
+#PBS -l walltime=1:00:00
+#PBS -j oe
+#PBS -k doe
+#PBS -o /home/user/work/runs/a/logs/
+#PBS -r n
+#PBS -A proj
+#PBS -q debug
+#PBS -l select=4:system=polaris
+#PBS -l place=scatter
+#PBS -l filesystems=home:eagle
+
+# ---- environment
+cd /home/user/work || exit
+export EZPZ_LLM_CACHE=/home/user/cache
+export PATH=(as submitted):$PATH
+type module &>/dev/null || source /etc/profile
+module use /soft/modulefiles
+module load conda
+conda activate
+export EZPZ_LLM_SITE=polaris
+export PATH=/home/user/env/bin:$PATH
+# When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
+export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
+
+# ---- command
+run_dir=/home/user/work/runs/a
+command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero3)
+go_on=(--resume "$run_dir")
+
+# ---- run (the same for every job)
+case $(python3 -m ezpz_llm.submit.state "$run_dir") in
+    complete)
+        echo "job $PBS_JOBID: $run_dir is complete, nothing is left to do"
+        exit 0
+        ;;
+    resume) command+=("${go_on[@]}") ;;
+    restart) mv "$run_dir/metrics.jsonl" "$run_dir/metrics-before-$(date +%s).jsonl" ;;
+esac
+# The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
+trap : TERM
+"${command[@]}"
+
+# ranks      16 (4 visible devices (site polaris))
+# queued by  qsub /home/user/work/runs/a/job.sh
