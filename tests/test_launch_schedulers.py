@@ -10,8 +10,7 @@ from launch_runs import CAPTURED, captured_env
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Host
 from ezpz_llm.launch.devices import core_ranges, visible_devices
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
-from ezpz_llm.launch.schedulers import find_allocation, hostfile, pbs, slurm
+from ezpz_llm.launch.schedulers import find_allocation, hostfile, pbs, slurm, started
 
 
 @pytest.mark.parametrize(("name", "hosts"), [
@@ -27,13 +26,12 @@ def test_pbs_node_files(name: str, hosts: list[tuple[str, int | None]]) -> None:
     assert [(host.name, host.slots) for host in found] == hosts
 
 
-def test_pbs_job() -> None:
+def test_a_pbs_job_without_its_node_file() -> None:
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
-    node_file = CAPTURED / "pbs/nodefile_sel2_nc2_mpi2.txt"
-    found = find_allocation(env | {"PBS_NODEFILE": str(node_file)})
-    assert (found.scheduler, found.job_id, [host.name for host in found.hosts]) == ("pbs", "5.login", ["n1", "n2"])
-    with pytest.raises(UserError, match=r"node file of PBS job 5\.login"):
+    with pytest.raises(UserError, match=r"cannot read the node file of PBS job 5\.login: No such file"):
         find_allocation(env | {"PBS_NODEFILE": "/nonexistent/5.login"})
+    with pytest.raises(UserError, match="has no PBS_NODEFILE"):
+        find_allocation({"PBS_JOBID": "5.login"})
 
 
 def test_two_spellings_are_one_host() -> None:
@@ -42,24 +40,86 @@ def test_two_spellings_are_one_host() -> None:
                                                                  "10.0.0.2"]
 
 
-@pytest.mark.parametrize(("name", "hosts"), [
-    ("env_sbatch_script", [("n1", 2), ("n2", 2)]),
-    ("env_sbatch_N2_no_ntasks", [("n1", None), ("n2", None)]),
-    ("env_sbatch_N3_n5", [("n1", 2), ("n2", 2), ("n3", 1)]),
-    ("env_sbatch_gaps_c2", [("n1", 1), ("n3", 1), ("n4", 1)]),
-    ("env_salloc_shell", [("n1", 2), ("n2", 2)]),
+# Every captured environment: who we are there, and on which hosts with which slots.
+_PAIR = [("n1", 2), ("n2", 2)]
+_ENVIRONMENTS = {
+    "slurm/env_sbatch_script.txt": ("slurm", _PAIR),
+    "slurm/env_sbatch_N2_no_ntasks.txt": ("slurm", [("n1", None), ("n2", None)]),
+    "slurm/env_sbatch_N3_n5.txt": ("slurm", [("n1", 2), ("n2", 2), ("n3", 1)]),
+    "slurm/env_sbatch_gaps_c2.txt": ("slurm", [("n1", 1), ("n3", 1), ("n4", 1)]),
+    "slurm/env_salloc_shell.txt": ("slurm", _PAIR),
+    # The shell that salloc starts on the first node is a step by name only.
+    "slurm/env_interactive_step.txt": ("slurm", _PAIR),
     # In a step of one task on n1, the job's two nodes and its tasks a node say nothing.
-    ("env_srun_one_task_step", [("n1", None)]),
-])
-def test_slurm_jobs_and_steps(name: str, hosts: list[tuple[str, int | None]]) -> None:
-    found = find_allocation(captured_env(f"slurm/{name}.txt"))
-    assert found.scheduler == "slurm"
-    assert [(host.name, host.slots) for host in found.hosts] == hosts
+    "slurm/env_srun_one_task_step.txt": ("slurm", [("n1", None)]),
+    "slurm/env_srun_pty_one_task.txt": ("slurm", [("n1", None)]),
+    # mpiexec -n 1: alone in its world, in the step of the proxy that started it.
+    "slurm/env_hydra_single.txt": ("slurm", [("n3", None)]),
+    "slurm/env_hydra_rank3.txt": ("started", "Hydra (PMI_RANK)"),
+    **{f"slurm/env_srun_pmi2_rank{rank}.txt": ("started", "srun with PMI (PMI_RANK)") for rank in range(4)},
+    **{f"slurm/env_srun_nompi_rank{rank}.txt": ("started", "srun (SLURM_PROCID)") for rank in range(4)},
+    "mpi/env_mpich_rank2.txt": ("started", "Hydra (PMI_RANK)"),
+    "mpi/env_intelmpi_rank2.txt": ("started", "Hydra (PMI_RANK)"),
+    "mpi/env_openmpi_rank3.txt": ("started", "Open MPI (OMPI_COMM_WORLD_RANK)"),
+    "pbs/env_job_sel2_nc2_mpi2.txt": ("pbs", _PAIR),
+    "pbs/env_job_sel2_plain.txt": ("pbs", [("n1", 2)]),
+    "pbs/env_job_sel2_scatter.txt": ("pbs", [("n3", None), ("n4", None)]),
+    "pbs/env_job_sel3_ompthreads.txt": ("pbs", [("n1", None), ("n2", None), ("n3", None)]),
+    "pbs/env_job_mixed.txt": ("pbs", [("n1", 1), ("n2", 2), ("n3", 2)]),
+    "pbs/env_job_array.txt": ("pbs", [("n1", None)]),
+}
 
 
-def test_an_srun_task_is_started_already() -> None:
-    found = find_allocation(captured_env("slurm/env_srun_pmi2_rank2.txt"))
-    assert found.scheduler == "started"
+def _captured(path: str) -> dict[str, str]:
+    """A captured environment, with the node file that belonged to it."""
+    env = captured_env(path)
+    if "PBS_NODEFILE" in env:
+        name = path.removeprefix("pbs/env_job_")
+        env["PBS_NODEFILE"] = str(CAPTURED / "pbs" / f"nodefile_{name}")
+    return env
+
+
+def test_every_captured_environment_is_in_the_table() -> None:
+    there = {str(path.relative_to(CAPTURED)) for path in CAPTURED.glob("*/env_*.txt")}
+    assert there - _ENVIRONMENTS.keys() == {"slurm/env_srun_pty_shell.txt", "slurm/env_array.txt"}
+
+
+@pytest.mark.parametrize("path", _ENVIRONMENTS)
+def test_captured_environments(path: str) -> None:
+    scheduler, expected = _ENVIRONMENTS[path]
+    found = find_allocation(_captured(path))
+    assert found.scheduler == scheduler
+    hosts = [(host.name, host.slots) for host in found.hosts]
+    assert (found.source if scheduler == "started" else hosts) == expected
+
+
+def test_the_shell_of_srun_pty_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is task 0 of four, whose others got no terminal and have ended; steps inside it inherit its variables."""
+    env = captured_env("slurm/env_srun_pty_shell.txt")
+    monkeypatch.setattr(started, "has_terminal", lambda: True)
+    found = find_allocation(env)
+    assert ([(host.name, host.slots) for host in found.hosts], found.step_id) == (_PAIR, "0")
+    assert find_allocation(env | {"RANK": "1", "WORLD_SIZE": "2"}).scheduler == "started"
+    monkeypatch.setattr(started, "has_terminal", lambda: False)
+    assert find_allocation(env).scheduler == "started"
+
+
+def test_a_step_is_told_from_the_job() -> None:
+    for name, step in (("sbatch_script", None), ("salloc_shell", None), ("interactive_step", None),
+                       ("srun_one_task_step", "3")):
+        assert find_allocation(captured_env(f"slurm/env_{name}.txt")).step_id == step
+    (note,) = find_allocation(captured_env("slurm/env_srun_one_task_step.txt")).notes
+    assert note == "this is step 3 of the job, with 1 of its 2 hosts: those of the step count"
+
+
+def test_array_jobs_have_their_own_ids() -> None:
+    lines = (CAPTURED / "slurm/env_array.txt").read_text().splitlines()
+    half = len(lines) // 2
+    host = {"SLURM_JOB_NODELIST": "n1"}
+    tasks = [dict(line.split("=", 1) for line in part) | host for part in (lines[:half], lines[half:])]
+    ids = [(task["SLURM_ARRAY_TASK_ID"], find_allocation(task).job_id) for task in tasks]
+    assert ids == [("0", "10"), ("3", "9")]
+    assert find_allocation(_captured("pbs/env_job_array.txt")).job_id == "10[1].login"
 
 
 def test_slurm_end_time_and_cores() -> None:
@@ -69,32 +129,46 @@ def test_slurm_end_time_and_cores() -> None:
     assert (found.ends_at, found.cores_per_host) == (1795240000.0, 1)
 
 
-# Ours, where Slurm 22.05 refuses (text after a bracket is harmless) or prints what is no host list.
-_OURS = {
-    "n[1-3]-ib": "n1-ib n2-ib n3-ib", "n[1-2]x,m5": "n1x n2x m5", "a[1-2]b[3-4]c": "a1b3c a1b4c a2b3c a2b4c",
-    "(null)": "", "n[3-1]": None, "[n1-n2]": None, "n[1-2": None, "n[]": None, "n[1-]": None,
-}
+def test_contradictions_are_said_with_both_values() -> None:
+    env = captured_env("slurm/env_sbatch_N2_no_ntasks.txt")
+    (note,) = find_allocation(env | {"SLURM_JOB_NODELIST": "n1"}).notes
+    assert note == "SLURM_JOB_NUM_NODES is 2, but SLURM_JOB_NODELIST=n1 names 1 host(s): the list counts"
+    with pytest.raises(UserError, match="tasks for 2 nodes, but 1 hosts"):
+        find_allocation(captured_env("slurm/env_sbatch_script.txt") | {"SLURM_JOB_NODELIST": "n1"})
+    (note,) = find_allocation(env | {"SLURM_RESTART_COUNT": "1"}).notes
+    assert "SLURM_RESTART_COUNT=1" in note
+    (note,) = find_allocation(_captured("pbs/env_job_sel2_plain.txt")).notes
+    assert note == "all 2 chunks or ranks that PBS placed are on one host"
 
 
-def test_slurm_host_lists() -> None:
-    rows = [line.split("\t") for line in
-            (CAPTURED / "slurm/nodelist_expansions.tsv").read_text().splitlines()[1:]]
-    assert len(rows) == 30
-    for text, by_slurm in rows:
-        expected = _OURS.get(text, by_slurm)
-        if expected is None:
-            with pytest.raises(UserError) as raised:
-                expand_hosts(text)
-            assert repr(text) in str(raised.value)
-        else:
-            assert " ".join(expand_hosts(text)) == expected, text
+def test_two_schedulers_at_once() -> None:
+    both = captured_env("slurm/env_sbatch_script.txt") | _captured("pbs/env_job_sel2_nc2_mpi2.txt")
+    found = find_allocation(both)
+    assert (found.scheduler, found.notes) == (
+        "slurm", ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set, with the same hosts: slurm counts",))
+    found = find_allocation(both | {"PBS_NODEFILE": "/nonexistent/5.login"})
+    assert found.scheduler == "slurm"
+    assert "SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; slurm counts, since cannot read" in found.notes[0]
+    found = find_allocation(both | {"SLURM_JOB_NODELIST": "n["})
+    assert (found.scheduler, "not a Slurm host list" in found.notes[0]) == ("pbs", True)
+    other = both | {"PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_scatter.txt")}
+    with pytest.raises(UserError, match=r"two reservations: .* with the hosts n1, n2 and n3, n4") as raised:
+        find_allocation(other)
+    assert "--scheduler slurm or --scheduler pbs" in str(raised.value)
+    for wanted, hosts, left in (("slurm", ["n1", "n2"], "PBS_JOBID=5.login"),
+                                ("pbs", ["n3", "n4"], "SLURM_JOB_ID=3")):
+        found = find_allocation(other, wanted)
+        assert (found.scheduler, [host.name for host in found.hosts]) == (wanted, hosts)
+        assert found.notes == (f"{left} left aside (--scheduler {wanted})",)
 
 
-def test_slurm_counts() -> None:
-    assert expand_counts("2(x2),1") == [2, 2, 1]
-    assert expand_counts("1(x3)") == [1, 1, 1]
-    with pytest.raises(UserError, match="2x3"):
-        expand_counts("2x3")
+def test_a_scheduler_asked_for() -> None:
+    found = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
+    assert (found.scheduler, found.source, found.notes) == (
+        "none", "--scheduler none", ("SLURM_JOB_ID=3 left aside (--scheduler none)",))
+    assert find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm").scheduler == "slurm"
+    with pytest.raises(UserError, match="--scheduler pbs, but PBS_JOBID is not set"):
+        find_allocation(captured_env("slurm/env_sbatch_script.txt"), "pbs")
 
 
 def test_hostfile_forms() -> None:

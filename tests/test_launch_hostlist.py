@@ -1,0 +1,114 @@
+"""Slurm's host lists, against Slurm's own expansion: as captured, and by the scontrol of this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_runs import CAPTURED
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+
+needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="no scontrol here (slurm-client)")
+
+
+# Ours, where Slurm 22.05 refuses (text after a bracket is harmless) or prints what is no host list.
+_OURS = {
+    "n[1-3]-ib": "n1-ib n2-ib n3-ib", "n[1-2]x,m5": "n1x n2x m5", "a[1-2]b[3-4]c": "a1b3c a1b4c a2b3c a2b4c",
+    "(null)": "", "n[3-1]": None, "[n1-n2]": None, "n[1-2": None, "n[]": None, "n[1-]": None,
+}
+
+
+def test_captured_host_lists() -> None:
+    rows = [line.split("\t") for line in
+            (CAPTURED / "slurm/nodelist_expansions.tsv").read_text().splitlines()[1:]]
+    assert len(rows) == 30
+    for text, by_slurm in rows:
+        expected = _OURS.get(text, by_slurm)
+        if expected is None:
+            with pytest.raises(UserError) as raised:
+                expand_hosts(text)
+            assert repr(text) in str(raised.value)
+        else:
+            assert " ".join(expand_hosts(text)) == expected, text
+
+
+@pytest.mark.parametrize("text", ["n]", "n[1-2]]", "n[[1]", "n[a]", "n[1--2]", "n[1,]", "n[-1]", "n[0-9999999999]"])
+def test_what_is_no_list_is_quoted(text: str) -> None:
+    with pytest.raises(UserError) as raised:
+        expand_hosts(f"ok1,{text}")
+    assert f"ok1,{text}" in str(raised.value)
+
+
+def _scontrol(what: str, text: str, folder: Path) -> list[str]:
+    """`scontrol show hostnames` (or hostlist), which wants a configuration and no server."""
+    conf = folder / "slurm.conf"
+    conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    done = subprocess.run(["scontrol", "show", what, text], env=os.environ | {"SLURM_CONF": str(conf)},
+                          capture_output=True, text=True, timeout=30, check=True)
+    assert not done.stderr, done.stderr
+    return done.stdout.split()
+
+
+@st.composite
+def _bracket(draw: st.DrawFn) -> str:
+    items = []
+    for _ in range(draw(st.integers(1, 4))):
+        first = draw(st.integers(0, 1200))
+        width = draw(st.integers(0, 6))
+        text = f"{first:0{width}d}"
+        items.append(text if draw(st.booleans()) else f"{text}-{first + draw(st.integers(0, 30))}")
+    return f"[{','.join(items)}]"
+
+
+_LITERAL = st.from_regex(r"[a-z][a-z0-9]{0,3}(-|[.]x)?[a-z0-9]{0,3}", fullmatch=True)
+_WORD = st.one_of(
+    _LITERAL,
+    st.tuples(_LITERAL, _bracket()).map("".join),
+    st.tuples(_LITERAL, _bracket(), st.sampled_from(["c", "0s", "-", ""]), _bracket()).map("".join),
+)
+
+
+@needs_scontrol
+@settings(max_examples=60, deadline=None)
+@given(words=st.lists(_WORD, min_size=1, max_size=12), separator=st.sampled_from([",", " ", ", "]))
+def test_any_list_expands_as_slurm_expands_it(tmp_path_factory: pytest.TempPathFactory, words: list[str],
+                                              separator: str) -> None:
+    text = separator.join(words)
+    assert expand_hosts(text) == _scontrol("hostnames", text, tmp_path_factory.getbasetemp())
+
+
+@needs_scontrol
+def test_ten_thousand_names_folded_by_slurm(tmp_path: Path) -> None:
+    """Aurora's forms of names, in a shuffled order with gaps."""
+    chance = random.Random(1)
+    names = [f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0" for number in range(5000)]
+    names += [f"nid{number:06d}" for number in chance.sample(range(20000), 5000)]
+    (folded,) = _scontrol("hostlist", ",".join(names), tmp_path)
+    assert len(folded) < len(",".join(names))
+    assert expand_hosts(folded) == names
+
+
+def test_long_lists_are_quick() -> None:
+    text = ",".join(f"x[{4000 + rack}]c[0-7]s[0-7]b0n0" for rack in range(166))
+    begun = time.perf_counter()
+    hosts = expand_hosts(text)
+    assert len(hosts) == 166 * 64
+    assert (hosts[0], hosts[-1]) == ("x4000c0s0b0n0", "x4165c7s7b0n0")
+    # 10 ms on a quiet machine.
+    assert time.perf_counter() - begun < 1
+
+
+def test_slurm_counts() -> None:
+    assert expand_counts("2(x2),1") == [2, 2, 1]
+    assert expand_counts("1(x3)") == [1, 1, 1]
+    with pytest.raises(UserError, match="2x3"):
+        expand_counts("2x3")
