@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -57,9 +58,19 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     plan = _claim_run_dir(plan, options)
     print(details(plan) if options.explain else summary(plan), file=sys.stderr, flush=True)
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
-    outcome = run(plan, options.idle_limit_s)
+    with _where_it_runs(plan, options) as plan:
+        outcome = run(plan, options.idle_limit_s)
     update_record(plan.run_dir, exit={"code": outcome.code, "cause": outcome.cause, "ended": time.time()})
     return outcome.code
+
+
+def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
+    """The plan as it is, or from copies of the environment that are there meanwhile."""
+    if not options.stage_env:
+        return contextlib.nullcontext(plan)
+    from ezpz_llm.launch.staging.stage import staged
+
+    return staged(plan, options, os.environ)
 
 
 def _claim_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
