@@ -64,11 +64,13 @@ def find_meeting(hosts: Sequence[str], key: str, *, interface: str | None = None
         address, source = _LOOPBACK, "all ranks on one host"
     elif interface and at_home:
         address, source = own, f"interface {named} of {hosts[0]} ({interface_source})"
+        _refuse_loopback(address, hosts, source)
     elif at_home and not suffix:
         address, source = _own_address(hosts)
     else:
         address, source, notes = _name_elsewhere(hosts, suffix)
-    number, port_source = _port(address, key, port, at_home, hosts[0])
+    # The user's own address may lead here by ways that this host does not know of.
+    number, port_source = _port("" if source == "yours" else address, key, port, at_home, hosts[0])
     return Meeting(address, number, source, port_source, notes)
 
 

@@ -47,12 +47,16 @@ def free_port(address: str, key: str) -> int:
 def bind_error(address: str, port: int) -> int:
     """0 where rank 0 could listen on `port` and be reached at `address`, else the system's error number."""
     # A store listens on every interface, whichever address it is reached at.
-    for name in (address, ""):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    for name in dict.fromkeys((address or "0.0.0.0", "0.0.0.0")):
+        try:
+            family, _, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        except OSError:
+            return errno.EADDRNOTAVAIL
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             # As the store itself does: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((name, port))
+                probe.bind(place)
             except OSError as error:
                 return error.errno or errno.EINVAL
     return 0

@@ -1,0 +1,142 @@
+"""Where ranks meet: interfaces, names that mean the loopback, ports and who holds them. All on this host's own
+network; what takes several hosts is in test_launch_pbs.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch import addresses
+from ezpz_llm.launch.addresses import find_meeting, is_here
+from ezpz_llm.launch.interfaces import interface_address, own_interfaces, require_interfaces
+from ezpz_llm.launch.ports import bind_error, derived_ports, free_port, holder
+
+HERE = socket.gethostname()
+# RFC 5737's addresses for documentation: no host has them.
+ELSEWHERE = "203.0.113.7"
+
+
+@contextmanager
+def _listening(port: int = 0, address: str = "127.0.0.1") -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_one_host_meets_on_its_loopback() -> None:
+    for hosts in ([HERE], ["localhost"], ["n1"]):
+        found = find_meeting(hosts, "key")
+        assert (found.address, found.address_source) == ("127.0.0.1", "all ranks on one host")
+    assert "not tried, since n1 is not this host" in found.port_source
+    assert is_here("127.0.0.1")
+    assert not is_here(ELSEWHERE)
+    assert all(is_here(address) for address in own_interfaces().values() if address)
+
+
+def test_a_missing_interface_names_those_there_are() -> None:
+    with pytest.raises(UserError, match=rf"no interface 'hsn0' on {HERE}, which has .*lo \(127\.0\.0\.1\)"):
+        find_meeting([HERE, "n2"], "key", interface="hsn0")
+    with pytest.raises(UserError) as raised:
+        find_meeting([HERE], "key", interface="hsn0", interface_source="launchers/sites/x.toml")
+    assert raised.value.where == "launchers/sites/x.toml"
+    # NCCL's list of several: the first that is there.
+    assert interface_address("hsn0,lo", "--interface") == ("lo", "127.0.0.1")
+    # On another host than rank 0's, nothing can be said about the interfaces there.
+    assert find_meeting(["n1", HERE], "key", interface="hsn0").address == "n1"
+
+
+def test_the_loopback_is_never_passed_to_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ({"address": "localhost"}, {"address": "127.0.0.1"}, {"interface": "lo"}):
+        with pytest.raises(UserError, match=r"is 127\.0\.0\.1 here: ranks on n2 would look for rank 0"):
+            find_meeting([HERE, "n2"], "key", **given)
+    with pytest.raises(UserError, match=r"127\.0\.1\.1 is 127\.0\.1\.1 here"):
+        find_meeting(["127.0.1.1", "n2"], "key")
+    # Debian's /etc/hosts; and no host called n2 that tells another address.
+    monkeypatch.setattr(addresses, "resolve", lambda name: "127.0.1.1" if name == HERE else None)
+    with pytest.raises(UserError, match=rf"{HERE} is 127\.0\.1\.1 here, and no route to n2") as raised:
+        find_meeting([HERE, "n2"], "key")
+    assert "--interface" in str(raised.value)
+
+
+def test_a_sites_suffix_names_another_host() -> None:
+    found = find_meeting(["x4407c6s2b0n0.hostmgmt2.example", "x2"], "key", suffix=".hsn.invalid")
+    assert found.address == "x4407c6s2b0n0.hsn.invalid"
+    assert found.notes == (f"x4407c6s2b0n0.hsn.invalid does not resolve on {HERE}: the ranks' hosts must know it",)
+    assert "the site's .hsn.invalid" in found.address_source
+
+
+def test_the_users_own_address_and_port_stay() -> None:
+    found = find_meeting([HERE, "n2"], "key", address=ELSEWHERE, port="29500")
+    assert (found.address, found.port) == (ELSEWHERE, 29500)
+    assert found.address_source == found.port_source == "yours"
+    for port in ("x", "0", "70000", "-1", "²"):
+        with pytest.raises(UserError, match="is not a port number"):
+            find_meeting([HERE], "key", port=port)
+
+
+def test_the_users_port_is_refused_with_its_holder() -> None:
+    with _listening() as port, pytest.raises(UserError) as raised:
+        find_meeting([HERE], "key", port=str(port))
+    assert f"MASTER_PORT={port} cannot be used on {HERE}: Address already in use" in raised.value.found
+    assert f"pid {os.getpid()} (" in raised.value.found
+    assert "pytest" in raised.value.found
+    # On another host nobody can tell from here.
+    assert find_meeting(["n1"], "key", port=str(port)).port == port
+
+
+def test_a_derived_port_is_free_and_its_own() -> None:
+    ports = list(derived_ports("5.login None /runs/one"))
+    assert ports == list(derived_ports("5.login None /runs/one"))
+    assert ports[0] != next(derived_ports("5.login None /runs/two"))
+    assert all(20000 <= port < 32768 for port in ports)
+    # Whoever listens on one interface only is in the way, too: rank 0's store listens on all.
+    with _listening(ports[0]), _listening(ports[1], "0.0.0.0"):
+        assert free_port("127.0.0.1", "5.login None /runs/one") not in ports[:2]
+        assert bind_error("", ports[0])
+    with pytest.raises(UserError, match=f"{ELSEWHERE} is no address of {HERE}"):
+        free_port(ELSEWHERE, "key")
+
+
+def test_ports_that_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _listening() as port:
+        monkeypatch.setattr("ezpz_llm.launch.ports.derived_ports", lambda key: iter([port]))
+        with pytest.raises(UserError, match=rf"the first: pid {os.getpid()} \("):
+            free_port("127.0.0.1", "key")
+
+
+def test_a_holder_that_cannot_be_seen() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert holder(bound.getsockname()[1]).startswith("nobody listens there")
+    if os.geteuid():
+        pytest.skip("only root can look with another user's eyes")
+    with _listening() as port:
+        # In a child: pytest itself stays root.
+        script = f"import os; os.setuid(65534); from ezpz_llm.launch import ports; print(ports.holder({port}))"
+        done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.ports; {script}"],
+                              capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "a process of user root, which cannot be seen from here\n"
+
+
+@pytest.mark.parametrize(("backend", "value", "is_there"), [
+    ("gloo", "lo", True), ("gloo", "lo,hsn0", False), ("gloo", "l", False),
+    ("nccl", "lo", True), ("nccl", "l", True), ("nccl", "=l", False), ("nccl", "=lo", True),
+    ("nccl", "hsn0,lo", True), ("nccl", "hsn", False), ("nccl", "^docker,veth", True), ("xccl", "hsn", True),
+])
+def test_interfaces_that_a_rank_is_told_to_use(backend: str, value: str, is_there: bool) -> None:
+    env = {"GLOO_SOCKET_IFNAME": value} if backend == "gloo" else {"NCCL_SOCKET_IFNAME": value}
+    if is_there:
+        require_interfaces(backend, 3, env)
+        return
+    with pytest.raises(UserError, match=rf"rank 3 is to use interface .*, which {HERE} does not have") as raised:
+        require_interfaces(backend, 3, env)
+    assert "lo (127.0.0.1)" in str(raised.value)

@@ -1,0 +1,119 @@
+"""Parts of a reservation: --hostfile, --hosts, --nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import CAPTURED, captured_env
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.allocation import Allocation
+from ezpz_llm.launch.narrow import narrow
+from ezpz_llm.launch.options import parse
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.schedulers import find_allocation
+
+
+def _slurm(hosts: str = "n[1-4]") -> Allocation:
+    env = captured_env("slurm/env_sbatch_N2_no_ntasks.txt")
+    return find_allocation(env | {"SLURM_JOB_NODELIST": hosts, "SLURM_JOB_NUM_NODES": "4"})
+
+
+def _pbs() -> Allocation:
+    env = captured_env("pbs/env_job_mixed.txt")
+    return find_allocation(env | {"PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_mixed.txt")})
+
+
+def _hosts(allocation: Allocation) -> list[tuple[str, int | None]]:
+    return [(host.name, host.slots) for host in allocation.hosts]
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_each_option_leaves_its_part(tmp_path: Path) -> None:
+    assert _hosts(narrow(_pbs(), None, None, None)) == [("n1", 1), ("n2", 2), ("n3", 2)]
+    assert _hosts(narrow(_pbs(), 2, None, None)) == [("n1", 1), ("n2", 2)]
+    # In the order in which they are named, and by any spelling; the reservation's own is kept.
+    assert _hosts(narrow(_pbs(), None, "n3.example,n1", None)) == [("n3", 2), ("n1", 1)]
+    assert _hosts(narrow(_slurm(), None, "n[2-3]", None)) == [("n2", None), ("n3", None)]
+    found = narrow(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
+    assert (_hosts(found), found.slots_are_a_limit, found.job_id) == ([("n3", 2), ("n2", 2)], False, "9.login")
+    found = narrow(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
+    assert (_hosts(found), found.slots_are_a_limit) == ([("n3", 4), ("n2", 1)], True)
+    found = narrow(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
+    assert _hosts(found) == [("n1", 1)]
+
+
+def test_slurm_keeps_the_jobs_order() -> None:
+    """srun numbers the hosts of a step so, whatever the order of its --nodelist."""
+    found = narrow(_slurm(), None, "n4,n2", None)
+    assert [host.name for host in found.hosts] == ["n2", "n4"]
+    assert found.notes == ("Slurm numbers hosts in the job's order: ranks begin on n2, not on n4",)
+
+
+def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
+    for hosts, hostfile in (("n1,n7", None), (None, _file(tmp_path, "n1\nn7 slots=2\n"))):
+        with pytest.raises(UserError, match=r"n7 is not in slurm job \d+, which has n1, n2, n3, n4") as raised:
+            narrow(_slurm(), None, hosts, hostfile)
+        assert (f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}") in str(raised.value)
+        assert "SLURM_JOB_NODELIST" in str(raised.value)
+    # Only with the reservation left aside.
+    aside = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
+    assert _hosts(narrow(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
+    with pytest.raises(UserError, match=r"which has n1, n2, n3, n4, n5, n6, n7, n8, … \(900 in all\)"):
+        narrow(_slurm("n[1-900]"), None, "n1000", None)
+
+
+@pytest.mark.parametrize(("nodes", "hosts", "found"), [
+    (5, None, "--nodes 5, but there are 4 hosts: n1, n2, n3, n4"),
+    (2, "n1", "--nodes 2, but there are 1 hosts: n1"),
+    (None, "n1,n1.example", "host n1.example is named twice"),
+    (None, "n[1", "not a Slurm host list: 'n[1'"),
+    (None, " ", "--hosts names no host"),
+])
+def test_what_cannot_be_carved(nodes: int | None, hosts: str | None, found: str) -> None:
+    with pytest.raises(UserError) as raised:
+        narrow(_slurm(), nodes, hosts, None)
+    assert raised.value.found == found
+
+
+def test_without_a_reservation_hosts_are_taken_as_they_are() -> None:
+    found = narrow(find_allocation({}), None, "m[1-2].example", None)
+    assert (_hosts(found), found.source) == ([("m1.example", None), ("m2.example", None)], "--hosts m[1-2].example")
+    with pytest.raises(UserError, match="not a hostfile line"):
+        narrow(find_allocation({}), None, "-oProxyCommand=x", None)
+
+
+def test_a_rank_has_nothing_to_choose() -> None:
+    rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
+    found = narrow(rank, 1, "n1", None)
+    assert found.hosts == rank.hosts
+    assert found.notes[-1] == "--hosts n1, --nodes 1 says nothing here"
+
+
+def _plan(words: str, **env: str) -> LaunchPlan:
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}/usr/bin:/bin"
+    return build_plan(parse(f"--launcher mpiexec {words}".split()), {"PATH": path, **env})
+
+
+def test_two_runs_side_by_side_share_nothing(tmp_path: Path) -> None:
+    """Two halves of one job: other hosts, other run directories, other ports."""
+    node_file = _file(tmp_path, "n1\nn1\nn2\nn2\nn3\nn3\nn4\nn4\n")
+    env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt") | {"PBS_NODEFILE": str(node_file)}
+    env.pop("PATH")
+    one = _plan("--hosts n1,n2 --run-dir /runs/one hostname", **env)
+    two = _plan("--hosts n3,n4 --run-dir /runs/two hostname", **env)
+    assert {place.host for place in one.ranks}.isdisjoint(place.host for place in two.ranks)
+    assert len(one.ranks) == len(two.ranks) == 4
+    assert one.env["MASTER_PORT"].value != two.env["MASTER_PORT"].value
+    assert (one.env["MASTER_ADDR"].value, two.env["MASTER_ADDR"].value) == ("n1", "n3")
+    # The same again after a requeue, which keeps the job's id and a run directory that was named.
+    again = _plan("--hosts n1,n2 --run-dir /runs/one hostname", **env)
+    assert again.env["MASTER_PORT"].value == one.env["MASTER_PORT"].value
