@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from ezpz_llm.errors import UserError
@@ -102,6 +103,7 @@ def _record(plan: LaunchPlan, typed: Sequence[str]) -> dict[str, object]:
         "scheduler": plan.allocation.scheduler,
         "job_id": plan.allocation.job_id,
         "hosts": list(plan.hosts),
+        "ranks_per_host": list(Counter(place.host for place in plan.ranks).values()),
         "launcher": plan.launcher.kind,
         "dialect": plan.launcher.dialect,
         "world_size": len(plan.ranks),
