@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ezpz_llm.preflight.measuring import Measuring
 from ezpz_llm.preflight.wire import Lines, candidate_ports, encode
 from ezpz_llm.rundir import write_json
 
-_CONNECT_TIMEOUT_S = 3.0
+_CONNECT_TIMEOUT_S = 2.0
 _SAY_SO_AFTER_S = 8.0
 _UNREACHED = "unreached-*.json"
 
@@ -47,19 +47,20 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def reach(place: Place, info: RankInfo, until: float, folder: Path | None) -> socket.socket | None:
-    """A connection to rank 0, tried until the monotonic time `until`.
+def reach(place: Place, info: RankInfo, folder: Path | None,
+          is_over: Callable[[], bool]) -> socket.socket | None:
+    """A connection to rank 0, tried until `is_over()`.
 
     After some seconds without one, the reason is written into `folder`, once a host: that is how rank 0 hears of
     hosts that cannot reach it.
     """
     began, pause = time.monotonic(), 0.05
     has_said = False
-    while (now := time.monotonic()) < until:
+    while not is_over():
         found = _try_ports(place, info)
         if isinstance(found, socket.socket):
             return found
-        if folder and not has_said and now - began > _SAY_SO_AFTER_S:
+        if folder and not has_said and time.monotonic() - began > _SAY_SO_AFTER_S:
             has_said = True
             _say_unreached(folder, place, info, found)
         # Thousands of ranks that try again at the same moment would keep each other out.
@@ -109,7 +110,8 @@ def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> N
     with contextlib.suppress(OSError):
         if not path.exists():
             write_json(path, {"rank": info.rank, "host": host, "reason": reason, "address": place.address,
-                              "port": place.port, "resolves_to": facts["master"]["resolves_to"],
+                              "port": place.port, "ranks_there": info.local_size,
+                              "resolves_to": facts["master"]["resolves_to"],
                               "interface": facts["route"]["interface"]})
 
 

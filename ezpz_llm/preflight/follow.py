@@ -13,7 +13,6 @@ from ezpz_llm.preflight.report import report_path
 from ezpz_llm.preflight.wire import token_of
 from ezpz_llm.rundir import RunDir
 
-_LOOK_EVERY_S = 0.5
 _GRACE_S = 5.0
 
 
@@ -23,18 +22,20 @@ def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, address: str
     Raises:
         UserError: rank 0 cannot be reached, and gave no verdict about that either: it is rank 0 that is missing.
     """
-    began = time.time()
-    until = time.monotonic() + limit_s
-    connection = reach(Place(address, port, token_of(env)), info, until, run_dir.path)
+    began, until = time.time(), time.monotonic() + limit_s + _GRACE_S
+    path = report_path(run_dir)
+
+    def is_over() -> bool:
+        # A report of an earlier preflight in the same directory says nothing about this one.
+        is_judged = path.exists() and path.stat().st_mtime > began - _GRACE_S
+        return is_judged or time.monotonic() > until
+
+    connection = reach(Place(address, port, token_of(env)), info, run_dir.path, is_over)
     if connection is not None:
         Client(connection, info, env).converse()
         return 0
-    while time.monotonic() < until + _GRACE_S:
-        path = report_path(run_dir)
-        # One of an earlier preflight in the same directory says nothing about this one.
-        if path.exists() and path.stat().st_mtime > began - _GRACE_S:
-            return 0
-        time.sleep(_LOOK_EVERY_S)
+    if time.monotonic() < until:
+        return 0
     raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
                     f"{address}:{port}, which never gave a report", where="rank 0's host, or the way to it",
                     instead="see logs/rank0000.log in the run directory", exit_code=EXIT_PREFLIGHT)

@@ -56,7 +56,7 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, port: int, lim
 
 
 def _take_part(place: Place, info: RankInfo, env: Mapping[str, str], until: float) -> None:
-    connection = reach(place, info, until, None)
+    connection = reach(place, info, None, lambda: time.monotonic() > until)
     if connection is not None:
         Client(connection, info, env).converse()
 
@@ -101,12 +101,11 @@ class _Lead:
             told = {member.rank for member in self._board.members if member.facts is not None or member.lost_in}
             if len(told) >= self._info.world_size:
                 return True
-            if not self._hosts or time.monotonic() - looked < _LOOK_FOR_UNREACHED_S:
+            if time.monotonic() - looked < _LOOK_FOR_UNREACHED_S:
                 return False
             looked = time.monotonic()
-            unreached = {one["host"].partition(".")[0] for one in read_unreached(self._run_dir.path)}
-            return all(self._hosts[rank].partition(".")[0] in unreached
-                       for rank in range(self._info.world_size) if rank not in told)
+            unreached = [one for one in read_unreached(self._run_dir.path) if one["rank"] not in told]
+            return len(told) + sum(one["ranks_there"] for one in unreached) >= self._info.world_size
 
         return done
 

@@ -55,7 +55,7 @@ class Measuring:
         return read_network(self._network)
 
     def end(self) -> None:
-        """Let the process end in order (MPI wants that), or end it."""
+        """Let the process end in order, or end it."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:

@@ -40,20 +40,29 @@ def device_of(facts: Facts) -> tuple[str, str] | None:
 
 
 def _devices(gathered: Gathered) -> Iterator[Finding]:
+    yield from _shared(gathered)
+    yield from _unused(gathered)
+    yield from _kinds(gathered)
+    yield from _full(gathered)
+
+
+def _shared(gathered: Gathered) -> Iterator[Finding]:
+    """Ranks of a host on one device; hosts on which the same local ranks do so make one finding."""
+    found: dict[tuple[str, tuple[int, ...]], list[tuple[str, str]]] = {}
     for host, ranks in gathered.by_host().items():
         owners: dict[tuple[str, str], list[int]] = {}
         for facts in ranks:
             if device := device_of(facts):
-                owners.setdefault(device, []).append(facts["rank"])
-        for (device, kind), numbers in owners.items():
-            if len(numbers) > 1:
-                yield Finding("warn" if kind == "cpu" else "bad", "devices",
-                              f"{folding.ranks(numbers)} on {host} share one device ({device})",
-                              "as many ranks a host as it has devices (launch --ppn), or a mask that shows each "
-                              "its own")
-    yield from _unused(gathered)
-    yield from _kinds(gathered)
-    yield from _full(gathered)
+                owners.setdefault(device, []).append(facts["local_rank"])
+        for (device, kind), local_ranks in owners.items():
+            if len(local_ranks) > 1:
+                found.setdefault((kind, tuple(local_ranks)), []).append((host, device))
+    for (kind, local_ranks), places in found.items():
+        more = " and likewise elsewhere" if len({device for _, device in places}) > 1 else ""
+        names = folding.hosts(host for host, _ in places)
+        yield Finding("warn" if kind == "cpu" else "bad", "devices",
+                      f"on {names} local ranks {core_ranges(local_ranks)} share one device ({places[0][1]}{more})",
+                      "as many ranks a host as it has devices (launch --ppn), or a mask that shows each its own")
 
 
 def _unused(gathered: Gathered) -> Iterator[Finding]:
@@ -117,19 +126,20 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[str, str] | None:
 
 
 def _room(gathered: Gathered) -> Iterator[Finding]:
-    short: dict[tuple[str, str, str], list[str]] = {}
+    short: dict[tuple[str, str], list[str]] = {}
     for host, ranks in gathered.by_host().items():
         first = ranks[0]
         needed = LEAST_MEMORY_A_RANK * len(ranks)
-        wants = (("memory", first["memory"]["free"], needed, "end other processes there, or fewer ranks a host"),
+        wants = ((f"memory for {len(ranks)} rank(s)", first["memory"]["free"], needed,
+                  "end other processes there, or fewer ranks a host"),
                  ("/dev/shm", first["shm"]["free"], LEAST_SHARED_MEMORY,
                   "a larger one (docker --shm-size, mount -o remount,size=…)"),
                  (first["tmp"]["path"], first["tmp"]["free"], LEAST_TEMPORARY, "make room there, or set TMPDIR"))
         for name, free, least, instead in wants:
             if free is not None and free < least:
-                short.setdefault((name, folding.size(free), instead), []).append(host)
-    for (name, free, instead), names in short.items():
-        yield Finding("warn", "room", f"{folding.hosts(names)}: only {free} of {name} free", instead)
+                short.setdefault((f"only {folding.size(free)} of {name}", instead), []).append(host)
+    for (text, instead), names in short.items():
+        yield Finding("warn", "room", f"{folding.hosts(names)}: {text} free", instead)
 
 
 def _clocks(gathered: Gathered) -> Iterator[Finding]:

@@ -11,6 +11,9 @@ from ezpz_llm.preflight.judge.gathered import READY, Finding, Gathered, collecte
 LOST, STUCK = "lost_in", "stuck_in"
 """Members of a rank's facts: the stage in which its connection ended, or which it did not answer."""
 
+_HOSTS_APART = 4
+"""Up to so many hosts whose ranks are missing are named each by itself."""
+
 
 def judge(gathered: Gathered) -> Iterator[Finding]:
     """Findings on the numbering of ranks and on those that are missing or went away."""
@@ -51,16 +54,17 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
         host = gathered.hosts[rank] if rank < len(gathered.hosts) else ""
         if host.partition(".")[0] not in unreached:
             by_host.setdefault(host, []).append(rank)
-    if not gathered.hosts and gathered.unreached:
-        # Without a plan it is not known whose ranks those are; the hosts have said so themselves.
-        by_host.pop("", None)
+    if not gathered.hosts and sum(one["ranks_there"] for one in gathered.unreached) >= len(missing):
+        # Without a plan it is not known whose ranks those are; the hosts that cannot reach rank 0 account for all.
+        return
+    if len(by_host) > _HOSTS_APART:
+        by_host = {folding.hosts(by_host): [rank for numbers in by_host.values() for rank in numbers]}
     for host, numbers in by_host.items():
         where = f" on {host}" if host else ""
-        log = f"logs/rank{numbers[0]:04d}.log"
-        yield Finding("bad", "missing", f"{folding.ranks(numbers)}{where} did not report within "
-                                        f"{gathered.waited_s:.0f} s",
-                      f"see {log} in the run directory and whether {host or 'the host'} answers; leave it out with "
-                      "launch --hosts")
+        yield Finding("bad", "missing",
+                      f"{folding.ranks(numbers)}{where} did not report within {gathered.waited_s:.0f} s",
+                      f"see logs/rank{numbers[0]:04d}.log in the run directory and whether {host or 'its host'} "
+                      "answers; launch --hosts leaves hosts out")
 
 
 def _gone(gathered: Gathered) -> Iterator[Finding]:
