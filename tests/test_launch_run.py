@@ -207,9 +207,9 @@ def test_a_killed_shim_leaves_nothing(tmp_path: Path) -> None:
     run = start(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, program)
     _wait_for(lambda: (tmp_path / "r/up0").exists() and (tmp_path / "r/up1").exists(), "both ranks up")
     of_shims = [pid for pid, words in left_over(tmp_path / "r").items() if words.startswith(_SHIM)]
-    # Each shim has a janitor: a forked copy of itself.
+    # Each shim has a janitor, and the first one the node's agent: forked copies of itself.
     shims = [pid for pid in of_shims if _parent(pid) not in of_shims]
-    assert (len(shims), len(of_shims)) == (2, 4)
+    assert (len(shims), len(of_shims)) == (2, 5)
     for pid in shims:
         os.kill(pid, signal.SIGKILL)
     _, err = run.communicate(timeout=30)

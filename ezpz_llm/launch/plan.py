@@ -25,6 +25,7 @@ from ezpz_llm.launch.variables import (
     FORWARDED,
     FORWARDED_PREFIXES,
     RUN_ID_VARIABLE,
+    TEE_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -102,6 +103,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     run_id = os.urandom(8).hex()
     meeting = _find_meeting(env, options, allocation, hosts, run_dir)
     settings = _settings(env, allocation, placement, launcher, run_dir, run_id, cores, meeting)
+    settings |= _for_records(options, env)
     work = Work(
         command=(sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
         placement=placement,
@@ -185,6 +187,13 @@ def _settings(env: Mapping[str, str], allocation: Allocation, placement: Placeme
         settings["OMP_NUM_THREADS"] = Setting(str(cores), f"cores for each of {placement.most} rank(s) on a host")
     if "PYTHONUNBUFFERED" not in env:
         settings["PYTHONUNBUFFERED"] = Setting("1", "launch: lines appear as they are printed")
+    return settings
+
+
+def _for_records(options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
+    settings = {TEE_VARIABLE: Setting(options.tee, "--tee")}
+    if "PYTHONFAULTHANDLER" not in env:
+        settings["PYTHONFAULTHANDLER"] = Setting("1", "launch: a crash below Python tells where Python was")
     return settings
 
 

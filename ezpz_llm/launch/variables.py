@@ -17,6 +17,9 @@ SITE_VARIABLE = "EZPZ_LLM_SITE"
 BIND_VARIABLE = "EZPZ_LLM_BIND"
 """Cores of each rank of a host ("0-3:4-7"), which the shim keeps to where the launcher has no option for them."""
 
+TEE_VARIABLE = "EZPZ_LLM_TEE"
+"""Whose output reaches the console (launch's --tee): "0", "all" or "none"."""
+
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """The rank that a process belongs to: set by the shim for its rank's process, inherited by all its children."""
 

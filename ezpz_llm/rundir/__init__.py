@@ -2,7 +2,8 @@
 
 from ezpz_llm.rundir.files import append_line, read_lines, write_atomic, write_json
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
-from ezpz_llm.rundir.record import read_record, redact, update_record
+from ezpz_llm.rundir.record import read_record, update_record
+from ezpz_llm.rundir.secrets import redact
 
 __all__ = [
     "RUN_DIR_VARIABLE",

@@ -6,33 +6,15 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from ezpz_llm.rundir.files import write_json
 from ezpz_llm.rundir.layout import RunDir
-
-# Environment names are upper case, where any mention counts; elsewhere only the whole word does, so that
-# `tokens_per_second` or `tokenizer` keep their values.
-_SECRET = re.compile(
-    r"^[A-Z0-9_]*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)[A-Z0-9_]*$"
-    r"|(^|_)(token|key|secret|password|credentials?)(_|$)"
-)
+from ezpz_llm.rundir.secrets import hide, redact, secret_values
 
 _LOCK_TRIES = 100
-
-
-def redact(value: Any, name: str = "") -> Any:
-    """`value` with the text of every member whose name speaks of a secret replaced by "[redacted]"."""
-    if isinstance(value, dict):
-        return {key: redact(member, str(key)) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(member, name) for member in value]
-    if isinstance(value, str) and _SECRET.search(name):
-        return "[redacted]"
-    return value
 
 
 def read_record(run_dir: RunDir) -> dict[str, Any]:
@@ -46,7 +28,7 @@ def update_record(run_dir: RunDir, **members: Any) -> None:
     """Set top-level members of run.json. `launch` writes before and after, rank 0 between; `submit` may still be
     writing when its job begins."""
     with _alone(run_dir):
-        write_json(run_dir.record, {**read_record(run_dir), **redact(members)})
+        write_json(run_dir.record, {**read_record(run_dir), **hide(redact(members), secret_values(os.environ))})
 
 
 @contextlib.contextmanager

@@ -20,3 +20,16 @@ def named(ranks: Iterable[int]) -> str:
     """"rank 3" or "ranks 0-2,5"."""
     ranks = list(ranks)
     return f"rank{'' if len(ranks) == 1 else 's'} {fold(ranks)}"
+
+
+def unfold(text: str) -> set[int]:
+    """"0-2,5" as {0, 1, 2, 5}.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,69 @@
+"""`python3 -m ezpz_llm.launch.shim -- COMMAND…`: `launch` starts it; nobody types it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
+from ezpz_llm.launch.leftovers import die_with_parent
+from ezpz_llm.launch.node.folder import enter
+from ezpz_llm.launch.ranks import RankInfo, find_rank
+from ezpz_llm.launch.shim.output import Output, log_path
+from ezpz_llm.launch.shim.rank import Rank
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE, TEE_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `-- COMMAND…` as the rank that the environment says this is; the exit code is the rank's."""
+    if not argv or argv[0] != "--" or len(argv) < 2:
+        raise UserError("the rank shim is started by launch", instead="launch COMMAND …")
+    die_with_parent(signal.SIGTERM)
+    info = find_rank(os.environ)
+    run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
+    _check_world(info)
+    folder = _enter(info)
+    log = log_path(info, run_dir, folder)
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"rank {info.rank} on {_host()} cannot write its log: {error.strerror}",
+                        where=error.filename, exit_code=EXIT_PREFLIGHT,
+                        instead="name a --run-dir on a file system that all hosts share") from error
+    if info.local_rank == 0 and folder is not None:
+        # Imported where it is needed: once a node.
+        from ezpz_llm.launch.node.agent import start_agent
+
+        start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE])
+    output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"))
+    return Rank(info, run_dir, folder, list(argv[1:]), log, output).run()
+
+
+def _enter(info: RankInfo) -> Path | None:
+    try:
+        return enter(info, os.environ[RUN_ID_VARIABLE])
+    except OSError as error:
+        print(f"launch: rank {info.rank} on {_host()}: no folder in memory or {os.environ.get('TMPDIR', '/tmp')}"
+              f" ({error.strerror}): a hang here cannot be seen", file=sys.stderr, flush=True)
+        return None
+
+
+def _host() -> str:
+    return os.uname().nodename
+
+
+def _check_world(info: RankInfo) -> None:
+    promised = int(os.environ[WORLD_SIZE_VARIABLE])
+    if info.world_size != promised:
+        raise UserError(f"launch started {promised} ranks, but this process finds itself rank {info.rank} of"
+                        f" {info.world_size} ({info.source})",
+                        where=_host(), exit_code=EXIT_PREFLIGHT,
+                        instead="use the mpiexec (or srun --mpi plug-in) that belongs to this MPI")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

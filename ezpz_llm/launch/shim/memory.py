@@ -1,0 +1,116 @@
+"""Did the kernel end a rank for want of memory? Its own counters, before and after, and its log tell."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_KERNEL_LOG = "/dev/kmsg"
+_LARGEST_MESSAGE = 8192
+_SLACK_S = 2.0
+_DMESG_TIMEOUT_S = 2.0
+_KILLED = re.compile(r"(?:Memory cgroup out of memory|Out of memory): Kill(?:ed)? process (\d+) \(.*")
+_STAMP = re.compile(r"^\[ *(\d+\.\d+)\] ")
+
+Counts = dict[Path, int]
+"""How many processes the kernel had ended for want of memory, by the file that says so."""
+
+
+def count_kills() -> Counts:
+    """The counters of this process's own memory cgroup (v2 or v1), as far as there are any."""
+    found = {}
+    for path in _counter_files(Path("/proc/self/cgroup")):
+        if (count := read_count(path)) is not None:
+            found[path] = count
+    return found
+
+
+def _counter_files(membership: Path) -> Iterator[Path]:
+    """Where the kernel counts for a process with this /proc/PID/cgroup, best first."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, name = _CGROUPS / "memory", "memory.oom_control"
+        elif number == "0" and not controllers:
+            root, name = _CGROUPS, "memory.events"
+        else:
+            continue
+        # In a container the path may be the host's, while the container's own cgroup is mounted as the root.
+        for file in (root / path.lstrip("/") / name, root / name):
+            if file.is_file():
+                yield file
+                break
+
+
+def read_count(path: Path) -> int | None:
+    """The counter `oom_kill` of a memory.events or memory.oom_control file; None where it has none."""
+    try:
+        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) if match else None
+
+
+def evidence(before: Counts, pids: Collection[int], since: float, is_killed: bool) -> str | None:
+    """What the kernel says about one of `pids`, or a neighbour in its cgroup, having been ended for want of memory
+    since the monotonic time `since`. The log is searched only where the rank was killed."""
+    messages = kills_in(kernel_log(since)) if is_killed else {}
+    for pid in pids:
+        if pid in messages:
+            return f"kernel log: {messages[pid]}"
+    for path, count in before.items():
+        after = read_count(path)
+        if after is not None and after > count:
+            last = f"; kernel log: {list(messages.values())[-1]}" if messages else ""
+            return f"the out-of-memory killer struck: oom_kill in {path} went from {count} to {after}{last}"
+    return None
+
+
+def kills_in(lines: Collection[str]) -> dict[int, str]:
+    """The kernel log's messages about processes that it ended for want of memory, by process number."""
+    found = (_KILLED.search(line) for line in lines)
+    return {int(match[1]): match[0].strip() for match in found if match}
+
+
+def kernel_log(since: float) -> list[str]:
+    """The kernel's messages since the monotonic time `since`, as far as this user may read them."""
+    try:
+        return list(_from_device(since))
+    except OSError:
+        pass
+    try:
+        done = subprocess.run(["dmesg"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_DMESG_TIMEOUT_S,
+                              check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.decode(errors="replace").splitlines()
+    stamps = (_STAMP.match(line) for line in lines)
+    return [line for line, stamp in zip(lines, stamps, strict=True) if stamp and float(stamp[1]) > since - _SLACK_S]
+
+
+def _from_device(since: float) -> Iterator[str]:
+    handle = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+    deadline = time.monotonic() + _DMESG_TIMEOUT_S
+    try:
+        while time.monotonic() < deadline:
+            try:
+                record = os.read(handle, _LARGEST_MESSAGE).decode(errors="replace")
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                # It was overwritten before it was read: the next read takes the oldest there is.
+                continue
+            head, _, text = record.partition(";")
+            if int(head.split(",")[2]) / 1e6 > since - _SLACK_S:
+                yield text.partition("\n")[0]
+    finally:
+        os.close(handle)

@@ -1,0 +1,101 @@
+"""Where one rank's output goes: its log, the console if the user wants it there, and the last of it to memory."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+from ezpz_llm.launch.node.folder import log_file
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir.layout import RunDir
+
+LOGS_STAY_ABOVE = 256
+"""In a larger world the logs of ranks other than 0 stay on their nodes: thousands of files that grow at once are
+more than a shared file system bears."""
+
+_KEPT_BYTES = 1 << 17
+_LINE_ENDS = (b"\n", b"\r")
+
+
+def log_path(info: RankInfo, run_dir: RunDir, folder: Path | None) -> Path:
+    """The rank's log while it runs. `folder` is the node's, None where it has none."""
+    if info.rank and info.world_size > LOGS_STAY_ABOVE and folder is not None:
+        return log_file(folder, info.rank)
+    return run_dir.rank_log(info.rank)
+
+
+class Output:
+    """One rank's output. `log` is an open descriptor; `tee` is launch's --tee."""
+
+    def __init__(self, rank: int, log: int, tee: str) -> None:
+        self.rank = rank
+        self.is_split = tee == "all" or (tee == "0" and rank == 0)
+        """Whether standard output and standard error go different ways."""
+        self._log = log
+        self._prefix = f"[{rank}] ".encode() if tee == "all" else None
+        self._kept = bytearray()
+        self._begun = {1: b"", 2: b""}
+        self._has_console = True
+        self._has_log = True
+
+    def write(self, stream: int, data: bytes) -> None:
+        """Take what the rank wrote to `stream` (1 or 2)."""
+        self._kept += data
+        if len(self._kept) > 2 * _KEPT_BYTES:
+            del self._kept[:-_KEPT_BYTES]
+        self._to_log(data)
+        if self.is_split and self._prefix is None:
+            self._to_console(stream, data)
+        elif self.is_split:
+            self._to_console(stream, self._whole_lines(stream, data))
+
+    def close(self) -> None:
+        """Show what was begun as a line and never ended."""
+        for stream, rest in self._begun.items():
+            if rest:
+                self._to_console(stream, self._prefix + rest + b"\n")
+        self._begun = {1: b"", 2: b""}
+
+    def say(self, text: str) -> None:
+        """A line of the shim's own, for the console and for launch's post-mortem."""
+        self.write(2, f"launch: {text}\n".encode())
+
+    def tail(self) -> str:
+        """The last of the output (128 KiB or more, if there was that much); what is no UTF-8 is replaced."""
+        return self._kept.decode(errors="replace")
+
+    def _whole_lines(self, stream: int, data: bytes) -> bytes:
+        # One write a batch of whole lines: a launcher that reads from the rank's pipe finds lines, not parts. What
+        # ends with a carriage return is a progress bar's line.
+        data = self._begun[stream] + data
+        lines = data.splitlines(keepends=True)
+        self._begun[stream] = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
+        return b"".join(self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines)
+
+    def _to_log(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self._log, data):]
+            self._has_log = True
+        except OSError as error:
+            # A full disk is no reason to end the rank.
+            if self._has_log:
+                self._has_log = False
+                _write(2, f"launch: rank {self.rank} goes on without its log: {error.strerror}\n".encode())
+
+    def _to_console(self, stream: int, data: bytes) -> None:
+        # A console that has gone (`launch … | head`) does not end the rank: the log goes on.
+        self._has_console = self._has_console and _write(stream, data)
+
+
+def _write(descriptor: int, data: bytes) -> bool:
+    """Write all of it; False where nobody reads any more."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data):]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+        except OSError:
+            return False
+    return True

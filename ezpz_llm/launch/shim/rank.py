@@ -1,0 +1,190 @@
+"""One rank's process, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ezpz_llm.launch.leftovers import die_with_parent, start_janitor
+from ezpz_llm.launch.node.folder import heartbeat_file, leave, stacks_file
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.shim.memory import count_kills
+from ezpz_llm.launch.shim.output import Output
+from ezpz_llm.launch.variables import (
+    HEARTBEAT_VARIABLE,
+    NODE_DIR_VARIABLE,
+    RANK_VARIABLE,
+    RUN_ID_VARIABLE,
+    STACKS_VARIABLE,
+)
+from ezpz_llm.rundir.layout import RunDir
+
+EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
+
+_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FORWARDED = (*_TO_END, signal.SIGUSR1, signal.SIGUSR2)
+_ORPHAN_GRACE_S = 5.0
+_DRAIN_S = 1.0
+_ALSO_TOLD_S = 0.2
+"""A scheduler signals a rank and its shim one after the other: so long the shim waits for its own."""
+
+
+class Rank:
+    """One rank's process and its output. `folder` is the node's, None where the node has no place for one."""
+
+    def __init__(self, info: RankInfo, run_dir: RunDir, folder: Path | None, command: list[str], log: Path,
+                 output: Output) -> None:
+        self.info = info
+        self.run_dir = run_dir
+        self.run_id = os.environ[RUN_ID_VARIABLE]
+        self.folder = folder
+        self.command = command
+        self.log = log
+        self.output = output
+        self.parent = os.getppid()
+        self.started, self.started_monotonic = time.time(), time.monotonic()
+        self.kills_before = count_kills()
+        self.kill_at: float | None = None
+        self.told: signal.Signals | None = None
+        self.selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Start the rank, stay with it to its end, write its record; the exit code."""
+        janitor = start_janitor(self.run_id, delay_s=0.5)
+        wake = _wake_on_signals()
+        self.selector.register(wake, selectors.EVENT_READ, None)
+        try:
+            child = self._start()
+        except OSError as error:
+            code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+            self.output.say(f"cannot run {self.command[0]!r}: {error.strerror}")
+            self._close(os.getpid(), code, None)
+        else:
+            status = self._stay_with(child, wake)
+            code = status if status >= 0 else 128 - status
+            if status < 0:
+                self._listen_once_more(wake)
+            self._close(child.pid, code, signal.Signals(-status).name if status < 0 else None)
+        if self.folder is not None:
+            leave(self.folder, self.info, code)
+        janitor.dismiss()
+        return code
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        def in_child() -> None:
+            os.setpgid(0, 0)
+            die_with_parent(signal.SIGKILL)
+
+        # Only streams that go different ways need pipes of their own; one pipe keeps their order.
+        errors = subprocess.PIPE if self.output.is_split else subprocess.STDOUT
+        # MPICH never closes the standard input of the other ranks: one that reads it would wait for ever.
+        child = subprocess.Popen(self.command, env={**os.environ, **self._variables()},
+                                 stdin=None if self.info.rank == 0 else subprocess.DEVNULL,
+                                 stdout=subprocess.PIPE, stderr=errors, close_fds=False, preexec_fn=in_child)
+        for pipe, stream in ((child.stdout, 1), (child.stderr, 2)):
+            if pipe is not None:
+                self.selector.register(pipe, selectors.EVENT_READ, stream)
+        return child
+
+    def _variables(self) -> dict[str, str]:
+        variables = {RANK_VARIABLE: str(self.info.rank)}
+        if self.folder is not None:
+            variables[NODE_DIR_VARIABLE] = str(self.folder)
+            variables[STACKS_VARIABLE] = str(stacks_file(self.folder, self.info.rank))
+            variables[HEARTBEAT_VARIABLE] = str(self._heartbeat())
+        return variables
+
+    def _heartbeat(self) -> Path:
+        if self.folder is None:
+            return self.run_dir.rank_heartbeat(self.info.rank)
+        return heartbeat_file(self.folder, self.info.rank)
+
+    def _stay_with(self, child: subprocess.Popen[bytes], wake: int) -> int:
+        drain_until: float | None = None
+        while drain_until is None or (len(self.selector.get_map()) > 1 and time.monotonic() < drain_until):
+            has_deadline = self.kill_at is not None or drain_until is not None
+            for key, _ in self.selector.select(timeout=0.2 if has_deadline else None):
+                if key.data is None:
+                    self._forward(os.read(wake, 512), child)
+                else:
+                    self._pass_on(key)
+            if self.kill_at is not None and time.monotonic() > self.kill_at:
+                _signal_group(child, signal.SIGKILL)
+            if drain_until is None and child.poll() is not None:
+                _signal_group(child, signal.SIGKILL)
+                drain_until = time.monotonic() + _DRAIN_S
+        return child.returncode
+
+    def _forward(self, numbers: bytes, child: subprocess.Popen[bytes]) -> None:
+        for number in numbers:
+            if number == signal.SIGCHLD or child.poll() is not None:
+                continue
+            self._note(number)
+            _signal_group(child, signal.Signals(number))
+            if os.getppid() != self.parent and self.kill_at is None:
+                self.kill_at = time.monotonic() + _ORPHAN_GRACE_S
+
+    def _note(self, number: int) -> None:
+        if self.told is None and number in _TO_END:
+            self.told = signal.Signals(number)
+
+    def _listen_once_more(self, wake: int) -> None:
+        """Was the rank ended by a signal that is meant for its shim, too?"""
+        deadline = time.monotonic() + _ALSO_TOLD_S
+        self.selector.close()
+        with selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ)
+            while self.told is None and (left := deadline - time.monotonic()) > 0:
+                if selector.select(left):
+                    for number in os.read(wake, 512):
+                        self._note(number)
+
+    def _pass_on(self, key: selectors.SelectorKey) -> None:
+        data = os.read(key.fd, 65536)
+        if data:
+            self.output.write(key.data, data)
+        else:
+            self.selector.unregister(key.fileobj)
+
+    def _close(self, pid: int, code: int, signal_name: str | None) -> None:
+        """Write what stays of the rank. That this fails changes neither its code nor its end."""
+        self.output.close()
+        is_on_node = self.log != self.run_dir.rank_log(self.info.rank)
+        if not code and not is_on_node:
+            return
+        try:
+            # Imported here: ranks that end well, nearly all, do without.
+            from ezpz_llm.launch.shim.record import Death, keep_log, write_record
+
+            if code:
+                death = Death(self.info.rank, pid, code, signal_name, self.told.name if self.told else None,
+                              self.started, time.time(), self.started_monotonic, tuple(self.command),
+                              self.output.tail(), self.kills_before)
+                write_record(death, self.run_dir, self.run_id, self._heartbeat())
+            if is_on_node:
+                keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.told is None)
+        except (OSError, ImportError) as error:
+            print(f"launch: rank {self.info.rank} ended with code {code}, and its record could not be written:"
+                  f" {error}", file=sys.stderr, flush=True)
+
+
+def _wake_on_signals() -> int:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (*_FORWARDED, signal.SIGCHLD):
+        # What our starter ignores (nohup) stays ignored, in the rank too.
+        if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    return read_end
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,96 @@
+"""The record of a rank that failed. Imported only by a shim whose rank did."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ezpz_llm.launch.failures.ranks import unfold
+from ezpz_llm.launch.failures.record import Failure
+from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception
+from ezpz_llm.launch.node.orders import stop_ordered
+from ezpz_llm.launch.shim.memory import Counts, evidence
+from ezpz_llm.rundir.files import write_atomic, write_json
+from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.secrets import hide, redact_words, secret_values
+
+_TAIL_LINES = 20
+_TAIL_CHARACTERS = 16384
+_KILLED_CODE = 137
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank's process ended, as its shim saw it. `told` is the signal to end that reached the shim first."""
+
+    rank: int
+    pid: int
+    code: int
+    signal: str | None
+    told: str | None
+    started: float
+    ended: float
+    started_monotonic: float
+    argv: tuple[str, ...]
+    output: str
+    kills_before: Counts
+
+
+def write_record(death: Death, run_dir: RunDir, run_id: str, heartbeat: Path) -> None:
+    """Write errors/rankNNNN.json whole, or not at all.
+
+    Raises:
+        OSError: the run directory cannot be written to.
+    """
+    phase, step = _last_beat(heartbeat)
+    secrets = secret_values(os.environ)
+    failure = Failure(
+        rank=death.rank, host=socket.gethostname(), pid=death.pid, exit_code=death.code, signal=death.signal,
+        ended=death.ended, duration_s=round(death.ended - death.started, 3),
+        tail=tuple(death.output[-_TAIL_CHARACTERS:].splitlines()[-_TAIL_LINES:]),
+        argv=tuple(redact_words(death.argv)), exception=_exception(death), phase=phase, step=step,
+        oom_killed=evidence(death.kills_before, (death.pid,), death.started_monotonic,
+                            death.code == _KILLED_CODE),
+        ended_by=_ended_by(death, run_dir, run_id))
+    write_json(run_dir.rank_error(death.rank), hide(asdict(failure), secrets))
+
+
+def _exception(death: Death):
+    if death.signal in _FROM_OUTSIDE:
+        # It had no time to say why: what its output tells of was caught.
+        return None
+    return last_exception(death.output, NEAR_THE_END if death.code == 1 else NEAR_THE_END_IF_CAUGHT)
+
+
+def _ended_by(death: Death, run_dir: RunDir, run_id: str) -> str | None:
+    if death.told is None:
+        return None
+    return "launch" if stop_ordered(run_dir, run_id) is not None else death.told
+
+
+def _last_beat(heartbeat: Path) -> tuple[str | None, int | None]:
+    try:
+        phase, _, step = heartbeat.read_text().rstrip("\n").rpartition(" ")
+    except OSError:
+        return None, None
+    return phase or None, int(step) if step.isdigit() else None
+
+
+def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
+    """Copy a log that lies on the node into the run directory, if the rank failed or control/logs names it.
+
+    Raises:
+        OSError: it cannot be copied; nothing half-copied is left.
+    """
+    if has_failed or _is_wanted(run_dir, rank):
+        write_atomic(run_dir.rank_log(rank), log.read_bytes())
+
+
+def _is_wanted(run_dir: RunDir, rank: int) -> bool:
+    try:
+        return rank in unfold((run_dir.control / "logs").read_text())
+    except (OSError, ValueError):
+        return False
