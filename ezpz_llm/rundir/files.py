@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,17 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         OSError: nothing was changed (a full disk leaves the old file as it was).
     """
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-
-
-def _umask() -> int:
-    # os.umask can only be read by setting it; the value is put back at once.
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def write_json(path: Path, value: Any) -> None:
