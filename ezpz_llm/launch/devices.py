@@ -11,6 +11,8 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", 
 """What hides devices from a process, in the order in which they are believed."""
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
+_PCI_PLACE = ("domain", "location_id")
+"""What an AMD topology node says of its PCI address."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,29 @@ def visible_devices(env: Mapping[str, str]) -> Devices:
             return Devices(_mask_ids(mask), name)
     if nvidia := _entries(_NVIDIA):
         return Devices(tuple(str(index) for index in range(len(nvidia))), str(_NVIDIA))
-    # A topology node with gpu_id 0 is a CPU.
-    amd = [node for node in _entries(_AMD) if _read(node / "gpu_id") not in ("", "0")]
-    if amd:
+    if amd := _amd_nodes():
         return Devices(tuple(str(index) for index in range(len(amd))), str(_AMD))
     return Devices((), "no accelerator's driver found")
+
+
+def device_addresses() -> tuple[str, ...]:
+    """The PCI addresses of this host's accelerators ("0000:c1:00.0"), by the number that a mask gives them."""
+    if nvidia := _entries(_NVIDIA):
+        return tuple(entry.name.lower() for entry in nvidia)
+    return tuple(_amd_address(node) for node in _amd_nodes())
+
+
+def _amd_nodes() -> list[Path]:
+    # A topology node with gpu_id 0 is a CPU. Node 10 comes after node 9.
+    return sorted((node for node in _entries(_AMD) if _read(node / "gpu_id") not in ("", "0")),
+                  key=lambda node: int(node.name))
+
+
+def _amd_address(node: Path) -> str:
+    values = dict(line.split(maxsplit=1) for line in _read(node / "properties").splitlines() if " " in line)
+    domain, place = (int(values.get(name, "0")) for name in _PCI_PLACE)
+    # Bus, device and function as in the kernel's amdkfd: 8, 5 and 3 bits.
+    return f"{domain:04x}:{place >> 8 & 0xff:02x}:{place >> 3 & 0x1f:02x}.{place & 0x7}"
 
 
 def _mask_ids(mask: str) -> tuple[str, ...]:
@@ -63,6 +83,15 @@ def _read(path: Path) -> str:
 def usable_cores() -> tuple[int, ...]:
     """The cores that this process may run on, from its own mask."""
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def expand(cores: str) -> tuple[int, ...]:
+    """(1, 2, 3, 8) for "1-3,8"."""
+    numbers: list[int] = []
+    for part in cores.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:

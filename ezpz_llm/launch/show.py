@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from ezpz_llm.launch.plan import LaunchPlan, RankPlace
 from ezpz_llm.rundir.record import redact
 
+_Row = TypeVar("_Row")
+_Gap = TypeVar("_Gap")
+
 _ROWS = 24
-"""Longer rank tables are printed without their middle."""
+"""Longer rank tables and files are printed without their middle."""
 
 
 def summary(plan: LaunchPlan) -> str:
@@ -17,6 +22,8 @@ def summary(plan: LaunchPlan) -> str:
         f"scheduler  {_scheduler(plan)}",
         f"launcher   {_launcher(plan)}",
         f"ranks      {_ranks(plan)}",
+        f"site       {plan.site.name} ({plan.site.source})",
+        f"binding    {_binding(plan)}",
         f"run        {plan.run_dir.path}",
         f"command    {plan.command_line}",
     ]
@@ -29,9 +36,10 @@ def details(plan: LaunchPlan) -> str:
     lines = [summary(plan), "", "environment changes"]
     settings = {name: (redact(setting.value, name), setting.source) for name, setting in plan.env.items()}
     lines += _columns([(f"{name}={value}", source) for name, (value, source) in settings.items()]) or ["  none"]
-    lines += ["", *_columns([("rank", "host", "local rank", "cores", "device"), *_table(plan.ranks)])]
+    lines += ["", *_columns([_HEADINGS, *_table(plan.ranks)])]
     for path, content in plan.files.items():
-        lines += ["", f"file {path}", *(f"  {line}" for line in content.splitlines())]
+        rows = content.splitlines()
+        lines += ["", f"file {path}", *(f"  {row}" for row in _without_middle(rows, f"… {len(rows) - _ROWS} more"))]
     return "\n".join(lines)
 
 
@@ -46,6 +54,8 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
         "dialect": plan.launcher.dialect,
         "scheduler": plan.allocation.scheduler,
         "job_id": plan.allocation.job_id,
+        "site": plan.site.name,
+        "binding": asdict(plan.binding),
         "run_dir": str(plan.run_dir.path),
         "files": {str(path): content for path, content in plan.files.items()},
         "notes": list(plan.notes),
@@ -53,6 +63,8 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
             "hosts": plan.allocation.source,
             "ranks": plan.ranks_source,
             "launcher": plan.launcher.source,
+            "site": plan.site.source,
+            "binding": plan.binding.source,
             **{name: setting.source for name, setting in plan.env.items()},
         },
     }
@@ -77,13 +89,33 @@ def _ranks(plan: LaunchPlan) -> str:
     return f"{len(plan.ranks)} on {len(plan.hosts)} host(s): {hosts} ({plan.ranks_source})"
 
 
-def _table(ranks: tuple[RankPlace, ...]) -> list[tuple[str, ...]]:
-    rows = [(str(place.rank), place.host, str(place.local_rank), place.cores or "its host's", place.device or "-")
-            for place in ranks]
-    if len(rows) > _ROWS:
-        half = _ROWS // 2
-        rows[half:-half] = [(f"… {len(rows) - 2 * half} more", "", "", "", "")]
-    return rows
+def _binding(plan: LaunchPlan) -> str:
+    binding = plan.binding
+    if binding.kind == "list":
+        how = "each rank to its own cores" + (", by the rank shim" if binding.by_shim else "")
+    elif binding.kind == "depth":
+        how = f"{binding.cpus_per_rank} CPUs each, placed by {plan.launcher.kind}"
+    else:
+        how = "none"
+    far = sum(distance == "far" for distance in binding.distances)
+    more = f"; {far} rank(s) of a host are on another socket than their device" if far else ""
+    return f"{how} ({binding.source}){more}"
+
+
+_HEADINGS = ("rank", "host", "local rank", "cores", "NUMA domain", "device", "distance")
+
+
+def _table(ranks: Sequence[RankPlace]) -> list[tuple[str, ...]]:
+    shown = _without_middle(ranks, None)
+    return [(f"… {len(ranks) - _ROWS} more", *[""] * (len(_HEADINGS) - 1)) if place is None else
+            (str(place.rank), place.host, str(place.local_rank), place.cores or "not bound", place.domains or "-",
+             place.device or "-", place.distance or "-") for place in shown]
+
+
+def _without_middle(rows: Sequence[_Row], gap: _Gap) -> list[_Row | _Gap]:
+    if len(rows) <= _ROWS:
+        return list(rows)
+    return [*rows[:_ROWS // 2], gap, *rows[-_ROWS // 2:]]
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

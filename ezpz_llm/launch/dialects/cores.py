@@ -5,16 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ezpz_llm.launch.devices import expand
+
 _CPUS = Path("/sys/devices/system/cpu")
-
-
-def expand(cores: str) -> tuple[int, ...]:
-    """(1, 2, 3, 8) for "1-3,8"."""
-    numbers: list[int] = []
-    for part in cores.split(","):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return tuple(numbers)
 
 
 def mask(cores: str) -> str:

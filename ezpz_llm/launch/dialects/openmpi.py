@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.devices import core_ranges
-from ezpz_llm.launch.dialects.cores import expand, logical_cores
+from ezpz_llm.launch.devices import core_ranges, expand
+from ezpz_llm.launch.dialects.cores import logical_cores
 from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, refuse_unspeakable
 from ezpz_llm.launch.schedulers import slurm
 

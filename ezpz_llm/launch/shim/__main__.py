@@ -12,6 +12,7 @@ from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.leftovers import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
+from ezpz_llm.launch.shim.cores import keep_to_cores
 from ezpz_llm.launch.shim.output import Output, log_path
 from ezpz_llm.launch.shim.rank import Rank
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE, TEE_VARIABLE, WORLD_SIZE_VARIABLE
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     info = find_rank(os.environ)
     run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
     _check_world(info)
+    keep_to_cores(info, os.environ)
     folder = _enter(info)
     log = log_path(info, run_dir, folder)
     try:

@@ -94,6 +94,7 @@ KEYS: Mapping[str, Key] = {
     "dialect": _one_of("pals"),
     "devices_per_host": _COUNT,
     "cores": Key('a list with the cores of each NUMA domain: ["0-51", "52-103"]', _domains),
+    "sockets": _COUNT,
     "threads_per_core": _COUNT,
     "reserved_cores": Key('cores: "0,52" or "0-3,64"', _ranges),
     "binding": _one_of("auto", "list", "depth", "none"),

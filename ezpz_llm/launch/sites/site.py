@@ -30,6 +30,7 @@ class Site:
         dialect: of an mpiexec whose version text is not recognised; "pals".
         devices_per_host: accelerators that ranks see on a host.
         cores: the cores of each NUMA domain ("0-51", "52-103"), those that ranks may be bound to.
+        sockets: how many the domains of `cores` are evenly on.
         threads_per_core: how many CPUs the site's launcher counts for one core.
         reserved_cores: cores that belong to the system ("0,52").
         binding: "list" (each rank's cores spelled out), "depth" (a number of cores a rank), "none", "auto".
@@ -51,6 +52,7 @@ class Site:
     dialect: str | None = None
     devices_per_host: int | None = None
     cores: tuple[str, ...] = ()
+    sockets: int = 1
     threads_per_core: int = 1
     reserved_cores: str = ""
     binding: str = "auto"

@@ -1,0 +1,156 @@
+"""How ranks are bound: decided from the site, the host's topology and the launcher, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ezpz_llm.launch.binding.deal import deal
+from ezpz_llm.launch.binding.topology import Core, Topology
+from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.sites import Site
+
+COUNTING = ("srun", "pals")
+"""Launchers that place a number of cores a rank by themselves."""
+WITHOUT_OPTION = ("direct", "torchrun")
+"""Launchers without any option for cores: there the rank shim binds."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What each local rank gets. Every tuple has one entry a local rank, or none where it is not known.
+
+    Args:
+        kind: "list" (the launcher is told `cores`), "depth" (it is told `cpus_per_rank`), "none".
+        cores: the CPUs that a rank may run on ("1-8").
+        domains: the NUMA domains that these are in ("0").
+        devices: the accelerator that the rank takes.
+        distances: from its cores to its device: "near" (the same NUMA domain), "same socket", "far".
+        cpus_per_rank: CPUs as the launcher counts them.
+        cpus_per_host: CPUs of a host, likewise.
+        cores_per_rank: cores, without second hardware threads.
+        source: why.
+        by_shim: the launcher has no option for it, and the rank shim binds instead.
+    """
+
+    kind: str = "none"
+    cores: tuple[str, ...] = ()
+    domains: tuple[str, ...] = ()
+    devices: tuple[str | None, ...] = ()
+    distances: tuple[str | None, ...] = ()
+    cpus_per_rank: int | None = None
+    cpus_per_host: int | None = None
+    cores_per_rank: int | None = None
+    source: str = ""
+    by_shim: bool = False
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a binding depends on.
+
+    Args:
+        ranks: on the host with most of them.
+        hosts: how many hosts get ranks.
+        launcher: "srun", "pals", "mpiexec", "torchrun", "direct".
+        topology: of the hosts; None where it is not known.
+        allotted: CPUs of a host that the scheduler gave, None where it does not say.
+        devices: the accelerator of each local rank.
+    """
+
+    ranks: int
+    hosts: int
+    launcher: str
+    topology: Topology | None
+    allotted: int | None
+    devices: tuple[str | None, ...]
+
+
+def bind(wanted: str, site: Site, around: Circumstances) -> Binding:
+    """The binding for these circumstances. `wanted` is the user's word, "auto" or "none"."""
+    how, source = site.binding, f"site {site.name}"
+    if how == "auto":
+        how = "depth" if around.launcher == "srun" else "list"
+        source = "srun binds" if how == "depth" else "from the topology"
+    if wanted == "none" or how == "none":
+        return _unbound(site, around, "--bind none" if wanted == "none" else source)
+    if how == "depth" and around.launcher == "srun":
+        return Binding("depth", devices=around.devices, source=source, **_counted(site, around))
+    if reason := _hindrance(site, around):
+        return _unbound(site, around, reason)
+    topology = around.topology
+    if how == "depth" and around.launcher in COUNTING:
+        return _spelled("depth", _in_a_row(topology, around.ranks), around, f"{source}, {topology.source}")
+    return _spelled("list", deal(topology, around.ranks), around, f"{source}, {topology.source}")
+
+
+def _hindrance(site: Site, around: Circumstances) -> str | None:
+    """Why cores cannot be spelled out."""
+    topology = around.topology
+    if topology is None or not topology.cores:
+        return "the hosts' cores are not known from here"
+    if around.ranks > len(topology.cores):
+        return f"{around.ranks} ranks share {len(topology.cores)} core(s)"
+    if site.binding != "auto":
+        return None
+    cpus = sum(map(len, topology.cores))
+    if around.ranks == 1:
+        return "one rank has its host's cores"
+    if around.allotted is not None and around.allotted < cpus:
+        return f"the job has {around.allotted} of this host's {cpus} CPUs, and nothing says which"
+    if around.hosts > 1 and not topology.is_whole:
+        return "the job has only some of this host's cores, and other hosts' may be others"
+    return None
+
+
+def _spelled(kind: str, dealt: Sequence[Sequence[Core]], around: Circumstances, source: str) -> Binding:
+    topology = around.topology
+    cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in dealt]
+    domains = [topology.domains_of(own) for own in cpus]
+    return Binding(
+        kind,
+        cores=tuple(map(core_ranges, cpus)),
+        domains=tuple(core_ranges(tuple(sorted({domain.number for domain in own}))) for own in domains),
+        devices=around.devices,
+        distances=tuple(_distance(topology, own, device)
+                        for own, device in zip(cpus, around.devices, strict=True)),
+        cpus_per_rank=min(map(len, cpus)),
+        cpus_per_host=sum(map(len, topology.cores)),
+        cores_per_rank=min(map(len, dealt)),
+        source=source,
+        by_shim=around.launcher in WITHOUT_OPTION,
+    )
+
+
+def _in_a_row(topology: Topology, ranks: int) -> list[tuple[Core, ...]]:
+    each = len(topology.cores) // ranks
+    return [topology.cores[each * rank:each * (rank + 1)] for rank in range(ranks)]
+
+
+def _distance(topology: Topology, cpus: Sequence[int], device: str | None) -> str | None:
+    domain = topology.devices.get(device) if device is not None else None
+    if domain is None:
+        return None
+    own = topology.domains_of(cpus)
+    if domain in {found.number for found in own}:
+        return "near"
+    sockets = {found.socket for found in topology.domains if found.number == domain}
+    return "same socket" if sockets & {found.socket for found in own} else "far"
+
+
+def _unbound(site: Site, around: Circumstances, source: str) -> Binding:
+    return Binding(devices=around.devices, source=source, **_counted(site, around))
+
+
+def _counted(site: Site, around: Circumstances) -> dict[str, int]:
+    """As many CPUs and cores as each rank of a host can have; empty where nobody says."""
+    cores = len(around.topology.cores) if around.topology else 0
+    # A CPU is what the site's launcher counts, else what this host does.
+    per_core = site.threads_per_core if site.cores else max(map(len, around.topology.cores)) if cores else 1
+    cpus = cores * per_core
+    if around.allotted is not None and (around.allotted < cpus or not cpus or around.launcher == "srun"):
+        cpus = min(around.allotted, cpus) if site.cores else around.allotted
+    if not cpus:
+        return {}
+    return {"cpus_per_host": cpus, "cpus_per_rank": max(1, cpus // around.ranks),
+            "cores_per_rank": max(1, cpus // per_core // around.ranks)}

@@ -1,0 +1,115 @@
+"""The variables that launch sets for ranks, each with the reason; what the user has set stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ezpz_llm.launch.addresses import Meeting
+from ezpz_llm.launch.allocation import Allocation
+from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.options import Options
+from ezpz_llm.launch.placement import Placement
+from ezpz_llm.launch.sites import Site
+from ezpz_llm.launch.variables import (
+    BIND_VARIABLE,
+    ENDS_AT_VARIABLE,
+    FORWARDED,
+    FORWARDED_PREFIXES,
+    RUN_ID_VARIABLE,
+    SITE_VARIABLE,
+    TEE_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+)
+from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
+
+MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable that launch sets, and why."""
+
+    value: str
+    source: str
+
+
+def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation: Allocation,
+                 options: Options) -> dict[str, Setting]:
+    """What tells a rank of its run."""
+    settings = {
+        RUN_DIR_VARIABLE: Setting(str(run_dir.path), "launch"),
+        RUN_ID_VARIABLE: Setting(run_id, "launch"),
+        WORLD_SIZE_VARIABLE: Setting(str(placement.world_size), placement.source),
+        TEE_VARIABLE: Setting(options.tee, "--tee"),
+    }
+    if allocation.ends_at is not None:
+        settings[ENDS_AT_VARIABLE] = Setting(f"{allocation.ends_at:.0f}", allocation.scheduler)
+    if allocation.step_id is not None:
+        # Without it, the steps of srun, and of an mpiexec that starts its helpers by srun, would wait for ever.
+        settings["SLURM_OVERLAP"] = Setting("1", f"this shell is step {allocation.step_id} itself: it has to share")
+    return settings
+
+
+def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
+    """What makes a Python program's output and its end tell more."""
+    wanted = {"PYTHONUNBUFFERED": "launch: lines appear as they are printed",
+              "PYTHONFAULTHANDLER": "launch: a crash below Python tells where Python was"}
+    return {name: Setting("1", why) for name, why in wanted.items() if name not in env}
+
+
+def meeting_settings(meeting: Meeting, env: Mapping[str, str]) -> dict[str, Setting]:
+    """Where ranks meet."""
+    settings = {"MASTER_ADDR": Setting(meeting.address, meeting.address_source),
+                "MASTER_PORT": Setting(str(meeting.port), meeting.port_source)}
+    return {name: setting for name, setting in settings.items() if not is_users_choice(name, env)}
+
+
+def site_settings(site: Site, options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
+    """The site's own variables, and which site it is."""
+    settings = {name: Setting(value, f"site {site.name}") for name, value in site.env.items() if name not in env}
+    named = options.site or env.get(SITE_VARIABLE)
+    if named and ("/" in named or named.endswith(".toml")):
+        # For a command with another working directory.
+        settings[SITE_VARIABLE] = Setting(str(Path(named).expanduser().absolute()), site.source)
+    elif site.name != Site.name:
+        settings[SITE_VARIABLE] = Setting(site.name, site.source)
+    return settings
+
+
+def interface_settings(interface: str | None, source: str, env: Mapping[str, str]) -> dict[str, Setting]:
+    """The network that gloo and NCCL (or RCCL) open their own connections on."""
+    if interface is None:
+        return {}
+    return {name: Setting(interface, source) for name in _INTERFACE_VARIABLES if not is_users_choice(name, env)}
+
+
+def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
+                     env: Mapping[str, str]) -> dict[str, Setting]:
+    """Threads for the rank's own cores, cores for the shim to keep to, and `mask`: devices in the site's order."""
+    settings = {}
+    if binding.cores_per_rank is not None and not is_users_choice("OMP_NUM_THREADS", env):
+        settings["OMP_NUM_THREADS"] = Setting(str(binding.cores_per_rank), "cores of each rank")
+    if binding.by_shim:
+        settings[BIND_VARIABLE] = Setting(":".join(binding.cores), "the launcher has no option for cores")
+    if mask:
+        why = f"site {site.name}: local rank 0 takes device {mask[0]}"
+        settings["CUDA_VISIBLE_DEVICES"] = Setting(",".join(mask), why)
+    return settings
+
+
+def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
+    """Did the user set this variable, and neither PBS nor a launch around this one?"""
+    if not env.get(name):
+        return False
+    # PBS exports the job's own number of cores as OMP_NUM_THREADS.
+    by_pbs = name == "OMP_NUM_THREADS" and bool(env.get("PBS_JOBID")) and env[name] == env.get("NCPUS")
+    return not by_pbs and RUN_ID_VARIABLE not in env
+
+
+def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
+    """The names of the variables that ranks on other hosts need."""
+    wanted = [name for name in env if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)]
+    return tuple(sorted({*wanted, *settings, *(set(MEETING_VARIABLES) & env.keys())}))
