@@ -10,8 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ezpz_llm.launch.devices import MASKS
-from ezpz_llm.launch.plan import FORWARDED, FORWARDED_PREFIXES
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE, SITE_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.launch.variables import (
+    ENDS_AT_VARIABLE,
+    FORWARDED,
+    FORWARDED_PREFIXES,
+    RUN_ID_VARIABLE,
+    SITE_VARIABLE,
+    WORLD_SIZE_VARIABLE,
+)
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, redact
 
 _RESERVE_S = 60
