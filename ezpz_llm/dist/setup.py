@@ -14,6 +14,7 @@ import torch
 from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
+from ezpz_llm.dist.stacks import answer_with_stacks
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.interfaces import require_interfaces
 from ezpz_llm.launch.ranks import RankInfo, find_rank
@@ -100,6 +101,7 @@ def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, r
         UserError: broken rank variables, another world size than launch promised, no address of rank 0, no device,
             two ranks on one device, two different run directories.
     """
+    answer_with_stacks(os.environ)
     info = find_rank(os.environ)
     _check_promise(info)
     degrees = Degrees.of_world(info.world_size, tp, pp, sp)
