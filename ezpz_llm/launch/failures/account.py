@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.launch.failures.advice import advice
 from ezpz_llm.launch.failures.facts import Account, RunFacts
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
-from ezpz_llm.launch.failures.record import Raised, read_failures
+from ezpz_llm.launch.failures.record import Failure, Raised, read_failures
 from ezpz_llm.launch.failures.sayings import read_sayings
 from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.tracebacks import last_exception
@@ -20,6 +22,8 @@ from ezpz_llm.rundir.record import read_record
 _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20
 _LOGS_READ = 16
+_CLOCK_SLACK_S = 60.0
+"""An older file is of an earlier run in the same directory; clocks of file servers differ a little."""
 _ABORT = re.compile(r".*application called MPI_Abort\([^,]+, \d+\) - process \d+.*")
 
 
@@ -27,21 +31,23 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
     """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only."""
     launch = read_record(run_dir).get("launch") or {}
     nodes = read_reports(run_dir, (launch.get("env") or {}).get(RUN_ID_VARIABLE, ""))
-    failures = tuple(read_failures(run_dir))
+    since = launch.get("started", 0.0) - _CLOCK_SLACK_S
+    failures = tuple(_as_stopped(failure, facts) for failure in read_failures(run_dir))
     reports = {rank: report for node in nodes for rank, report in node.ranks.items()}
     recorded = {failure.rank for failure in failures}
     absent = _absent(nodes, facts, recorded)
     without = [rank for rank in range(facts.world_size)
                if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
-    said = tail_text(run_dir.launcher_log) + _aborts(run_dir, without)
-    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _in_logs(run_dir, without))
+    ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
+    said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
+    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _raised(ends))
     verdict = judge(evidence)
-    if verdict is None:
-        return Account(0, "all ranks ended well")
+    if verdict is None or _ended_well(facts, reports, failures):
+        return Account(facts, 0, "all ranks ended well")
     findings = Findings(run_dir, evidence, verdict, reports, last_lines(run_dir, verdict),
                         advice(verdict, run_dir, facts, launch.get("typed") or ()))
-    return Account(verdict.code, cause_line(findings), as_text(findings), verdict.rank, verdict.kind.name.lower(),
-                   as_details(findings))
+    return Account(facts, verdict.code, cause_line(findings), as_text(findings), verdict.rank,
+                   verdict.kind.name.lower(), as_details(findings))
 
 
 def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tuple[int, ...]:
@@ -60,25 +66,35 @@ def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tup
                  and (rank not in told or told[rank].ended is None))
 
 
-def _in_logs(run_dir: RunDir, ranks: list[int]) -> dict[int, Raised]:
-    """Exceptions at the ends of the logs of ranks that left no record: of their shims ended with them."""
-    found = {}
-    for rank in ranks[:_LOGS_READ]:
-        raised = last_exception(tail_text(run_dir.rank_log(rank)))
-        if raised is not None:
-            found[rank] = raised
-    return found
+def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:
+    """Did all ranks end well in a run whose launch was killed before it could write so?"""
+    return facts.launcher_status is None and not failures and all(
+        rank in reports and reports[rank].ended == 0 for rank in range(facts.world_size))
 
 
-def _aborts(run_dir: RunDir, ranks: list[int]) -> str:
+def _as_stopped(failure: Failure, facts: RunFacts) -> Failure:
+    """A rank that was told to end after launch had begun to end the run was told so by launch, by whatever way."""
+    if facts.stopped is None or failure.ended_by is None or failure.rank in (facts.failed_before_stop or ()):
+        return failure
+    return replace(failure, ended_by="launch")
+
+
+def _raised(ends: Mapping[int, str]) -> dict[int, Raised]:
+    """The exceptions that logs end with, of ranks whose shims ended with them."""
+    found = {rank: last_exception(end) for rank, end in ends.items()}
+    return {rank: raised for rank, raised in found.items() if raised is not None}
+
+
+def _aborts(ends: Iterable[str]) -> str:
     """MPI_Abort speaks in the log of the rank that calls it."""
-    lines = (_ABORT.findall(tail_text(run_dir.rank_log(rank))) for rank in ranks[:_LOGS_READ])
-    return "".join(f"\n{line}" for found in lines for line in found)
+    return "".join(f"\n{line}" for end in ends for line in _ABORT.findall(end))
 
 
-def tail_text(path: Path) -> str:
-    """The end of a file that may hold anything; empty where there is none."""
+def tail_text(path: Path, since: float = 0.0) -> str:
+    """The end of a file that may hold anything; empty where there is none that was written since `since`."""
     try:
+        if path.stat().st_mtime < since:
+            return ""
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")

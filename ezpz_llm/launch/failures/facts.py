@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,39 @@ class RunFacts:
 @dataclass(frozen=True)
 class Account:
     """How a run ended: launch's exit code, the cause in one line, the post-mortem (empty where all went well), the
-    rank that was the cause, if one was, and the kind of failure (a `Kind`'s name in lower case)."""
+    rank that was the cause, if one was, the kind of failure (a `Kind`'s name in lower case), and what else is known
+    for programs to read."""
 
+    facts: RunFacts
     code: int
     cause: str
     text: str = ""
     rank: int | None = None
     kind: str | None = None
     details: Mapping[str, object] = field(default_factory=dict)
+
+
+def exit_record(account: Account) -> dict[str, object]:
+    """What run.json keeps of a run's end: enough to give the account again from the files alone."""
+    facts = account.facts
+    before = None if facts.failed_before_stop is None else sorted(facts.failed_before_stop)
+    return {
+        "code": account.code, "cause": account.cause, "kind": account.kind, "rank": account.rank,
+        "ended": facts.ended, "launcher_status": facts.launcher_status,
+        "stopped": None if facts.stopped is None else asdict(facts.stopped), "failed_before_stop": before,
+    }
+
+
+def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
+    """The facts as run.json has them. Where launch was killed before it wrote the end, the run ended at its
+    `last_sign` of life, and nothing is known about how."""
+    launch, ended = record["launch"], record.get("exit") or {}
+    ranks = zip(launch["hosts"], launch["ranks_per_host"], strict=True)
+    stopped, before = ended.get("stopped"), ended.get("failed_before_stop")
+    ends_at = launch["env"].get(ENDS_AT_VARIABLE)
+    return RunFacts(
+        world_size=launch["world_size"], hosts=tuple(host for host, count in ranks for _ in range(count)),
+        launcher=launch["launcher"], launcher_status=ended.get("launcher_status"),
+        ended=ended.get("ended", last_sign), stopped=None if stopped is None else Stop(**stopped),
+        failed_before_stop=None if before is None else frozenset(before),
+        ends_at=float(ends_at) if ends_at else None)

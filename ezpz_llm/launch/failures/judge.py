@@ -38,6 +38,9 @@ class Verdict:
     hosts: tuple[str, ...] = ()
 
 
+_LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it")
+
+
 @dataclass(frozen=True)
 class Evidence:
     """All that is known: the records, what the launcher and the scheduler said, and for ranks without a record
@@ -60,7 +63,10 @@ def judge(evidence: Evidence) -> Verdict | None:
         verdict = step(evidence, found)
         if verdict is not None:
             return verdict
-    return Verdict(_launchers_code(facts), Kind.LAUNCHER, "no rank left a record")
+    if facts.launcher_status is None:
+        return _LAUNCH_KILLED
+    code = _launchers_code(facts)
+    return Verdict(code, Kind.LAUNCHER, f"{facts.launcher} ended with code {code}, and no rank left a record")
 
 
 def _a_ranks_own(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
@@ -126,6 +132,8 @@ def _a_victim(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | Non
         return None
     victims.sort(key=lambda failure: FOLLOWERS.index(found[failure.rank].kind))
     first = victims[0]
+    if evidence.facts.launcher_status is None and found[first.rank].kind in (Kind.TERMINATED, Kind.STOPPED):
+        return _LAUNCH_KILLED
     if evidence.absent and found[first.rank].kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
         hosts = tuple(dict.fromkeys(_host(evidence.facts, rank) for rank in evidence.absent))
         return Verdict(_code_without_record(evidence), Kind.VANISHED, found[first.rank].evidence,

@@ -49,15 +49,12 @@ def cause_line(findings: Findings) -> str:
         where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
     elif verdict.hosts:
         where = f"{', '.join(verdict.hosts)}: "
-    if verdict.kind in (Kind.IDLE, Kind.TERMINATED):
+    if verdict.kind in (Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
         return verdict.evidence
     if verdict.kind is Kind.VANISHED and findings.evidence.absent:
         absent = findings.evidence.absent
         return (f"{named(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
                 f" {_last_heard(findings, absent[0])}")
-    if verdict.kind is Kind.LAUNCHER:
-        facts = findings.evidence.facts
-        return f"{facts.launcher} ended with code {verdict.code}, and no rank left a record"
     kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
     return f"{where}{kind}{_short(verdict.evidence)}"
 

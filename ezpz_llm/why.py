@@ -1,0 +1,131 @@
+"""Say why a run ended, or what a run that goes on is waiting for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.failures.account import account, tail_text
+from ezpz_llm.launch.failures.facts import facts_from
+from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
+from ezpz_llm.launch.failures.ranks import unfold
+from ezpz_llm.launch.node.orders import take_stacks
+from ezpz_llm.rundir import RunDir, read_record, write_atomic
+
+_STACKS_WITHIN_S = 15.0
+_STACK_LINES = 60
+_SILENT_AFTER_S = 30.0
+_STACKS_TAKEN = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the post-mortem of a run that is over, or the state of one that is not.
+
+    Raises:
+        UserError: there is no such run, or launch did not start it.
+    """
+    options = _parse(argv)
+    run_dir = RunDir(options.run_dir.absolute()) if options.run_dir else _newest(Path("runs"))
+    record = _record(run_dir)
+    if options.logs:
+        _ask_for_logs(run_dir, options.logs)
+    live = look(run_dir, record, options.silent_after)
+    if live is None:
+        return _over(run_dir, record, options.json)
+    return _going_on(run_dir, record, live, options)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ezpz-llm why", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
+                        help="the run (default: the newest in runs/)")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--stacks", metavar="RANKS", type=_ranks, default=set(),
+                        help="of a run that goes on, show what these ranks do: 0,4-7 (default: silent ones)")
+    parser.add_argument("--logs", metavar="RANKS", type=_ranks, default=set(),
+                        help="above 256 ranks, have the logs of these copied to the run directory when they end")
+    parser.add_argument("--silent-after", metavar="S", type=float, default=_SILENT_AFTER_S,
+                        help="seconds without a sign of life after which a rank is silent (default: %(default)g)")
+    return parser.parse_args(argv)
+
+
+def _ranks(text: str) -> set[int]:
+    try:
+        return unfold(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7") from error
+
+
+def _newest(folder: Path) -> RunDir:
+    records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    if not records:
+        raise UserError(f"no run in {folder}/", where=os.getcwd(), instead="ezpz-llm why RUN_DIR")
+    return RunDir(records[-1].parent.absolute())
+
+
+def _record(run_dir: RunDir) -> dict:
+    try:
+        record = read_record(run_dir)
+    except ValueError as error:
+        raise UserError(f"run.json is not JSON ({error})", where=str(run_dir.record)) from error
+    if not record.get("launch"):
+        raise UserError("there is no record of launch here", where=str(run_dir.record),
+                        instead="the run directory of a run that launch started")
+    return record
+
+
+def _ask_for_logs(run_dir: RunDir, ranks: set[int]) -> None:
+    run_dir.control.mkdir(exist_ok=True)
+    write_atomic(run_dir.control / "logs", ",".join(map(str, sorted(ranks))))
+
+
+def _over(run_dir: RunDir, record: dict, as_json: bool) -> int:
+    told = account(run_dir, facts_from(record, _last_sign(run_dir)))
+    unknown = record.get("exit") is None
+    if as_json:
+        print(json.dumps({"state": "launch was killed" if unknown else "ended", "code": told.code,
+                          "cause": told.cause, "kind": told.kind, "rank": told.rank, "text": told.text,
+                          **told.details}, indent=2))
+        return 0
+    if unknown:
+        print(f"{run_dir.path}: launch left no word about the end: it was killed itself. What the files tell:")
+    else:
+        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.facts.ended))
+        print(f"{run_dir.path}: ended {ended} with code {told.code}")
+    print(told.text or told.cause)
+    return 0
+
+
+def _last_sign(run_dir: RunDir) -> float:
+    found = [path.stat().st_mtime for folder in ("logs", "heartbeat", "errors")
+             for path in (run_dir.path / folder).glob("*")]
+    return max(found, default=run_dir.record.stat().st_mtime)
+
+
+def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Namespace) -> int:
+    suspects = [one.rank for one in live.silent[:_STACKS_TAKEN] if not one.node_is_silent]
+    wanted = sorted(options.stacks) or suspects
+    stacks = {}
+    if wanted:
+        stacks = {rank: str(path) for rank, path in
+                  take_stacks(run_dir, live.run_id, wanted, _STACKS_WITHIN_S).items()}
+    if options.json:
+        print(json.dumps(as_details(live, stacks), indent=2))
+        return 0
+    print(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
+    for line in as_lines(live):
+        print(f"  {line}")
+    if live.silent:
+        print(f"  {who_is_silent(live.silent)}")
+    for rank in wanted:
+        if rank not in stacks:
+            print(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")
+            continue
+        print(f"  rank {rank}: {stacks[rank]}")
+        print(*(f"  | {line}" for line in tail_text(Path(stacks[rank])).splitlines()[:_STACK_LINES]), sep="\n")
+    return 0
