@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.sites import find_site
 from ezpz_llm.rundir import RunDir, read_record
 
 
@@ -17,4 +20,7 @@ def planned_hosts(run_dir: RunDir, world_size: int) -> list[str]:
 
 def site_network(env: Mapping[str, str]) -> str | None:
     """The network that this site's communication library should choose; None where no site says."""
+    # launch has read the same file before and refused a broken one.
+    with contextlib.suppress(UserError):
+        return find_site(None, env).network
     return None

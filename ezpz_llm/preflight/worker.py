@@ -51,8 +51,10 @@ class Worker:
         facts = {"kind": self._device.type, "identity": device_identity(self._device)}
         if self._device.type in ("cuda", "xpu"):
             module = torch.get_device_module(self._device)
-            free, total = module.mem_get_info(self._device)
-            facts |= {"name": module.get_device_name(self._device), "free": free, "total": total}
+            facts["name"] = module.get_device_name(self._device)
+            # torch for Intel GPUs learned it later than for others.
+            if hasattr(module, "mem_get_info"):
+                facts["free"], facts["total"] = module.mem_get_info(self._device)
         answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
         if question.get("serve"):
             self._store = torch.distributed.TCPStore("localhost", 0, None, True, _GROUP_TIMEOUT,

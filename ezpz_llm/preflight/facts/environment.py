@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ezpz_llm.launch.devices import visible_devices
+from ezpz_llm.launch.devices import MASKS, visible_devices
 from ezpz_llm.rundir import redact
 
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HSA_XNACK")
 _PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "MPICH_", "TORCH_NCCL_", "PYTORCH_")
-_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
-          "ONEAPI_DEVICE_SELECTOR")
 
 
 def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
@@ -22,6 +20,6 @@ def environment_facts(env: Mapping[str, str]) -> dict[str, Any]:
     return {
         "environment": redact({name: env[name] for name in sorted(env)
                                if name in _NAMES or name.startswith(_PREFIXES)}),
-        "masks": {name: env[name] for name in _MASKS if name in env},
+        "masks": {name: env[name] for name in (*MASKS, "ONEAPI_DEVICE_SELECTOR") if name in env},
         "devices": {"ids": list(devices.ids), "source": devices.source, "installed": len(visible_devices({}).ids)},
     }

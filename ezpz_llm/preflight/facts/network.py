@@ -12,7 +12,6 @@ from ezpz_llm.launch.addresses import address_towards, resolve
 from ezpz_llm.launch.interfaces import own_interfaces
 
 _NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
-"""Variables that name the interface ranks are to talk on."""
 
 
 def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
@@ -20,7 +19,7 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
     own = addresses()
     facts: dict[str, Any] = {
         "interfaces": own,
-        "named_interfaces": {name: env[name] for name in _NAMING if env.get(name)},
+        "named_interfaces": named_interfaces(env),
         "name_resolves_to": resolve(socket.gethostname()),
     }
     if master := env.get("MASTER_ADDR"):
@@ -28,6 +27,11 @@ def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
         facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
         facts["route"] = {"interface": interface_of(address, own), "address": address}
     return facts
+
+
+def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name the interface ranks are to talk on, with what they say."""
+    return {name: env[name] for name in _NAMING if env.get(name)}
 
 
 def addresses() -> dict[str, list[str]]:

@@ -73,7 +73,7 @@ def size(count: float | None) -> str:
 def rate(value: float, unit: str) -> str:
     """A rate with its prefix: `3.1 GB/s`, `250 MFLOP/s`."""
     for prefix in ("", "k", "M", "G", "T"):
-        if value < 1000:
+        if value < 999.5:
             return f"{value:.3g} {prefix}{unit}"
         value /= 1000
     return f"{value:.3g} P{unit}"
