@@ -162,7 +162,7 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
         command=(*options.wrap, *options.command),
         files={},
         ranks_source=info.source,
-        notes=(note, *info.notes),
+        notes=(note, *allocation.notes),
     )
 
 
