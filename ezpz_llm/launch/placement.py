@@ -27,7 +27,7 @@ class Placement:
 
     @property
     def uniform(self) -> bool:
-        return all(count == self.most for _, count in self.ranks)
+        return len({count for _, count in self.ranks}) == 1
 
 
 def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
