@@ -47,9 +47,6 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
     }
     if allocation.ends_at is not None:
         settings[ENDS_AT_VARIABLE] = Setting(f"{allocation.ends_at:.0f}", allocation.scheduler)
-    if allocation.step_id is not None:
-        # Without it, the steps of srun, and of an mpiexec that starts its helpers by srun, would wait for ever.
-        settings["SLURM_OVERLAP"] = Setting("1", f"this shell is step {allocation.step_id} itself: it has to share")
     return settings
 
 
