@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host
@@ -16,23 +17,24 @@ class Placement:
     ranks: tuple[tuple[str, int], ...]
     source: str
 
-    @property
+    # Asked for once a host by some: computed once.
+    @cached_property
     def world_size(self) -> int:
         return sum(count for _, count in self.ranks)
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The largest number of ranks on any host."""
         return max(count for _, count in self.ranks)
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         return len({count for _, count in self.ranks}) == 1
 
 
 def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host: int | None) -> Placement:
     """Ranks a host by, in this order: `ranks` and `per_host` as the user typed them (-n, --ppn); slots that the
-    reservation or the hostfile asks for; the visible devices, where there are several; one.
+    reservation or the hostfile asks for; `devices`, the visible ones or the site's, where there are several; one.
 
     With `ranks` alone, hosts are filled in order by the same rule if that suffices, else evenly.
 
@@ -70,8 +72,8 @@ def _natural_source(allocation: Allocation, devices: Devices) -> str:
     if any(host.slots is not None for host in allocation.hosts):
         return f"slots of {allocation.source}"
     if len(devices.ids) > 1:
-        return f"{len(devices.ids)} visible devices ({devices.source})"
-    return "one a host: no slots and no more than one visible device"
+        return f"{len(devices.ids)} devices ({devices.source})"
+    return "one a host: no slots and no more than one device"
 
 
 def _widened(allocation: Allocation, room: list[int], wanted: int) -> list[int]:

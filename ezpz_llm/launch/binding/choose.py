@@ -71,7 +71,7 @@ def bind(wanted: str, site: Site, around: Circumstances) -> Binding:
     how, source = site.binding, f"site {site.name}"
     if how == "auto":
         how = "depth" if around.launcher == "srun" else "list"
-        source = "srun binds" if how == "depth" else "from the topology"
+        source = "srun binds" if how == "depth" else "--bind auto"
     if wanted == "none" or how == "none":
         return _unbound(site, around, "--bind none" if wanted == "none" else source)
     if how == "depth" and around.launcher == "srun":
@@ -79,9 +79,11 @@ def bind(wanted: str, site: Site, around: Circumstances) -> Binding:
     if reason := _hindrance(site, around):
         return _unbound(site, around, reason)
     topology = around.topology
+    if topology.source != source:
+        source = f"{source}, cores of {topology.source}"
     if how == "depth" and around.launcher in COUNTING:
-        return _spelled("depth", _in_a_row(topology, around.ranks), around, f"{source}, {topology.source}")
-    return _spelled("list", deal(topology, around.ranks), around, f"{source}, {topology.source}")
+        return _spelled("depth", _in_a_row(topology, around.ranks), around, source)
+    return _spelled("list", deal(topology, around.ranks), around, source)
 
 
 def _hindrance(site: Site, around: Circumstances) -> str | None:

@@ -31,7 +31,7 @@ def system_topology(site: Site, devices: Devices, root: Path = _SYS,
     except (OSError, ValueError):
         return None
     attached = _site_devices(root, site) | _device_domains(root, devices)
-    return Topology(domains, "this host's /sys", attached, is_whole=online <= own)
+    return Topology(domains, "this host (/sys)", attached, is_whole=online <= own)
 
 
 def _reserved(site: Site) -> set[int]:
