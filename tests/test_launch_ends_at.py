@@ -63,6 +63,18 @@ def test_captured_qstat(name: str, started: str, hosts: tuple[str, ...]) -> None
     assert "    Resource_List.walltime = 00:05:00\n" in text
 
 
+def test_every_form_of_exec_host() -> None:
+    """The last column of `qstat -xan1`, with the number of chunks beside it."""
+    lines = (CAPTURED / "pbs/qstat_xan1.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if ".login " in line]
+    assert len(rows) == 12
+    for row in rows[:10]:
+        hosts = pbs.read_job(json.dumps({"Jobs": {"1": {"exec_host": row[-1]}}}), "1").hosts
+        # Job 2 and 7 have both chunks on one host.
+        assert len(hosts) == (1 if "n1/0+n1/1" in row else int(row[5]))
+        assert all(row[-1].count(f"{host}/") for host in hosts)
+
+
 # openpbs/openpbs#2541 (a shell function with quotes and line ends), #1255 (leading zeros), #2049 (backslashes).
 _BROKEN = {
     "a quote in a value": ('"TAG":\t"sel2_nc2_mpi2"', '"TAG":\t"say "hi", twice"'),

@@ -10,6 +10,7 @@ from launch_runs import CAPTURED, captured_env
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Host
 from ezpz_llm.launch.devices import core_ranges, visible_devices
+from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import find_allocation, hostfile, pbs, slurm, started
 
 
@@ -93,6 +94,31 @@ def test_captured_environments(path: str) -> None:
     assert (found.source if scheduler == "started" else hosts) == expected
 
 
+def _of_words(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def test_processes_inside_a_pbs_job() -> None:
+    """Hydra's ranks have the first host's variables of the job, pbsdsh's tasks no node file that they can read."""
+    text = (CAPTURED / "pbs/hydra_in_pbs_job.txt").read_text()
+    by_mpiexec, _, rest = text.partition("=== pbsdsh -- /usr/bin/env\n")
+    lines = [line for line in by_mpiexec.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 16
+    for line in lines:
+        # PMI_SIZE and MPI_LOCALNRANKS are in the file's last block, the same for every rank.
+        env = _of_words(line) | {"PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}
+        assert find_allocation(env).scheduler == "started"
+        assert f"rank {find_rank(env).rank}/4" in line
+        assert f"local {find_rank(env).local_rank}/2" in line
+    # One task a line of the node file; the variable is there on the second host only, where the file is not.
+    tasks = [_of_words(part) for part in rest.partition("rc=0")[0].split("PATH=/bin:/usr/bin\n")[1:]]
+    assert [task["PBS_NODENUM"] for task in tasks] == ["0", "0", "1", "1"]
+    for task, found in zip(tasks, [r"has no PBS_NODEFILE"] * 2 + [r"cannot read the node file"] * 2, strict=True):
+        with pytest.raises(UserError, match=found) as raised:
+            find_allocation(task)
+        assert "the job script" in str(raised.value)
+
+
 def test_the_shell_of_srun_pty_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is task 0 of four, whose others got no terminal and have ended; steps inside it inherit its variables."""
     env = captured_env("slurm/env_srun_pty_shell.txt")
@@ -166,7 +192,10 @@ def test_a_scheduler_asked_for() -> None:
     found = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
     assert (found.scheduler, found.source, found.notes) == (
         "none", "--scheduler none", ("SLURM_JOB_ID=3 left aside (--scheduler none)",))
-    assert find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm").scheduler == "slurm"
+    found = find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm")
+    assert (found.scheduler, found.notes) == (
+        "slurm", ("the rank variables of srun with PMI (PMI_RANK) left aside (--scheduler slurm)",))
+    assert "a broken set (RANK=1 is set" in find_allocation({"RANK": "1"}, "none").notes[0]
     with pytest.raises(UserError, match="--scheduler pbs, but PBS_JOBID is not set"):
         find_allocation(captured_env("slurm/env_sbatch_script.txt"), "pbs")
 

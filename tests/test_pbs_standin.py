@@ -29,6 +29,10 @@ def test_the_stand_ins_tables() -> None:
             ("10[0].login", "envdump", "user", "00:00:00", "E", "workq"),
             ("10[1].login", "envdump", "user", "00:00:00", "E", "workq")]
     assert table(rows) == (CAPTURED / "pbs/qstat_t_array.txt").read_text()
+    # Lines are broken in qstat -Qf as in qstat -f.
+    queue = (CAPTURED / "pbs/qstat_Qf.txt").read_text()
+    fields = dict(line.lstrip().split(" = ", 1) for line in queue.replace("\n\t", "").splitlines()[1:] if line)
+    assert as_text("workq", fields).replace("Job Id: ", "Queue: ") == queue
     assert (CAPTURED / "pbs/walltime_kill.txt").read_text().startswith("=>> PBS: job killed: walltime 10 exceeded")
 
 

@@ -44,6 +44,8 @@ def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[flo
 def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
     others = [f"{scheduler.JOB_VARIABLE}={env[scheduler.JOB_VARIABLE]}" for name, scheduler in _WITH_JOBS.items()
               if name != wanted and env.get(scheduler.JOB_VARIABLE)]
+    if rank := _rank_here(env):
+        others.append(f"the rank variables of {rank}")
     notes = [f"{' and '.join(others)} left aside (--scheduler {wanted})"] if others else []
     if wanted == local.NAME:
         return replace(local.detect(env), source="--scheduler none").noting(*notes)
@@ -52,6 +54,14 @@ def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
         raise UserError(f"--scheduler {wanted}, but {_WITH_JOBS[wanted].JOB_VARIABLE} is not set",
                         where="the environment", instead="start launch inside a job, or leave --scheduler out")
     return found.noting(*notes)
+
+
+def _rank_here(env: Mapping[str, str]) -> str | None:
+    try:
+        found = started.detect(env)
+    except UserError as error:
+        return f"a broken set ({error.found})"
+    return found.source if found else None
 
 
 def _settle(env: Mapping[str, str]) -> Allocation:
