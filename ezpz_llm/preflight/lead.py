@@ -82,7 +82,7 @@ class _Lead:
         waited_s = time.monotonic() - self._began
         members = list(board.members)
         if len({member.rank for member in members}) == len(members):
-            self._measure(members, is_complete=len(members) == self._info.world_size)
+            self._measure(members)
         ordered = sorted(board.members, key=lambda member: member.rank)
         # Under torchrun the port is its agent's, as it should be.
         port_error = None if self._info.source.startswith("torchrun") else board.port_error
@@ -109,7 +109,7 @@ class _Lead:
 
         return done
 
-    def _measure(self, members: Sequence[Member], is_complete: bool) -> None:
+    def _measure(self, members: Sequence[Member]) -> None:
         board = self._board
         told = [member for member in members if member.facts is not None]
         board.ask(READY, {member: {"serve": member.rank == 0} for member in told}, self._by(_READY))
@@ -122,10 +122,11 @@ class _Lead:
         if port is not None:
             self._reduce(told, [self._env.get("MASTER_ADDR", "127.0.0.1"), port])
         board.ask(NETWORK, {member: {} for member in told}, self._by(_MPI, _NETWORK_S))
-        # Starting MPI is collective: it would only hang without the ranks that are missing. torchrun's ranks are
+        # Starting MPI is collective: it would only hang without those who cannot take part. torchrun's ranks are
         # none of MPI's.
-        if is_complete and self._info.world_size > 1 and not self._info.source.startswith("torchrun"):
-            board.ask(MPI, {member: {} for member in _able(told)}, self._by(_MPI))
+        able = _able(told)
+        if len(able) == self._info.world_size > 1 and not self._info.source.startswith("torchrun"):
+            board.ask(MPI, {member: {} for member in able}, self._by(_MPI))
 
     def _reduce(self, told: Sequence[Member], store: list[Any]) -> None:
         stages = [(NODE, node_groups(_places(_able(told))))]

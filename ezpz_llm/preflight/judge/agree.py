@@ -10,6 +10,7 @@ from ezpz_llm.preflight.judge.gathered import MPI, READY, Facts, Finding, Gather
 
 _MUST_AGREE = ("torch", "deepspeed", "ezpz_llm")
 _LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
+_MPI = "MPI library"
 _LONG = 60
 
 
@@ -18,7 +19,9 @@ def judge(gathered: Gathered) -> Iterator[Finding]:
     places = _places(gathered)
     tables = {place: _versions(ranks) for place, ranks in places.items()}
     for name in dict.fromkeys(name for table in tables.values() for name in table):
-        values = {place: table.get(name, "none") for place, table in tables.items()}
+        # A host that could not be asked for its MPI is no host without one.
+        values = {place: table.get(name, "none") for place, table in tables.items()
+                  if name in table or name != _MPI}
         if text := folding.differing(values):
             level = "bad" if name in _MUST_AGREE or (name == "python" and _minors(values) > 1) else "warn"
             yield Finding(level, "versions", f"{name} differs: {text}",
@@ -44,7 +47,7 @@ def _places(gathered: Gathered) -> dict[str, list[Facts]]:
 def _versions(ranks: Sequence[Facts]) -> Mapping[str, str]:
     found = dict(ranks[0]["versions"])
     # What torch itself said when it was imported beats what is written beside it.
-    for stage, member, name in ((READY, "torch", "torch"), (MPI, "library", "MPI library")):
+    for stage, member, name in ((READY, "torch", "torch"), (MPI, "library", _MPI)):
         told = [answer[member] for one in ranks if member in (answer := one.get("stages", {}).get(stage, {}))]
         found |= {name: told[0]} if told else {}
     return found

@@ -41,7 +41,7 @@ def _duplicates(gathered: Gathered) -> Iterator[Finding]:
 def _sizes(gathered: Gathered) -> Iterator[Finding]:
     wrong = [facts for facts in gathered.told if facts["world_size"] != gathered.world_size]
     for size, numbers in collected([(facts["world_size"], facts["rank"]) for facts in wrong]).items():
-        yield Finding("bad", "ranks", f"{folding.ranks(numbers)} see a world of {size}, rank 0 one of "
+        yield Finding("bad", "ranks", f"{folding.ranks(numbers)} in a world of {size}, rank 0 in one of "
                                       f"{gathered.world_size}", "one launcher for all hosts: launch")
 
 
@@ -99,7 +99,8 @@ def _stuck(gathered: Gathered) -> Iterator[Finding]:
 def _mpi(gathered: Gathered) -> Iterator[Finding]:
     answers = [(facts, answer) for facts, answer in gathered.measured("mpi")]
     wrong = [((answer["size"], answer.get("library", "")), facts["rank"]) for facts, answer in answers
-             if (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
+             if facts["world_size"] == gathered.world_size
+             and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
     for (size, library), numbers in collected(wrong).items():
         yield Finding("warn", "MPI", f"MPI ({library}) counts {size} rank(s) where the environment counts "
                                      f"{gathered.world_size} ({folding.ranks(numbers)})",
