@@ -30,7 +30,9 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
     """The binding of the ranks of a host, and the devices in the order in which ranks are to see them where it is
     not the system's."""
     name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
-    mask = () if devices.source in MASKS else _order(devices.ids, site, placement.most)
+    # Slurm writes each task's mask anew.
+    as_they_come = devices.source in MASKS or launcher.kind == "srun"
+    mask = () if as_they_come else _order(devices.ids, site, placement.most)
     by_launcher = any(word.startswith(_GIVES_DEVICES) for word in site.options.get(launcher.kind, ()))
     order = () if by_launcher else mask or devices.ids
     around = Circumstances(

@@ -69,6 +69,9 @@ def _converted(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, 
 
 
 def _check_domains(site: Site, path: Path, text: str) -> None:
+    if site.sockets > 1 and (not site.cores or len(site.cores) % site.sockets):
+        raise UserError(f"sockets is {site.sockets}, with {len(site.cores)} domain(s) in cores",
+                        where=_place(path, text, "sockets"), instead="a number that divides the domains evenly")
     if not site.device_domains:
         return
     count = site.devices_per_host
