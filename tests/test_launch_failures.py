@@ -1,2 +1,368 @@
-"""Which of several failed ranks is the cause."""
+"""Why a run ended: what is read from output, records and the launcher's words, and which of it is the cause."""
+
 from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from launch_runs import CAPTURED
+
+from ezpz_llm.launch.failures import Failure, RunFacts, Stop, account, exit_record
+from ezpz_llm.launch.failures import sayings as said
+from ezpz_llm.launch.failures.facts import facts_from
+from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.kinds import Kind, classify
+from ezpz_llm.launch.failures.ranks import fold, unfold
+from ezpz_llm.launch.failures.record import Raised
+from ezpz_llm.launch.failures.sayings import read_sayings
+from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
+from ezpz_llm.rundir import RunDir, update_record
+
+_GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:9"
+
+
+def _captured(path: str) -> str:
+    return (CAPTURED / path).read_text()
+
+
+def _failure(rank: int, ended: float = 4.0, code: int = 1, signal: str | None = None, *tail: str,
+             raised: Raised | None = None, **more: object) -> Failure:
+    return Failure(rank, f"n{rank // 2 + 1}", 10 + rank, code, signal, ended, 1.0, tail, ("x",), raised, **more)
+
+
+def _facts(**changes: object) -> RunFacts:
+    return RunFacts(**{"world_size": 4, "hosts": ("n1", "n1", "n2", "n2"), "launcher": "srun",
+                       "launcher_status": 143, "ended": 1000.0, **changes})
+
+
+def _judge(*failures: Failure, words: str = "", absent: tuple[int, ...] = (), **facts: object) -> Verdict | None:
+    return judge(Evidence(tuple(sorted(failures, key=lambda one: one.ended)), tuple(read_sayings(words)),
+                          _facts(**facts), absent))
+
+
+# What kind of failure one record shows
+
+@pytest.mark.parametrize(("line", "kind"), [
+    (_GLOO, Kind.PEER_LOST),
+    ("RuntimeError: [enforce fail] gloo/transport/tcp/pair.cc: Read error [n2]: Connection reset by peer",
+     Kind.PEER_LOST),
+    ("torch.distributed.DistBackendError: NCCL error in: x.cpp, remote process exited or there was a network error",
+     Kind.PEER_LOST),
+    ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+     Kind.PEER_LOST),
+    ("RuntimeError: NCCL communicator was aborted on rank 3.", Kind.PEER_LOST),
+    ("n1:7:9 [0] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to 10.0.0.2<4> failed : Connection"
+     " refused", Kind.PEER_LOST),
+    ("torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"
+     " server shutdown or crash?", Kind.PEER_LOST),
+    ("torch.distributed.DistNetworkError: The client socket has failed to connect to any network address of (n1,"
+     " 5).", Kind.PEER_LOST),
+    ("MPIDI_OFI_handle_cq_error(1075): OFI poll failed (ofi_events.c:1077:MPIDI_OFI_handle_cq_error:Input/output)",
+     Kind.PEER_LOST),
+    ("[1234] n1: UCX  ERROR ep 0x1: Connection reset by remote peer", Kind.PEER_LOST),
+    ("n1[3][btl_tcp_frag.c:241] mca_btl_tcp_frag_recv: readv failed: Connection reset by peer (104)",
+     Kind.PEER_LOST),
+    ("|CCL_ERROR| atl_ofi.cpp: fi_cq_readerr: err: 113, prov_err: Unknown error", Kind.PEER_LOST),
+    ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600000"
+     " milliseconds before timing out.", Kind.COLLECTIVE_TIMEOUT),
+    ("RuntimeError: [unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+     Kind.COLLECTIVE_TIMEOUT),
+    ("torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cuda//0",
+     Kind.COLLECTIVE_TIMEOUT),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", Kind.DEVICE_MEMORY),
+    ("RuntimeError: HIP out of memory. Tried to allocate 2.00 GiB.", Kind.DEVICE_MEMORY),
+    ("MemoryError", Kind.HOST_MEMORY),
+    ("std::bad_alloc: std::bad_alloc", Kind.HOST_MEMORY),
+    ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+     Kind.HOST_MEMORY),
+    ("ModuleNotFoundError: No module named 'x'", Kind.MISSING_MODULE),
+    ("/usr/bin/python3: No module named x", Kind.MISSING_MODULE),
+    ("ImportError: libmpi.so.12: cannot open shared object file: No such file or directory", Kind.MISSING_MODULE),
+    ("OSError: [Errno 28] No space left on device", Kind.DISK_FULL),
+    ("RuntimeError: The server socket has failed to listen: EADDRINUSE", Kind.PORT_TAKEN),
+    ("ValueError: a subprocess failed", Kind.EXIT),
+    ("something else", Kind.EXIT),
+])
+def test_kinds_from_last_words(line: str, kind: Kind) -> None:
+    assert classify(_failure(0, 4.0, 1, None, "before", line, "after")).kind is kind
+    name, _, message = line.partition(": ")
+    if kind is not Kind.EXIT and message and " " not in name:
+        assert classify(_failure(0, raised=Raised(name, message))).kind is kind
+        assert classify(_failure(0, 4.0, 134, "SIGABRT", raised=Raised(name, message))).kind is kind
+    # A rank that is killed says nothing: its last words are about something else.
+    assert classify(_failure(0, 4.0, 137, "SIGKILL", line)).kind is Kind.SIGNAL
+
+
+def test_kinds_from_codes_and_signals() -> None:
+    assert classify(_failure(0, 4.0, 139, "SIGSEGV")).kind is Kind.SIGNAL
+    assert classify(_failure(0, 4.0, 137, "SIGKILL", oom_killed="kernel log: …")).kind is Kind.OOM_KILLED
+    assert classify(_failure(0, 4.0, 137, None, oom_killed="kernel log: …")).kind is Kind.OOM_KILLED
+    worker = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+    assert classify(_failure(0, 4.0, 1, None, worker, oom_killed="oom_kill went up")).kind is Kind.OOM_KILLED
+    # The kernel ended a neighbour: this rank failed of itself.
+    assert classify(_failure(0, 4.0, 7, None, "bad", oom_killed="oom_kill went up")).kind is Kind.EXIT
+    assert classify(_failure(0, 4.0, 127, None, "launch: cannot run 'x': not there")).kind is Kind.NOT_FOUND
+    assert classify(_failure(0, 4.0, 2, None, "error: unknown option --x")).kind is Kind.USAGE
+    assert classify(_failure(0, 4.0, 3, None, "error: launch started 4 ranks, but …")).kind is Kind.WRONG_WORLD
+    assert classify(_failure(0, 4.0, 143, "SIGTERM", ended_by="SIGTERM")).kind is Kind.TERMINATED
+    assert classify(_failure(0, 4.0, 143, "SIGTERM", ended_by="launch")).kind is Kind.STOPPED
+    assert classify(_failure(0, 4.0, 143, "SIGTERM")).kind is Kind.SIGNAL
+
+
+# What launchers and schedulers say
+
+def _means(text: str) -> list[tuple[str, str]]:
+    return [(saying.who, saying.means) for saying in read_sayings(text)]
+
+
+def test_slurms_words() -> None:
+    blocks = _captured("slurm/srun_exit_codes.txt").split("=== ")[1:]
+    told = [[(one.host, one.ranks, one.code) for one in read_sayings(block) if one.means == said.ENDED]
+            for block in blocks]
+    assert told[0] == []
+    assert told[1] == [("n2", (3,), 7)]
+    assert told[3] == [("n2", (3,), 7), ("n2", (2,), 143), ("n1", (0,), 143), ("n1", (1,), 143)]
+    assert told[5] == [("n2", (3,), 137), ("n2", (2,), 137), ("n1", (0, 1), 137)]
+    assert told[7] == [("n2", (3,), 139)]
+    assert told[10] == [("n2", (2, 3), 2), ("n1", (0, 1), 2)]
+    # A step that srun itself ends is no order to cancel.
+    assert all(one.means != said.CANCELLED for block in blocks for one in read_sayings(block))
+    assert ("Slurm", said.NOT_STARTED) in _means(blocks[10])
+    assert ("Slurm", said.NOT_STARTED) in _means(blocks[11])
+    assert _means(_captured("slurm/time_limit.txt")) == [("Slurm", said.TIME_LIMIT)] * 2
+    first, _, second = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")
+    lost = read_sayings(first)
+    assert {one.means for one in lost} == {said.NODE_FAILED, said.ENDED}
+    assert lost[0].host == "n2"
+    assert said.CANCELLED in {one.means for one in read_sayings(second)}
+    # By hand, after Slurm's sources and documentation.
+    for words, means in (
+        ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***",
+         said.PREEMPTED),
+        ("slurmstepd: error: *** STEP 5.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***",
+         said.REQUEUED),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0. Some of the step tasks have been OOM Killed.",
+         said.MEMORY),
+        ("slurmstepd: error: Detected 2 oom-kill event(s) in StepId=5.0 cgroup. Some of your processes may have"
+         " been killed by the cgroup out-of-memory handler.", said.MEMORY),
+        ("srun: error: n1: task 0: Out Of Memory", said.MEMORY),
+    ):
+        assert _means(words) == [("Slurm", means)]
+
+
+def test_words_of_pbs_and_pals() -> None:
+    assert _means(_captured("pbs/walltime_kill.txt")) == [("PBS", said.TIME_LIMIT)]
+    # PALS is not captured: by hand, after its messages in public issues.
+    pals = read_sayings("x1c0s0b0n0: rank 7 exited with code 3\nx1c0s0b0n0: rank 14 died from signal 15\n"
+                        "x2c0s0b0n0: shepherd died from signal 9\nping RPC timeout from x3c0s0b0n0 after 120s\n"
+                        "ping failed on x4c0s0b0n0: Couldn't forward RPC ping(1)\n"
+                        "launch failed on x5c0s0b0n0: Couldn't forward RPC launch(1)\n")
+    assert [(one.means, one.host, one.ranks, one.code) for one in pals] == [
+        (said.ENDED, "x1c0s0b0n0", (7,), 3), (said.ENDED, "x1c0s0b0n0", (14,), 143),
+        (said.NODE_FAILED, "x2c0s0b0n0", (), None), (said.NODE_FAILED, "x3c0s0b0n0", (), None),
+        (said.NODE_FAILED, "x4c0s0b0n0", (), None), (said.NOT_STARTED, "x5c0s0b0n0", (), None)]
+
+
+def test_words_of_mpiexec_and_torchrun() -> None:
+    told = {}
+    for block in _captured("mpi/exit_codes.txt").split("=== ")[1:]:
+        title, _, text = block.partition("\n")
+        told[title.split(": rc=")[0].replace(": 4 ranks", "")] = [
+            (one.who, one.ranks, one.host, one.code) for one in read_sayings(text) if one.means == said.ENDED]
+    assert told["mpich-5.0.2: rank 2 exits 7, the others sleep 5 s"] == []
+    assert told["mpich-5.0.2: rank 2 kills itself with SIGKILL"] == [("MPICH", (), "n1", 137)]
+    assert told["intelmpi-2021.18: rank 2 kills itself with SIGSEGV"] == [("Intel MPI", (2,), "n1", 139)]
+    assert told["openmpi-5.0.11: rank 2 exits 7, the others sleep 5 s"] == [("Open MPI", (2,), None, 7)]
+    assert told["openmpi-5.0.11: rank 2 kills itself with SIGABRT"] == [("Open MPI", (2,), "n1", 134)]
+    for name in ("mpich-5.0.2", "intelmpi-2021.18", "openmpi-5.0.11"):
+        [block] = [one for one in _captured("mpi/exit_codes.txt").split("=== ")
+                   if one.startswith(f"{name}: missing executable")]
+        assert ("mpiexec", said.NOT_STARTED) in _means(block), name
+    for block, code in zip(_captured("mpi/torchrun_child_failed.txt").split("=== ")[1:], (7, 137), strict=True):
+        assert [(one.who, one.ranks, one.code) for one in read_sayings(block)] == [("torchrun", (1,), code)]
+    [abort] = read_sayings("Abort(5) on node 1 (rank 1 in comm 0): application called "
+                           "MPI_Abort(MPI_COMM_WORLD, 5) - process 1")
+    assert (abort.means, abort.ranks, abort.code) == (said.ABORTED, (1,), 5)
+
+
+# Which is the cause
+
+def test_all_is_well() -> None:
+    assert _judge(launcher_status=0) is None
+    # Success is never reported after a failure, whatever the launcher says.
+    assert _judge(_failure(2, code=7), launcher_status=0).code == 7
+
+
+def test_the_earliest_of_those_that_failed_of_themselves() -> None:
+    late, early = _failure(0, 5.0, 3), _failure(2, 4.0, 7)
+    assert _judge(late, early).rank == 2
+    # A follower never is, whatever its clock says.
+    follower = _failure(0, 3.9, 1, None, _GLOO)
+    timeout = _failure(3, 3.8, 134, "SIGABRT", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)")
+    ended = _failure(2, 3.7, 143, "SIGTERM", ended_by="SIGTERM")
+    cause = _failure(1, 4.0, 137, "SIGKILL", "working")
+    assert _judge(follower, timeout, ended, cause) == Verdict(137, Kind.SIGNAL, "SIGKILL", 1, ("n1",))
+    assert _judge(follower, timeout, ended).rank == 3
+    assert _judge(follower, ended).rank == 0
+    assert _judge(ended).kind is Kind.TERMINATED
+
+
+def test_srun_hides_the_code() -> None:
+    """srun says 143 for a rank that exited 7, and so do the ranks that it ended (captured)."""
+    words = _captured("slurm/srun_exit_codes.txt").split("=== ")[4]
+    verdict = _judge(_failure(3, 4.0, 7, None, "bad"), _failure(0, 3.0, 143, "SIGTERM", ended_by="SIGTERM"),
+                     words=words)
+    assert (verdict.code, verdict.kind, verdict.rank) == (7, Kind.EXIT, 3)
+
+
+@pytest.mark.parametrize(("ends_at", "words", "kind"), [
+    (1000.0 + 11 * 3600 + 55 * 60, "", Kind.TERMINATED),
+    (None, "", Kind.TERMINATED),
+    (1000.0 - 14, "", Kind.TIME_LIMIT),
+    (1000.0 + 40, "", Kind.TIME_LIMIT),
+    (None, "time_limit", Kind.TIME_LIMIT),
+    (1000.0 + 40, "srun: error: Node failure on n2\n", Kind.TIME_LIMIT),
+])
+def test_143_is_the_time_limit_only_by_words_or_clock(ends_at: float | None, words: str, kind: Kind) -> None:
+    words = _captured("slurm/time_limit.txt") if words == "time_limit" else words
+    terminated = [_failure(rank, 3.0, 143, "SIGTERM", ended_by="SIGTERM") for rank in range(4)]
+    verdict = _judge(*terminated, words=words, ends_at=ends_at)
+    assert (verdict.code, verdict.kind) == (143, kind)
+    stopped = Stop("signal", "launch was sent SIGTERM; the run is ended", "SIGTERM")
+    verdict = _judge(*terminated, words=words, ends_at=ends_at, stopped=stopped, failed_before_stop=frozenset())
+    assert (verdict.code, verdict.kind) == (143, kind)
+    # A crash is a crash, also near the end.
+    crash = _failure(2, 5.0, 139, "SIGSEGV")
+    assert _judge(*terminated[:2], crash, ends_at=ends_at).kind is Kind.SIGNAL
+
+
+def test_an_order_from_launch_or_the_scheduler() -> None:
+    idle = Stop("idle", "no sign of life for 30 s: rank 1 …")
+    stopped = [_failure(rank, 3.0, 143, "SIGTERM", ended_by="launch") for rank in range(4)]
+    assert _judge(*stopped, stopped=idle, failed_before_stop=frozenset()) == Verdict(124, Kind.IDLE, idle.text)
+    # What a rank says when it is ended is not why it is.
+    handler = _failure(2, 3.5, 1, raised=Raised("ValueError", "in the handler of SIGTERM"))
+    interrupted = Stop("signal", "launch was sent SIGINT; the run is ended", "SIGINT")
+    verdict = _judge(*stopped[:2], handler, stopped=interrupted, failed_before_stop=frozenset())
+    assert (verdict.code, verdict.kind) == (130, Kind.TERMINATED)
+    requeue = "slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***"
+    assert _judge(*stopped, words=requeue).kind is Kind.REQUEUED
+    cancel = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")[2]
+    assert _judge(*stopped, words=cancel).kind is Kind.CANCELLED
+
+
+def test_a_node_that_went() -> None:
+    words = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")[0]
+    lost = [_failure(0, 3.0, 1, None, _GLOO), _failure(1, 3.0, 143, "SIGTERM", ended_by="SIGTERM")]
+    verdict = _judge(*lost, words=words, absent=(2, 3))
+    assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.NODE_FAILED, ("n2",), 2)
+    assert verdict.code == 143
+    # Nobody says so, but its ranks are gone while others only lost a peer.
+    verdict = _judge(*lost, absent=(2, 3))
+    assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.VANISHED, ("n2",), 2)
+
+
+def test_no_record_at_all() -> None:
+    abort = "application called MPI_Abort(MPI_COMM_WORLD, 5) - process 1\n"
+    assert _judge(words=abort, launcher_status=5) == Verdict(5, Kind.EXIT, abort.strip(), 1)
+    missing = _captured("mpi/exit_codes.txt").split("mpich-5.0.2: missing executable")[1].split("===")[0]
+    assert (_judge(words=missing, launcher_status=255).kind, _judge(words=missing, launcher_status=255).code) == (
+        Kind.NOT_STARTED, 255)
+    assert _judge(launcher_status=-9) == Verdict(137, Kind.LAUNCHER,
+                                                 "srun ended with code 137, and no rank left a record")
+    assert _judge(launcher_status=None).evidence == "launch itself was killed, and its ranks with it"
+
+
+# The account
+
+def _run(folder: Path, failures: list[Failure], reports: list[NodeReport] = (), words: str = "") -> RunDir:
+    run_dir = RunDir(folder / "r").create()
+    update_record(run_dir, launch={
+        "typed": ["launch", "python3", "-m", "ezpz_llm.train", "--resume=old", "--steps", "9"],
+        "hosts": ["n1", "n2"], "ranks_per_host": [8, 8], "world_size": 16, "launcher": "srun",
+        "env": {"EZPZ_LLM_RUN_ID": "abc"}})
+    for failure in failures:
+        run_dir.rank_error(failure.rank).write_text(json.dumps(asdict(failure)))
+    for report in reports:
+        write_report(run_dir, report)
+    run_dir.launcher_log.write_text(words)
+    return run_dir
+
+
+def _sixteen(**changes: object) -> RunFacts:
+    return _facts(world_size=16, hosts=("n1",) * 8 + ("n2",) * 8, **changes)
+
+
+def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
+    raised = Raised("ValueError", "rank 3: bad shape", "train.py:12 in step", "KeyError: 'x'")
+    alike = [_failure(rank, 5.0, raised=Raised("ValueError", f"rank {rank}: bad shape", "train.py:12 in step"))
+             for rank in range(4, 8)]
+    followers = [_failure(rank, 1.0, 1, None, _GLOO) for rank in range(8, 13)]
+    ended = [_failure(rank, 9.0, 143, "SIGTERM", ended_by="SIGTERM") for rank in (0, 1, 2)]
+    cause = _failure(3, 4.0, 1, None, "last line", raised=raised, phase="training", step=17)
+    nodes = [NodeReport("abc", "n2", 8, "running", 1.0, {
+        **{rank: RankReport(ended=1) for rank in range(8, 13)},
+        **{rank: RankReport(phase="training", step=16) for rank in (13, 14, 15)}})]
+    told = account(_run(tmp_path, [*alike, *followers, *ended, cause], nodes), _sixteen(
+        stopped=Stop("rank", "a rank failed"), failed_before_stop=frozenset(range(3, 13))))
+    assert (told.code, told.rank, told.kind) == (1, 3, "exception")
+    assert told.cause == "rank 3 on n2: ValueError: rank 3: bad shape (exit code 1)"
+    lines = told.text.splitlines()
+    assert lines[0] == "launch: rank 3 on n2 failed: exit code 1, after 1.0 s, in training of step 17"
+    assert lines[1:4] == ["  ValueError: rank 3: bad shape  (train.py:12 in step)", "  caused by KeyError: 'x'",
+                          "  | last line"]
+    assert "  ranks 4-7: the same" in lines
+    assert "  5 ranks: peer lost (connection closed by peer): 8-12" in lines
+    assert "  3 ranks: ended by launch: 0-2" in lines
+    assert "  no record: ranks 13-15 on n2, last heard of in training of step 16" in lines
+    assert json.loads(json.dumps(told.details))["absent"] == [13, 14, 15]
+
+
+def test_what_to_try_next(tmp_path: Path) -> None:
+    ended = [_failure(rank, 9.0, 143, "SIGTERM", ended_by="SIGTERM") for rank in range(16)]
+    run_dir = _run(tmp_path, ended, words=_captured("slurm/time_limit.txt"))
+    told = account(run_dir, _sixteen())
+    assert told.kind == "time_limit"
+    assert "DUE TO TIME LIMIT" in told.text
+    assert "there is no checkpoint to go on from" in told.text
+    (run_dir.checkpoints / "latest").write_text("step-1\n")
+    again = f"try: launch python3 -m ezpz_llm.train --steps 9 --resume {run_dir.path}"
+    assert again in account(run_dir, _sixteen()).text
+    run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
+    told = account(run_dir, _sixteen())
+    assert (told.kind, told.code) == ("node_failed", 143)
+    assert "leave n2 out: launch --hosts n1 python3" in told.text
+
+
+def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:
+    timeout = [_failure(rank, 4.0, 134, "SIGABRT", "Watchdog caught collective operation timeout: WorkNCCL")
+               for rank in range(15)]
+    reports = [NodeReport("abc", "n1", 0, "ended", 1.0, {rank: RankReport(phase="training", step=8, ended=134)
+                                                         for rank in range(15)}),
+               NodeReport("abc", "n2", 15, "ended", 1.0, {15: RankReport(phase="training", step=7)})]
+    stopped = Stop("rank", "a rank failed")
+    told = account(_run(tmp_path, timeout, reports),
+                   _sixteen(stopped=stopped, failed_before_stop=frozenset(range(15))))
+    assert (told.kind, told.code) == ("collective_timeout", 134)
+    assert "behind the others: rank 15 on n2, in step 7 (others reached step 8)" in told.text
+    assert "ranks 1-14: the same" in told.text
+
+
+def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
+    facts = _sixteen(stopped=Stop("signal", "launch was sent SIGTERM; the run is ended", "SIGTERM"),
+                     failed_before_stop=frozenset({2}), launcher_status=-15)
+    run_dir = _run(tmp_path, [_failure(2, 4.0, 7, None, "bad"),
+                              _failure(1, 4.0, 143, "SIGTERM", ended_by="SIGTERM")])
+    told = account(run_dir, facts)
+    record = {**json.loads(run_dir.record.read_text()), "exit": exit_record(told)}
+    again = account(run_dir, facts_from(json.loads(json.dumps(record)), 0.0))
+    assert (again.text, again.code, again.kind) == (told.text, told.code, told.kind)
+    assert told.code == 7
+
+
+def test_lists_of_ranks() -> None:
+    assert fold([9, 0, 1, 2, 5, 1]) == "0-2,5,9"
+    assert unfold("0-2,5,9") == {0, 1, 2, 5, 9}
+    assert fold([]) == ""

@@ -10,7 +10,7 @@ from ezpz_llm.launch.failures.judge import Verdict
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.rundir.layout import RunDir
 
-_OUT_OF_MEMORY = "a smaller micro batch (--micro-batch-size), --ds-config zero3, or one that offloads"
+_OUT_OF_MEMORY = "a smaller micro batch (--micro-batch), --ds-config zero3, or one that offloads"
 
 
 def advice(verdict: Verdict, run_dir: RunDir, facts: RunFacts, typed: Sequence[str]) -> str | None:

@@ -91,6 +91,7 @@ _PEER_LOST = re.compile(
     # MPI
     r"|communication error with rank \d+|MPIX?_ERR_PROC_FAILED|readv failed: Connection"
     r"|MPIDU_?\w*[Ss]ock\w*.*(?:closed|reset|failed)|lost communication with a remote daemon", re.IGNORECASE)
+_KILLED_CODE = 137
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
 
 
@@ -98,7 +99,7 @@ def classify(failure: Failure) -> Finding:
     """Tell why this rank ended, from its record alone."""
     raised = failure.exception
     said = [raised.line, *raised.message.split("\n")[1:], raised.caused_by or ""] if raised else list(failure.tail)
-    if failure.oom_killed and (failure.signal == "SIGKILL" or _first(_KILLED_CHILD, [*said, *failure.tail])):
+    if failure.oom_killed and (failure.exit_code == _KILLED_CODE or _first(_KILLED_CHILD, [*said, *failure.tail])):
         return Finding(Kind.OOM_KILLED, failure.oom_killed)
     if failure.ended_by is not None:
         return Finding(Kind.STOPPED if failure.ended_by == "launch" else Kind.TERMINATED, failure.ended_by)

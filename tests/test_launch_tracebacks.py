@@ -1,0 +1,85 @@
+"""What ended a program, from its own output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm.launch.failures.tracebacks import last_exception
+
+_PROGRAMS = {
+    "def f():\n  raise ValueError('boom\\nmore')\nf()": ("ValueError", "boom\nmore", "p.py:2 in f", None),
+    "import json\ndef load(): json.loads('{')\nload()": (
+        "json.decoder.JSONDecodeError",
+        "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)", "p.py:2 in load", None),
+    "try:\n  {}['x']\nexcept KeyError as e:\n  raise RuntimeError('no x') from e": (
+        "RuntimeError", "no x", "p.py:4 in <module>", "KeyError: 'x'"),
+    "try:\n  {}['x']\nexcept KeyError:\n  1/0": ("ZeroDivisionError", "division by zero", "p.py:4 in <module>",
+                                                 "KeyError: 'x'"),
+    "def f(:\n  pass": ("SyntaxError", "invalid syntax", "p.py:1", None),
+    "import no_such_module.x": ("ModuleNotFoundError", "No module named 'no_such_module'", "p.py:1 in <module>",
+                                None),
+    "class A:\n  def __del__(s): raise OSError('later')\na = A()\nraise KeyError('k')": (
+        "KeyError", "'k'", "p.py:4 in <module>", None),
+    "def f():\n  class E(Exception): pass\n  raise E('x: y')\nf()": ("f.<locals>.E", "x: y", "p.py:3 in f", None),
+    "def f(): f()\nf()": ("RecursionError", "maximum recursion depth exceeded", "p.py:1 in f", None),
+    "assert 1 == 2": ("AssertionError", "", "p.py:1 in <module>", None),
+    "import sys\nsys.stderr.write('\\r 50%|## | 1/2')\nraise ValueError('x')": (
+        "ValueError", "x", "p.py:3 in <module>", None),
+    "import sys\nsys.stderr.buffer.write(b'\\xff\\n')\nraise ValueError('\\udcff')": (
+        "ValueError", "\\udcff", "p.py:3 in <module>", None),
+    "import faulthandler, os, signal\nfaulthandler.enable()\ndef f(): os.kill(os.getpid(), signal.SIGSEGV)\nf()": (
+        "Fatal Python error", "Segmentation fault", "p.py:3 in f", None),
+}
+
+
+def test_exceptions_of_real_programs(tmp_path: Path) -> None:
+    for number, (program, (name, message, where, cause)) in enumerate(_PROGRAMS.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "p.py").write_text(program)
+        done = subprocess.run([sys.executable, "p.py"], cwd=folder, stdout=subprocess.PIPE, timeout=30,
+                              stderr=subprocess.STDOUT, check=False)
+        found = last_exception(done.stdout.decode(errors="replace"))
+        assert found is not None, program
+        assert (found.type, found.caused_by) == (name, cause)
+        assert found.message.startswith(message)
+        assert found.where.endswith(where), program
+    # Caught long before the end, or only in a destructor: not what ended it.
+    caught = "Traceback (most recent call last):\n  File \"p.py\", line 1, in f\nValueError: x\n"
+    assert last_exception(caught + "going on\n" * 300) is None
+    assert last_exception(f"Exception ignored in: <function A.__del__>\n{caught}") is None
+    assert last_exception("") is None
+    assert last_exception("Traceback (most recent call last):\n  File \"p.py\", line 1, in f\n") is None
+
+
+@pytest.mark.parametrize(("text", "name", "message", "where"), [
+    ("[rank3]: Traceback (most recent call last):\n[rank3]:   File \"/u/train.py\", line 3, in main\n"
+     "[rank3]:     x()\n[rank3]:   File \"/opt/lib/python3.12/site-packages/torch/nn/m.py\", line 9, in f\n"
+     "[rank3]: RuntimeError: CUDA error: device-side assert triggered\n[rank3]: Compile with `TORCH_USE_CUDA_DSA`\n"
+     "\n[rank3]:[W1121 08:00:00 ProcessGroupNCCL.cpp:1] Warning: destroy_process_group() was not called\n",
+     "RuntimeError", "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`",
+     "/u/train.py:3 in main"),
+    ("Traceback (most recent call last):\n  File \"/u/t.py\", line 1, in <module>\n"
+     "ValueError: Caught KeyError in DataLoader worker process 0.\n"
+     "Original Traceback (most recent call last):\n  File \"/u/data.py\", line 7, in __getitem__\nKeyError: 5\n",
+     "KeyError", "5", "/u/data.py:7 in __getitem__"),
+    ("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0] watchdog\n",
+     "c10::DistBackendError", "[PG ID 0] watchdog", None),
+    ("terminate called without an active exception\n", "std::terminate",
+     "terminate called without an active exception", None),
+    # Python 3.11's own, of which 3.10 has none.
+    ("  + Exception Group Traceback (most recent call last):\n  |   File \"p.py\", line 5, in <module>\n"
+     "  |     raise ExceptionGroup('many', [ValueError('a'), t])\n  | ExceptionGroup: many (2 sub-exceptions)\n"
+     "  +-+---------------- 1 ----------------\n    | ValueError: a\n    +---------------- 2 ----------------\n"
+     "    | Traceback (most recent call last):\n    |   File \"p.py\", line 3, in <module>\n    |     try: f()\n"
+     "    | TypeError: b\n    +------------------------------------\n",
+     "ExceptionGroup", "many (2 sub-exceptions)\nValueError: a\nTypeError: b", "p.py:3 in <module>"),
+])
+def test_exceptions_as_libraries_print_them(text: str, name: str, message: str, where: str | None) -> None:
+    found = last_exception(text)
+    assert found is not None
+    assert (found.type, found.message, found.where) == (name, message, where)
