@@ -1,0 +1,50 @@
+"""Simulated clusters for tests, started when the first test wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from simcluster.cluster import Cluster, missing
+
+_FIXTURES = ("cluster", "gpu_cluster", "host_cluster")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(name in _FIXTURES for name in getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.cluster)
+
+
+def _started(factory: pytest.TempPathFactory, **settings: object) -> Iterator[Cluster]:
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    with Cluster(factory.mktemp("cluster") / "sim", **settings) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Slurm and sshd on four nodes with two slots each."""
+    yield from _started(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def gpu_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Slurm on two nodes with two pretended GPUs each."""
+    yield from _started(tmp_path_factory, nodes=2, gpus=2)
+
+
+@pytest.fixture(scope="session")
+def host_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four hosts with sshd and no scheduler."""
+    yield from _started(tmp_path_factory, slurm=False)
+
+
+@pytest.fixture(autouse=True)
+def _settled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test finds, and leaves, idle nodes and no jobs."""
+    yield
+    for name in _FIXTURES:
+        if name in request.fixturenames:
+            request.getfixturevalue(name).settle()

@@ -1,0 +1,238 @@
+"""A simulated cluster (simcluster.sh) for tests: real Slurm and sshd on nodes made of Linux namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+from launch_runs import clean_env
+
+_SCRIPT = Path(__file__).with_name("simcluster.sh")
+_PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
+_SLURM_PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
+_SSHD_PROGRAMS = {"sshd": "openssh-server", "ssh-keygen": "openssh-client"}
+_COMMAND_VARIABLE = "SIMCLUSTER_COMMAND"
+_UP_TIMEOUT_S = 90
+_BEGIN_TIMEOUT_S = 20
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no cluster can be had on this machine; None if it can."""
+    if os.geteuid():
+        return "a simulated cluster needs root"
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    for program, package in {**_PROGRAMS, **_SLURM_PROGRAMS, **_SSHD_PROGRAMS}.items():
+        if shutil.which(program, path=path) is None:
+            return f"no {program}: apt-get install {package}"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "sh",
+                            "-c", "mount -t tmpfs tmpfs /dev/shm && ip link add br0 type bridge"],
+                           capture_output=True, text=True, timeout=30, check=False)
+    if tried.returncode:
+        return f"no namespaces for simulated nodes: {tried.stderr.strip()}"
+    return None
+
+
+class Command(subprocess.Popen):
+    """A command inside the cluster. Signals reach the command itself, not what brought it there."""
+
+    token: str
+
+    def send_signal(self, sig: int) -> None:
+        inner = self._inner()
+        if inner is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(inner, sig)
+
+    def _inner(self) -> int | None:
+        """The process id of the command, as this machine sees it, once it has begun; None if it has ended."""
+        deadline = time.monotonic() + _BEGIN_TIMEOUT_S
+        while self.poll() is None and time.monotonic() < deadline:
+            pid: int | None = self.pid
+            while pid is not None and _is_way_in(pid):
+                children = _read(Path(f"/proc/{pid}/task/{pid}/children")).split()
+                pid = int(children[0]) if children else None
+            if pid is not None:
+                return pid
+            time.sleep(0.01)
+        return None
+
+
+class Cluster:
+    """`with Cluster(folder) as cluster:` starts it, and nothing of it is left afterwards, also if this process dies.
+
+    Args:
+        folder: empty or absent; holds the cluster's configuration and logs (`log/`).
+        nodes: named n1, n2 …; the login node is `login`.
+        slots: CPUs that Slurm believes a node has.
+        gpus: pretended devices a node: variables, no computation.
+        slurm, sshd: what runs on the nodes.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 4, slots: int = 2, gpus: int = 0, *, slurm: bool = True,
+                 sshd: bool = True, net: str = "10.77.0", rate: str = "", node_tmp: bool = False) -> None:
+        self.folder = folder
+        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        self.slurm = slurm
+        self._settings = {"SIM_NODES": str(nodes), "SIM_SLOTS": str(slots), "SIM_GPUS": str(gpus), "SIM_NET": net,
+                          "SIM_SLURM": str(int(slurm)), "SIM_SSHD": str(int(sshd)), "SIM_RATE": rate,
+                          "SIM_NODE_TMP": str(int(node_tmp)), "SIM_PREFIX": "n"}
+        self._dead: set[str] = set()
+
+    def __enter__(self) -> Cluster:
+        # The end of this process, of whatever kind, closes the pipe, and with it the cluster.
+        lifeline, self._lifeline = os.pipe()
+        try:
+            done = subprocess.run(["bash", str(_SCRIPT), "up", str(self.folder)], pass_fds=[lifeline],
+                                  env=clean_env(**self._settings, SIM_LIFELINE=str(lifeline)), capture_output=True,
+                                  text=True, timeout=_UP_TIMEOUT_S, check=False)
+            if done.returncode:
+                raise RuntimeError(f"the simulated cluster has not started: {done.stderr}")
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(lifeline)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._script("down")
+        finally:
+            os.close(self._lifeline)
+
+    def start(self, *words: str | Path, node: str | None = None, cwd: Path | None = None,
+              stdin: int | None = subprocess.DEVNULL, **env: str) -> Command:
+        """Start a command on the login node or on `node`, in a clean environment with this Python first on PATH."""
+        place = ["exec"] if node is None else ["on", node]
+        token = uuid.uuid4().hex
+        started = Command(["bash", str(_SCRIPT), *place, str(self.folder), "--", *map(str, words)], cwd=cwd or "/",
+                          env=clean_env(OMP_WAIT_POLICY="PASSIVE", **env, **{_COMMAND_VARIABLE: token}), text=True,
+                          errors="replace", stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.token = token
+        return started
+
+    def run(self, *words: str | Path, node: str | None = None, cwd: Path | None = None, timeout: float = 60,
+            **env: str) -> subprocess.CompletedProcess[str]:
+        """A command to its end.
+
+        Raises:
+            AssertionError: it did not end within `timeout` seconds; all that it had started is killed.
+        """
+        started = self.start(*words, node=node, cwd=cwd, **env)
+        return self.finish(started, timeout)
+
+    def finish(self, started: Command, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Wait for what `start` returned; else as `run`."""
+        try:
+            out, err = started.communicate(timeout=timeout)
+        except BaseException as error:
+            self.kill(started)
+            out, err = started.communicate(timeout=30)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise AssertionError(f"{started.args[4:]} did not end within {timeout} s\n{out}\n{err}") from None
+        return subprocess.CompletedProcess(started.args, started.returncode, out, err)
+
+    def kill(self, started: Command) -> None:
+        """Kill all that a command started, on every node, and the Slurm jobs left."""
+        if self.slurm:
+            self._cancel_jobs()
+        for pids in self.processes(started.token).values():
+            for pid, _ in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def processes(self, marker: str) -> dict[str, list[tuple[int, str]]]:
+        """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees it,
+        and command line, for each node that has any."""
+        homes = {self._namespace(node): node for node in (*self.nodes, "login")}
+        found: dict[str, list[tuple[int, str]]] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if marker.encode() not in (folder / "environ").read_bytes():
+                    continue
+            except OSError:
+                continue
+            node = homes.get(_link(folder / "ns/uts"))
+            if node is not None:
+                found.setdefault(node, []).append((int(folder.name), _read(folder / "cmdline").replace("\0", " ")))
+        return found
+
+    def kill_node(self, name: str) -> None:
+        """Switch a node's power off: its ranks, its daemons and its network are gone at once."""
+        namespace = self._namespace(name)
+        self._dead.add(name)
+        self._script("kill-node", name)
+        deadline = time.monotonic() + 10
+        while any(_link(folder / "ns/uts") == namespace for folder in Path("/proc").glob("[0-9]*")):
+            assert time.monotonic() < deadline, f"{name} does not die"
+            time.sleep(0.05)
+
+    def boot_node(self, name: str, timeout: float = 60) -> None:
+        """Switch it on again, and wait until Slurm would use it."""
+        self._script("boot-node", name)
+        self._dead.discard(name)
+        if self.slurm:
+            self.settle(timeout)
+
+    def settle(self, timeout: float = 60) -> None:
+        """End what is left of Slurm jobs, and switch on nodes that are off, until all nodes are idle."""
+        for name in sorted(self._dead):
+            self._script("boot-node", name)
+            self._dead.discard(name)
+        if not self.slurm:
+            return
+        deadline = time.monotonic() + timeout
+        look = "squeue --noheader --format %i; sinfo --noheader --partition debug --format '%T %D'"
+        wanted = f"idle {len(self.nodes)}"
+        while (seen := self.run("bash", "-c", look, timeout=30).stdout.strip()) != wanted:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"nodes are not idle after {timeout} s: {seen}")
+            self._cancel_jobs()
+            time.sleep(0.3)
+
+    def _cancel_jobs(self) -> None:
+        jobs = self._inside("squeue", "--noheader", "--format", "%i").split()
+        if jobs:
+            self._inside("scancel", "--full", *jobs)
+
+    def _inside(self, *words: str) -> str:
+        done = subprocess.run(["bash", str(_SCRIPT), "exec", str(self.folder), "--", *words], cwd="/", env=clean_env(),
+                              capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout
+
+    def _script(self, verb: str, *node: str) -> None:
+        subprocess.run(["bash", str(_SCRIPT), verb, *node, str(self.folder)], env=clean_env(), capture_output=True,
+                       timeout=60, check=True)
+
+    def _namespace(self, node: str) -> str:
+        if node == "login":
+            return _link(Path("/proc", (self.folder / "head.pid").read_text().strip(), "ns/uts"))
+        return _read(self.folder / f"nodes/{node}.up").strip()
+
+
+def _is_way_in(pid: int) -> bool:
+    words = _read(Path(f"/proc/{pid}/cmdline")).split("\0")
+    return words[0] == "nsenter" or str(_SCRIPT) in words[:2]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
