@@ -38,6 +38,7 @@ from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, s
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
+from ezpz_llm.rundir.secrets import redact_words
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class LaunchPlan:
 
     @property
     def command_line(self) -> str:
-        """`argv` as one could type it."""
-        return shlex.join(self.argv)
+        """`argv` as one could type it, but for secrets."""
+        return shlex.join(redact_words(self.argv))
 
 
 def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:

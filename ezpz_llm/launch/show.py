@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ezpz_llm.launch.plan import LaunchPlan, RankPlace
-from ezpz_llm.rundir.record import redact
+from ezpz_llm.rundir.secrets import redact, redact_words
 
 _Row = TypeVar("_Row")
 _Gap = TypeVar("_Gap")
@@ -46,7 +46,7 @@ def details(plan: LaunchPlan) -> str:
 def as_json(plan: LaunchPlan) -> dict[str, Any]:
     """The plan as JSON values."""
     return {
-        "argv": list(plan.argv),
+        "argv": redact_words(plan.argv),
         "env": {name: redact(setting.value, name) for name, setting in plan.env.items()},
         "hosts": list(plan.hosts),
         "ranks": [vars(place) for place in plan.ranks],

@@ -161,7 +161,7 @@ def _told(failure: Failure, finding: Finding) -> str:
         return f"{finding.kind.value} ({finding.evidence})"
     if finding.kind in FOLLOWERS:
         return finding.kind.value
-    if finding.kind is Kind.EXIT:
+    if finding.kind is Kind.EXIT or finding.evidence == failure.signal:
         return failure.how
     return f"{failure.how}: {_short(finding.evidence)}"
 

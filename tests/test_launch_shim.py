@@ -1,0 +1,274 @@
+"""The rank shim: where output goes, what a record holds, and that nothing keeps a rank from its own exit code."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, launch, left_over, record
+
+from ezpz_llm.launch.shim.memory import kills_in, read_count
+
+_NUMBER = itertools.count()
+_CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def _script(folder: Path, text: str, name: str = "program.py") -> str:
+    (folder / name).write_text("import os, signal, subprocess, sys, time\n"
+                               'rank = int(os.environ["EZPZ_LLM_RANK"])\n' + text)
+    return name
+
+
+def _record(run_dir: Path, rank: int) -> dict:
+    return json.loads((run_dir / f"errors/rank{rank:04d}.json").read_text())
+
+
+def _shim(folder: Path, rank: int, size: int, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """One shim by itself, as one of many that a launcher starts."""
+    for name in ("logs", "errors", "heartbeat", "control"):
+        (folder / name).mkdir(exist_ok=True)
+    variables = {"EZPZ_LLM_RUN_DIR": str(folder), "EZPZ_LLM_RUN_ID": f"test-{os.getpid()}-{next(_NUMBER)}",
+                 "EZPZ_LLM_WORLD_SIZE": str(size), "PMI_RANK": str(rank), "PMI_SIZE": str(size),
+                 "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", **env}
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.shim", "--", *words], env=clean_env(**variables),
+                          capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_each_line_is_whole_and_says_whose_it_is(tmp_path: Path) -> None:
+    program = _script(tmp_path, """
+for number in range(400):
+    os.write(1 + number % 2, f"<{rank} {number} {'x' * (number * 5 % 900)}>\\n".encode())
+sys.stdout.buffer.write(b"\\xff not UTF-8\\r\\n 50%|##|\\r100%|####|\\nhalf a line")
+sys.stdout.flush()
+""")
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "3", "--tee", "all", "--run-dir", "r",
+                           sys.executable, program], cwd=tmp_path, env=clean_env(), capture_output=True,
+                          timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout.splitlines() + [line for line in done.stderr.splitlines() if line.startswith(b"[")]
+    assert all(re.match(rb"\[[012]\] ", line) for line in done.stdout.splitlines())
+    for rank in range(3):
+        mine = [line.partition(b"] ")[2] for line in out if line.startswith(b"[%d] " % rank)]
+        numbered = sorted((line for line in mine if line.startswith(b"<")), key=lambda line: int(line.split()[1]))
+        assert numbered == [f"<{rank} {number} {'x' * (number * 5 % 900)}>".encode() for number in range(400)]
+        assert [line for line in mine if not line.startswith(b"<")] == [
+            b"\xff not UTF-8", b" 50%|##|", b"100%|####|", b"half a line"]
+        assert (tmp_path / f"r/logs/rank{rank:04d}.log").read_bytes().count(b"half a line") == 1
+
+
+def test_nothing_on_the_console(tmp_path: Path) -> None:
+    program = _script(tmp_path, "print('out', rank)\nprint('err', rank, file=sys.stderr)\nsys.exit(rank)\n")
+    done = launch(tmp_path, "-n", "2", "--tee", "none", "--run-dir", "r", sys.executable, program)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "err 0" not in done.stderr
+    assert "| err 1" in done.stderr
+    # One pipe for both streams: their order is kept.
+    assert (tmp_path / "r/logs/rank0000.log").read_text() == "out 0\nerr 0\n"
+
+
+def test_what_a_record_holds(tmp_path: Path) -> None:
+    """One launch, six deaths: each with its code, its signal, its exception and where that came from."""
+    program = _script(tmp_path, """
+open(os.environ["EZPZ_LLM_HEARTBEAT"], "w").write("training 17\\n")
+def step():
+    if rank == 0: raise ValueError("bad number " + os.environ["HF_TOKEN"])
+    if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)
+    if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3: os.kill(os.getpid(), signal.SIGABRT)
+    if rank == 4:
+        sys.stderr.buffer.write(b"\\xfe\\xff no UTF-8\\n")
+        sys.exit(7)
+    raise BaseExceptionGroup("many", [ValueError("a")]) if sys.version_info > (3, 11) else ValueError("a")
+step()
+""")
+    done = launch(tmp_path, "-n", "6", "--run-dir", "r", sys.executable, program, "--hf-token", "tok-123456",
+                  HF_TOKEN="hf_0123456789")
+    found = [_record(tmp_path / "r", rank) for rank in range(6)]
+    assert [one["exit_code"] for one in found] == [1, 139, 137, 134, 7, 1]
+    assert [one["signal"] for one in found] == [None, "SIGSEGV", "SIGKILL", "SIGABRT", None, None]
+    assert [one["exception"] and one["exception"]["type"] for one in found[:5]] == [
+        "ValueError", "Fatal Python error", None, "Fatal Python error", None]
+    assert found[0]["exception"]["where"].endswith("program.py:6 in step")
+    assert found[1]["exception"]["where"].endswith("program.py:7 in step")
+    assert found[1]["exception"]["message"] == "Segmentation fault"
+    assert found[5]["exception"]["message"].endswith("a")
+    assert {(one["phase"], one["step"]) for one in found} == {("training", 17)}
+    assert {one["host"] for one in found} == {os.uname().nodename}
+    assert {one["ended_by"] for one in found} == {None}
+    assert done.returncode in {one["exit_code"] for one in found}
+    # The program printed its secret: its own log has it. Nothing that launch writes does.
+    assert (tmp_path / "r/logs/rank0004.log").read_bytes() == b"\xfe\xff no UTF-8\n"
+    assert found[4]["tail"] == ["\ufffd\ufffd no UTF-8"]
+    for path in (*tmp_path.glob("r/*.json"), *tmp_path.glob("r/errors/*"), *tmp_path.glob("r/*.txt")):
+        text = path.read_text()
+        assert "hf_0123456789" not in text, path
+        assert "tok-123456" not in text, path
+    assert "tok-123456" not in done.stderr
+    assert "hf_0123456789" not in done.stderr.partition("launch: rank")[2]
+    assert record(tmp_path / "r")["launch"]["typed"][-2:] == ["--hf-token", "[redacted]"]
+    assert left_over(tmp_path / "r") == {}
+
+
+def test_large_worlds_keep_their_logs_on_the_node(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    words = (sys.executable, "-c", "import sys; print('here', flush=True); sys.exit(int(sys.argv[1]))")
+    log = run_dir / "logs/rank0005.log"
+    assert _shim(run_dir, 5, 256, *words, "0").returncode == 0
+    assert log.read_text() == "here\n"
+    log.unlink()
+    assert _shim(run_dir, 5, 257, *words, "0").returncode == 0
+    assert not log.exists()
+    assert _shim(run_dir, 5, 257, *words, "7").returncode == 7
+    assert log.read_text() == "here\n"
+    assert _record(run_dir, 5)["tail"] == ["here"]
+    log.unlink()
+    (run_dir / "control/logs").write_text("3,5-9")
+    assert _shim(run_dir, 5, 257, *words, "0").returncode == 0
+    assert log.read_text() == "here\n"
+    assert _shim(run_dir, 0, 257, *words, "0").stdout == "here\n"
+    assert (run_dir / "logs/rank0000.log").read_text() == "here\n"
+    for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", str(folder)],
+                          capture_output=True, text=True, timeout=10, check=False)
+    if made.returncode:
+        pytest.skip(f"cannot mount a small file system here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], timeout=10, check=True)
+
+
+def test_a_full_disk_changes_no_exit_code(full_disk: Path) -> None:
+    program = "import sys; print('x' * 200_000); print('the end', file=sys.stderr); sys.exit(7)"
+    done = _shim(full_disk, 1, 2, sys.executable, "-c", program)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 goes on without its log: No space left on device" in done.stderr
+    assert "rank 1 ended with code 7, and its record could not be written" in done.stderr
+    assert list((full_disk / "errors").iterdir()) == []
+    assert "Traceback" not in done.stderr
+    well = _shim(full_disk, 1, 2, sys.executable, "-c", "print('y' * 100_000)")
+    assert well.returncode == 0, well.stderr
+
+
+_HOG = """
+if rank == 1:
+    kept = []
+    while True:
+        kept.append(bytearray(8 << 20))
+        kept[-1][::4096] = b"x" * 2048
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 300 MiB."""
+    group = _CGROUPS / f"ezpz_llm-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(300 << 20))
+    except OSError as error:
+        pytest.skip(f"cannot make a memory cgroup (v1) here: {error}")
+    yield group
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -> None:
+    program = _script(tmp_path, _HOG)
+    # A shell that enters the cgroup and becomes launch.
+    inside = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(small_cgroup / "cgroup.procs"), sys.executable)
+    done = subprocess.run([*inside, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", sys.executable, program],
+                          cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 137, done.stderr
+    assert "rank 1 on" in done.stderr
+    assert "out-of-memory killer" in done.stderr
+    assert "try: more memory a rank" in done.stderr
+    evidence = _record(tmp_path / "r", 1)["oom_killed"]
+    assert f"Killed process {_record(tmp_path / 'r', 1)['pid']} (python" in evidence or "oom_kill in" in evidence
+    # Where the log cannot be read the counter alone tells.
+    asked = subprocess.run([*inside, "-c", """
+import subprocess, sys, time
+from ezpz_llm.launch.shim.memory import count_kills, evidence
+before = count_kills()
+print(evidence(before, (), time.monotonic(), is_killed=False))
+subprocess.run([sys.executable, "-c", "x = b'x' * (600 << 20)"])
+print(evidence(before, (), time.monotonic(), is_killed=False))
+"""], capture_output=True, text=True, timeout=60, check=True)
+    none, told = asked.stdout.splitlines()
+    assert none == "None"
+    assert re.fullmatch(r"the out-of-memory killer struck: oom_kill in "
+                        rf"{small_cgroup}/memory.oom_control went from \d+ to \d+", told)
+
+
+def test_the_kernels_words(tmp_path: Path) -> None:
+    """cgroup v2's file and the messages of kernels since 4.x, by hand after their documentation and sources."""
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 1\n")
+    assert read_count(events) == 2
+    assert read_count(tmp_path / "none") is None
+    assert kills_in([
+        "python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,task=python3,pid=71,uid=0",
+        "Memory cgroup out of memory: Killed process 71 (python3) total-vm:217316kB, anon-rss:65280kB",
+        "[12345.678901] Out of memory: Killed process 72 (python3) total-vm:1kB, anon-rss:1kB, UID:0",
+        "Memory cgroup out of memory: Kill process 73 (python3) score 1000 or sacrifice child",
+    ]).keys() == {71, 72, 73}
+
+
+def test_it_starts_quickly() -> None:
+    """One is started a rank, on thousands of nodes at once: what it imports is read from a shared file system."""
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import ezpz_llm.launch.shim.__main__"],
+                          capture_output=True, text=True, timeout=60, check=True)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()[1:]}
+    assert not modules & {"torch", "numpy", "asyncio", "logging", "argparse", "ssl", "multiprocessing"}
+    assert not {name for name in modules if name.startswith(("ezpz_llm.launch.failures", "ezpz_llm.launch.plan"))}
+    assert len(modules) < 170
+
+
+def test_told_to_end_is_not_failing(tmp_path: Path) -> None:
+    """A rank that ends on a signal to its shim says who ended it; on one to itself, it does not."""
+    program = _script(tmp_path, """
+open(os.path.join(os.environ["EZPZ_LLM_RUN_DIR"], "up"), "w").close()
+if sys.argv[1] == "itself": os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+""")
+    done = _shim(tmp_path, 1, 2, sys.executable, str(tmp_path / program), "itself")
+    assert done.returncode == 143
+    assert (_record(tmp_path, 1)["signal"], _record(tmp_path, 1)["ended_by"]) == ("SIGTERM", None)
+    (tmp_path / "up").unlink()
+    env = clean_env(EZPZ_LLM_RUN_DIR=str(tmp_path), EZPZ_LLM_RUN_ID=f"test-{os.getpid()}-told", PMI_RANK="1",
+                    EZPZ_LLM_WORLD_SIZE="2", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+    shim = subprocess.Popen([sys.executable, "-m", "ezpz_llm.launch.shim", "--", sys.executable,
+                             str(tmp_path / program), "waits"], env=env)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    shim.send_signal(signal.SIGTERM)
+    assert shim.wait(30) == 143
+    assert _record(tmp_path, 1)["ended_by"] == "SIGTERM"
+    for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
+        shutil.rmtree(folder)
