@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ezpz_llm.preflight.facts.netlog import is_about_network, read_network
+from ezpz_llm.preflight.worker import LAST
 
 _END_WITHIN_S = 3.0
 _LAST_LINES = 6
@@ -77,6 +78,10 @@ class Measuring:
                 message = json.loads(line)
                 with self._lock:
                     self._open_stages.remove(message["stage"])
+                if message["stage"] == LAST:
+                    # Until the process has ended in order MPI is not over, and to MPICH's launcher a rank that ends
+                    # before has failed.
+                    self._process.wait()
                 self._answer(message["stage"], message["answer"])
         self._give_up()
 

@@ -19,6 +19,9 @@ from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.preflight.facts.network import addresses
 from ezpz_llm.preflight.facts.software import first_line
 
+LAST = "mpi"
+"""The question after which the process ends by itself."""
+
 _WINDOWS, _WINDOW_S = 3, 0.25
 _CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096
 _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**26
@@ -139,11 +142,8 @@ class Worker:
         """What MPI makes of this rank; the last question, since a library that does not fit ends the process."""
         from mpi4py import MPI
 
-        answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
-                  "library": first_line(MPI.Get_library_version())}
-        # Before the answer: to the launcher, a rank that ends without it has failed.
-        MPI.Finalize()
-        return answer
+        return {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
+                "library": first_line(MPI.Get_library_version())}
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
@@ -163,6 +163,8 @@ def main(answers: int) -> None:
         except Exception as error:  # whatever is wrong here is what the others want to know
             answer = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}
         os.write(answers, json.dumps({"stage": question["ask"], "answer": answer}).encode() + b"\n")
+        if question["ask"] == LAST:
+            return
 
 
 if __name__ == "__main__":
