@@ -32,8 +32,8 @@ def missing() -> str | None:
     for program, package in {**_PROGRAMS, **_SLURM_PROGRAMS, **_SSHD_PROGRAMS}.items():
         if shutil.which(program, path=path) is None:
             return f"no {program}: apt-get install {package}"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "sh",
-                            "-c", "mount -t tmpfs tmpfs /dev/shm && ip link add br0 type bridge"],
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc",
+                            "sh", "-c", "mount -t tmpfs tmpfs /dev/shm && ip link add br0 type bridge"],
                            capture_output=True, text=True, timeout=30, check=False)
     if tried.returncode:
         return f"no namespaces for simulated nodes: {tried.stderr.strip()}"
@@ -66,7 +66,7 @@ class Command(subprocess.Popen):
 
 
 class Cluster:
-    """`with Cluster(folder) as cluster:` starts it, and nothing of it is left afterwards, also if this process dies.
+    """`with Cluster(folder) as cluster:` starts it; nothing of it is left afterwards, also if this process dies.
 
     Args:
         folder: empty or absent; holds the cluster's configuration and logs (`log/`).
@@ -151,8 +151,8 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def processes(self, marker: str) -> dict[str, list[tuple[int, str]]]:
-        """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees it,
-        and command line, for each node that has any."""
+        """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees
+        it, and command line, for each node that has any."""
         homes = {self._namespace(node): node for node in (*self.nodes, "login")}
         found: dict[str, list[tuple[int, str]]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -205,9 +205,8 @@ class Cluster:
             self._inside("scancel", "--full", *jobs)
 
     def _inside(self, *words: str) -> str:
-        done = subprocess.run(["bash", str(_SCRIPT), "exec", str(self.folder), "--", *words], cwd="/", env=clean_env(),
-                              capture_output=True, text=True, timeout=30, check=False)
-        return done.stdout
+        return subprocess.run(["bash", str(_SCRIPT), "exec", str(self.folder), "--", *words], cwd="/",
+                              env=clean_env(), capture_output=True, text=True, timeout=30, check=False).stdout
 
     def _script(self, verb: str, *node: str) -> None:
         subprocess.run(["bash", str(_SCRIPT), verb, *node, str(self.folder)], env=clean_env(), capture_output=True,
