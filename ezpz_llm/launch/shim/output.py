@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Iterator
 from pathlib import Path
 
 from ezpz_llm.launch.node.folder import log_file
@@ -48,7 +49,8 @@ class Output:
         if self.is_split and self._prefix is None:
             self._to_console(stream, data)
         elif self.is_split:
-            self._to_console(stream, self._whole_lines(stream, data))
+            for batch in _batches(self._whole_lines(stream, data)):
+                self._to_console(stream, batch)
 
     def close(self) -> None:
         """Show what was begun as a line and never ended."""
@@ -65,13 +67,12 @@ class Output:
         """The last of the output (128 KiB or more, if there was that much); what is no UTF-8 is replaced."""
         return self._kept.decode(errors="replace")
 
-    def _whole_lines(self, stream: int, data: bytes) -> bytes:
-        # One write a batch of whole lines: a launcher that reads from the rank's pipe finds lines, not parts. What
-        # ends with a carriage return is a progress bar's line.
+    def _whole_lines(self, stream: int, data: bytes) -> list[bytes]:
+        # What ends with a carriage return is a progress bar's line.
         data = self._begun[stream] + data
         lines = data.splitlines(keepends=True)
         self._begun[stream] = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
-        return b"".join(self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines)
+        return [self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines]
 
     def _to_log(self, data: bytes) -> None:
         try:
@@ -87,6 +88,18 @@ class Output:
     def _to_console(self, stream: int, data: bytes) -> None:
         # A console that has gone (`launch … | head`) does not end the rank: the log goes on.
         self._has_console = self._has_console and _write(stream, data)
+
+
+def _batches(lines: list[bytes]) -> Iterator[bytes]:
+    """Whole lines in pieces that a pipe takes whole: so what the launcher reads from it ends with a line."""
+    batch = b""
+    for line in lines:
+        if batch and len(batch) + len(line) > select.PIPE_BUF:
+            yield batch
+            batch = b""
+        batch += line
+    if batch:
+        yield batch
 
 
 def _write(descriptor: int, data: bytes) -> bool:
