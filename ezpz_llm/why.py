@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.launch.failures.account import account, tail_text
 from ezpz_llm.launch.failures.facts import facts_from
 from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
@@ -129,3 +129,7 @@ def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Names
         print(f"  rank {rank}: {stacks[rank]}")
         print(*(f"  | {line}" for line in tail_text(Path(stacks[rank])).splitlines()[:_STACK_LINES]), sep="\n")
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

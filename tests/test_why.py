@@ -1,0 +1,119 @@
+"""`ezpz-llm why`: what a run's directory tells, of runs that are over, that go on, and whose launch was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch_runs import clean_env, launch, left_over, record, start
+
+_HANGS = """
+import os, sys, time
+from pathlib import Path
+from ezpz_llm.dist.stacks import answer_with_stacks
+answer_with_stacks(os.environ)
+rank, beats = int(os.environ["EZPZ_LLM_RANK"]), Path(os.environ["EZPZ_LLM_HEARTBEAT"])
+def never_comes():
+    time.sleep(300)
+for step in range(1000):
+    beats.write_text(f"training {min(step, 5)}\\n")
+    if rank == 2 and step == 3:
+        never_comes()
+    time.sleep(0.2)
+"""
+
+
+def _why(cwd: Path, *words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", *words], cwd=cwd, env=clean_env(),
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def test_a_run_that_is_over(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("""
+import os, time
+if os.environ["EZPZ_LLM_RANK"] == "1":
+    raise ValueError("bad")
+time.sleep(60)
+""")
+    ended = launch(tmp_path, "-n", "2", sys.executable, "fails.py")
+    assert ended.returncode == 1
+    post_mortem = ended.stderr[ended.stderr.index("launch: rank 1 on"):]
+    [run_dir] = (tmp_path / "runs").iterdir()
+    assert (run_dir / "postmortem.txt").read_text() == post_mortem
+    # The newest run, from its files alone.
+    (run_dir / "postmortem.txt").unlink()
+    said = _why(tmp_path)
+    assert said.splitlines()[0].startswith(f"{run_dir}: ended ")
+    assert said.splitlines()[0].endswith("with code 1")
+    assert said.partition("\n")[2] == post_mortem
+    told = json.loads(_why(tmp_path, str(run_dir), "--json"))
+    assert (told["state"], told["code"], told["kind"], told["rank"]) == ("ended", 1, "exception", 1)
+    assert told["record"]["exception"]["message"] == "bad"
+    well = launch(tmp_path, "--run-dir", "well", "-n", "2", "hostname")
+    assert well.returncode == 0
+    assert _why(tmp_path, "well").splitlines()[1] == "all ranks ended well"
+
+
+def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(_HANGS)
+    run = start(tmp_path, "-n", "4", "--run-dir", "r", sys.executable, "hangs.py")
+    _wait_for(lambda: (tmp_path / "r/heartbeat/node0000.json").exists()
+              and "ranks 0-1,3: training, step 5" in _why(tmp_path, "r"), "all ranks at step 5")
+    _wait_for(lambda: "silent: rank 2 on" in _why(tmp_path, "r", "--silent-after", "2"), "silence of rank 2")
+    said = _why(tmp_path, "r", "--silent-after", "2")
+    assert "rank 2: training, step 3" in said
+    assert f"silent: rank 2 on {os.uname().nodename}: training, step 3" in said
+    assert "in never_comes" in said
+    assert (tmp_path / "r/stacks/rank0002.txt").exists()
+    told = json.loads(_why(tmp_path, "r", "--silent-after", "2", "--json"))
+    assert (told["state"], told["silent"]) == ("running", [2])
+    assert told["ranks"]["2"]["step"] == 3
+    assert list(told["stacks"]) == ["2"]
+    assert "rank 0: " in _why(tmp_path, "r", "--stacks", "0")
+    run.send_signal(signal.SIGKILL)
+    run.communicate(timeout=30)
+    _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of all processes")
+    assert record(tmp_path / "r")["exit"] is None
+    assert not (tmp_path / "r/postmortem.txt").exists()
+    said = _why(tmp_path, "r")
+    assert "launch left no word about the end" in said
+    assert "launch itself was killed" in said
+    told = json.loads(_why(tmp_path, "r", "--json"))
+    assert (told["state"], told["kind"], told["code"]) == ("launch was killed", "launcher", 137)
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    def refused(*words: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", *words], cwd=tmp_path, env=clean_env(),
+                              capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "no run in runs/" in refused()
+    (tmp_path / "runs/a").mkdir(parents=True)
+    assert "no run in runs/" in refused()
+    assert "there is no record of launch here" in refused("runs/a")
+    (tmp_path / "runs/a/run.json").write_text("{")
+    assert "run.json is not JSON" in refused()
+    assert "'x' is not a list of ranks" in refused("--stacks", "x")
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, ezpz_llm.why; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
