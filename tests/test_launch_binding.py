@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launch_runs import clean_env, launch
+from simcluster.cluster import Cluster
 
 from ezpz_llm.launch import devices as devices_module
 from ezpz_llm.launch.binding import (
@@ -120,13 +121,15 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
         (None, 2, {}, "not known from here"),
         (whole, 9, {}, "9 ranks share 8 core(s)"),
         (whole, 1, {}, "one rank has its host's cores"),
-        (whole, 2, {"allotted": 4}, "the job has 4 of this host's 16 CPUs"),
+        (whole, 2, {"allotted": 4}, "the job has 4 of a host's 16 CPUs"),
         (part, 2, {}, "only some of this host's cores"),
     ):
         binding = _bind("generic", topology, ranks, "mpiexec", **changes)
         assert (binding.kind, binding.cores) == ("none", ())
         assert why in binding.source
     assert _bind("generic", whole, 2, "mpiexec", allotted=4).cores_per_rank == 1
+    # Half a host of a site.
+    assert _bind("perlmutter", site_topology(find_site("perlmutter", {})), 2, "mpiexec", allotted=64).kind == "none"
     assert _bind("aurora", site_topology(find_site("aurora", {})), 103).source == "103 ranks share 102 core(s)"
     # On one host its mask is that of all ranks; a core's two threads stay together, and a lone one counts as one.
     assert _bind("generic", part, 3, "mpiexec", hosts=1).cores == ("0,8", "1,9", "3")
@@ -266,6 +269,20 @@ def test_real_ranks_run_on_their_cores(tmp_path: Path, launcher: str) -> None:
     if launcher == "torchrun":
         free = launch(tmp_path, "-n", "2", "--launcher", launcher, "--bind", "none", sys.executable, "-c", _LOOK)
         assert json.loads(free.stdout.splitlines()[-1])[0] == cores
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
+def test_ranks_on_other_hosts_run_on_their_cores(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
+    look = f"import os; print(os.uname().nodename, end=' '); {_LOOK}"
+    done = cluster.run("launch", "--hosts", "n1,n2", "--ppn", "2", "--launcher", launcher, "--run-dir",
+                       tmp_path / "run", sys.executable, "-c", look, node="n1", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    for rank in range(4):
+        host, seen = (tmp_path / f"run/logs/rank000{rank}.log").read_text().splitlines()[-1].split(" ", 1)
+        assert host == f"n{rank // 2 + 1}"
+        assert json.loads(seen)[0] == cores[half * (rank % 2):half * (rank % 2 + 1)]
 
 
 def test_a_host_without_the_cores_is_told_of() -> None:

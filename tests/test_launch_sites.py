@@ -213,6 +213,15 @@ def test_the_line_of_perlmutter(tmp_path: Path) -> None:
     assert " -c 8 " in _line(_plan("python3 x.py", env | {"SLURM_JOB_CPUS_PER_NODE": "32(x2)"}))
 
 
+def test_more_ranks_than_the_job_has_cpus(tmp_path: Path) -> None:
+    plan = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 1))
+    assert " -c 1 --cpu-bind=cores --overcommit " in _line(plan)
+    assert "2 ranks share 1 CPU(s) of a host" in plan.notes
+    enough = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 2))
+    assert "--overcommit" not in _line(enough)
+    assert not any("share" in note for note in enough.notes)
+
+
 def test_the_sites_interface_gives_way(tmp_path: Path) -> None:
     """On a host of the job that lacks it, and to the user's own."""
     env = _pbs(tmp_path, ("localhost",), EZPZ_LLM_SITE="polaris")

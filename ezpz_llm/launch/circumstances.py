@@ -40,7 +40,7 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         hosts=len(placement.ranks),
         launcher=name,
         topology=_topology(site, devices, is_host, name),
-        allotted=_allotted(allocation, env, is_host),
+        allotted=_allotted(allocation, site, env, is_host),
         devices=tuple(_device(order, local_rank) for local_rank in range(placement.most)),
     )
     return bind(wanted, site, around), mask
@@ -53,8 +53,9 @@ def _topology(site: Site, devices: Devices, is_host: bool, launcher: str) -> Top
     return site_topology(site) if site.cores else None
 
 
-def _allotted(allocation: Allocation, env: Mapping[str, str], is_host: bool) -> int | None:
-    if allocation.cores_per_host is None and allocation.scheduler == pbs.NAME and is_host:
+def _allotted(allocation: Allocation, site: Site, env: Mapping[str, str], is_host: bool) -> int | None:
+    # A site that lists its cores gives whole hosts, whatever number its PBS writes there.
+    if allocation.scheduler == pbs.NAME and is_host and not site.cores:
         count = env.get("NCPUS", "")
         return int(count) if count.isascii() and count.isdigit() and int(count) else None
     return allocation.cores_per_host

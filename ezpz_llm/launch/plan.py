@@ -135,7 +135,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         command=command,
         files=built.files,
         ranks_source=placement.source,
-        notes=(*launcher.notes, *_notes(env, allocation, hosts), *interface.notes, *meeting.notes),
+        notes=(*launcher.notes, *_notes(env, allocation, placement, binding), *interface.notes, *meeting.notes),
         site=site,
         binding=binding,
     )
@@ -202,12 +202,15 @@ def _find_meeting(env: Mapping[str, str], options: Options, site: Site, interfac
                         suffix=site.master_suffix, address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
 
 
-def _notes(env: Mapping[str, str], allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
+           binding: Binding) -> tuple[str, ...]:
     notes = list(allocation.notes)
     notes += [f"{name}={env[name]} is yours and stays" for name in MEETING_VARIABLES if is_users_choice(name, env)]
-    unused = len(allocation.hosts) - len(hosts)
+    if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
+        notes.append(f"{placement.most} ranks share {binding.cpus_per_host} CPU(s) of a host")
+    unused = len(allocation.hosts) - len(placement.ranks)
     if unused:
         notes.append(f"{unused} of {len(allocation.hosts)} hosts get no rank")
-    if allocation.scheduler == local.NAME and len(hosts) > 1:
+    if allocation.scheduler == local.NAME and len(placement.ranks) > 1:
         notes.append("the run directory must be on a file system that all hosts share")
     return tuple(notes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from ezpz_llm.launch.plan import LaunchPlan, RankPlace
+from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.rundir.secrets import redact, redact_words
 
 _Row = TypeVar("_Row")
@@ -36,7 +36,7 @@ def details(plan: LaunchPlan) -> str:
     lines = [summary(plan), "", "environment changes"]
     settings = {name: (redact(setting.value, name), setting.source) for name, setting in plan.env.items()}
     lines += _columns([(f"{name}={value}", source) for name, (value, source) in settings.items()]) or ["  none"]
-    lines += ["", *_columns([_HEADINGS, *_table(plan.ranks)])]
+    lines += ["", *_columns([_HEADINGS, *_table(plan)])]
     for path, content in plan.files.items():
         rows = content.splitlines()
         lines += ["", f"file {path}", *(f"  {row}" for row in _without_middle(rows, f"… {len(rows) - _ROWS} more"))]
@@ -105,11 +105,11 @@ def _binding(plan: LaunchPlan) -> str:
 _HEADINGS = ("rank", "host", "local rank", "cores", "NUMA domain", "device", "distance")
 
 
-def _table(ranks: Sequence[RankPlace]) -> list[tuple[str, ...]]:
-    shown = _without_middle(ranks, None)
-    return [(f"… {len(ranks) - _ROWS} more", *[""] * (len(_HEADINGS) - 1)) if place is None else
-            (str(place.rank), place.host, str(place.local_rank), place.cores or "not bound", place.domains or "-",
-             place.device or "-", place.distance or "-") for place in shown]
+def _table(plan: LaunchPlan) -> list[tuple[str, ...]]:
+    unknown = f"{plan.binding.cpus_per_rank} of them" if plan.binding.kind == "depth" else "its host's"
+    return [(f"… {len(plan.ranks) - _ROWS} more", *[""] * (len(_HEADINGS) - 1)) if place is None else
+            (str(place.rank), place.host, str(place.local_rank), place.cores or unknown, place.domains or "-",
+             place.device or "-", place.distance or "-") for place in _without_middle(plan.ranks, None)]
 
 
 def _without_middle(rows: Sequence[_Row], gap: _Gap) -> list[_Row | _Gap]:

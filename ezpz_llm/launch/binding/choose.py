@@ -93,13 +93,13 @@ def _hindrance(site: Site, around: Circumstances) -> str | None:
         return "the hosts' cores are not known from here"
     if around.ranks > len(topology.cores):
         return f"{around.ranks} ranks share {len(topology.cores)} core(s)"
+    cpus = sum(map(len, topology.cores)) * (site.threads_per_core if site.cores else 1)
+    if around.allotted is not None and around.allotted < cpus:
+        return f"the job has {around.allotted} of a host's {cpus} CPUs, and nothing says which"
     if site.binding != "auto":
         return None
-    cpus = sum(map(len, topology.cores))
     if around.ranks == 1:
         return "one rank has its host's cores"
-    if around.allotted is not None and around.allotted < cpus:
-        return f"the job has {around.allotted} of this host's {cpus} CPUs, and nothing says which"
     if around.hosts > 1 and not topology.is_whole:
         return "the job has only some of this host's cores, and other hosts' may be others"
     return None

@@ -28,8 +28,8 @@ def build(program: str, work: Work) -> Built:
         # Only a list that names a host once a rank places unequal numbers of ranks.
         argv += ["--distribution=arbitrary"]
         words = [name for name, count in work.placement.ranks for _ in range(count)]
-    argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), "--overlap", "--export=ALL", "--wait=0",
-             "--kill-on-bad-exit=0", "--input=0"]
+    argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_crowded(work), "--overlap", "--export=ALL",
+             "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
     files: dict[Path, str] = {}
     if len(words) > HOSTS_ON_THE_LINE:
         files[work.hosts_file] = "".join(f"{word}\n" for word in words)
@@ -38,6 +38,11 @@ def build(program: str, work: Work) -> Built:
     else:
         argv += ["--nodelist", ",".join(words)]
     return Built((*argv, *work.site_options, *work.command), files=files)
+
+
+def _crowded(work: Work) -> tuple[str, ...]:
+    # More ranks than CPUs are refused unless one asks for it.
+    return ("--overcommit",) if work.cores_per_host and work.placement.most > work.cores_per_host else ()
 
 
 def _cpu_bind(work: Work) -> tuple[str, ...]:
