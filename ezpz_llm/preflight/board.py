@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import resource
 import selectors
 import socket
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ports import holder
 from ezpz_llm.preflight.wire import Lines, candidate_ports, encode
 
 CLOCK = "clock"
@@ -69,7 +72,7 @@ class Board:
             try:
                 return socket.create_server(("", candidate), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
             except OSError as error:
-                self.port_error = self.port_error or f"{error.strerror or error}"
+                self.port_error = self.port_error or _why(error, candidate)
         raise UserError(f"none of the ports {port} to {candidate_ports(port)[-1]} can be bound: {self.port_error}",
                         where=f"MASTER_PORT={port} on {socket.gethostname()}", instead="another MASTER_PORT")
 
@@ -181,6 +184,12 @@ class Board:
             member.lost_in = self._stage
             self._selector.unregister(member.connection)
             member.connection.close()
+
+
+def _why(error: OSError, port: int) -> str:
+    # create_server lengthens the message with the address.
+    text = os.strerror(error.errno) if error.errno else str(error)
+    return f"{text}: {holder(port)}" if error.errno == errno.EADDRINUSE else text
 
 
 def _allow_many_files() -> None:

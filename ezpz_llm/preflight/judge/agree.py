@@ -12,6 +12,7 @@ _MUST_AGREE = ("torch", "deepspeed", "ezpz_llm")
 _LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
 _MPI = "MPI library"
 _LONG = 60
+_UNSET = "unset"
 
 
 def judge(gathered: Gathered) -> Iterator[Finding]:
@@ -28,7 +29,7 @@ def judge(gathered: Gathered) -> Iterator[Finding]:
                           "the same environment on every host: one on a shared file system, or launch --stage-env")
     variables = {place: ranks[0]["environment"] for place, ranks in places.items()}
     for name in sorted({name for values in variables.values() for name in values}):
-        values = {place: found.get(name, "unset") for place, found in variables.items()}
+        values = {place: found.get(name, _UNSET) for place, found in variables.items()}
         if len(set(values.values())) > 1:
             yield Finding("warn", "environment", f"{name} differs: {_difference(name, values)}",
                           "set it before launch, not in a start-up file of some hosts (~/.bashrc, modules)")
@@ -65,12 +66,16 @@ def _difference(name: str, values: Mapping[str, str]) -> str:
     usual = Counter(values.values()).most_common(1)[0][0]
     changes: dict[str, list[str]] = {}
     for place, value in values.items():
-        more = [part for part in value.split(":") if part not in usual.split(":")]
-        less = [part for part in usual.split(":") if part not in value.split(":")]
+        more = [part for part in _parts(value) if part not in _parts(usual)]
+        less = [part for part in _parts(usual) if part not in _parts(value)]
         words = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
         if value != usual:
             changes.setdefault(", ".join(words) or "another order", []).append(place)
     return "; ".join(f"{folding.hosts(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
+
+
+def _parts(value: str) -> list[str]:
+    return [part for part in value.split(":") if part and value != _UNSET]
 
 
 def _short(value: str, width: int = _LONG) -> str:

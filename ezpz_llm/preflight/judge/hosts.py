@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ezpz_llm.launch.devices import core_ranges
 from ezpz_llm.preflight.judge import folding
-from ezpz_llm.preflight.judge.gathered import READY, Facts, Finding, Gathered
+from ezpz_llm.preflight.judge.gathered import READY, Facts, Finding, Gathered, Level, collected
 
 LEAST_SHARED_MEMORY = 2**28
 """Bytes of free /dev/shm: containers give 64 MiB, with which data loaders and NCCL die of SIGBUS."""
@@ -25,18 +25,21 @@ def judge(gathered: Gathered) -> Iterator[Finding]:
     yield from _clocks(gathered)
 
 
-def device_of(facts: Facts) -> tuple[str, str] | None:
-    """The accelerator of a rank, and what torch computes on: by UUID or PCI address where torch tells, else by its
-    place among the visible ones; None without any."""
-    device = facts.get("stages", {}).get(READY, {}).get("device", {})
-    if device.get("identity"):
-        return str(device["identity"]), device["kind"]
+def device_of(facts: Facts) -> str | None:
+    """The accelerator of a rank: by UUID or PCI address where torch tells, else by its place among the visible;
+    None without any."""
+    if identity := _device(facts).get("identity"):
+        return str(identity)
     ids = facts["devices"]["ids"]
     if not ids:
         return None
     # The rule of launch: a single visible device is this rank's, of several the local rank's.
     index = 0 if len(ids) == 1 else facts["local_rank"]
-    return (f"{facts['devices']['source']} {ids[index]}", device.get("kind", "")) if index < len(ids) else None
+    return f"{facts['devices']['source']} {ids[index]}" if index < len(ids) else None
+
+
+def _device(facts: Facts) -> Facts:
+    return facts.get("stages", {}).get(READY, {}).get("device", {})
 
 
 def _devices(gathered: Gathered) -> Iterator[Finding]:
@@ -48,19 +51,18 @@ def _devices(gathered: Gathered) -> Iterator[Finding]:
 
 def _shared(gathered: Gathered) -> Iterator[Finding]:
     """Ranks of a host on one device; hosts on which the same local ranks do so make one finding."""
-    found: dict[tuple[str, tuple[int, ...]], list[tuple[str, str]]] = {}
+    found: dict[tuple[Level, tuple[int, ...]], list[tuple[str, str]]] = {}
     for host, ranks in gathered.by_host().items():
-        owners: dict[tuple[str, str], list[int]] = {}
-        for facts in ranks:
-            if device := device_of(facts):
-                owners.setdefault(device, []).append(facts["local_rank"])
-        for (device, kind), local_ranks in owners.items():
+        # Ranks that compute on the CPU all the same are not slowed down by it.
+        level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
+        owners = collected((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
+        for device, local_ranks in owners.items():
             if len(local_ranks) > 1:
-                found.setdefault((kind, tuple(local_ranks)), []).append((host, device))
-    for (kind, local_ranks), places in found.items():
+                found.setdefault((level, tuple(local_ranks)), []).append((host, device))
+    for (level, local_ranks), places in found.items():
         more = " and likewise elsewhere" if len({device for _, device in places}) > 1 else ""
         names = folding.hosts(host for host, _ in places)
-        yield Finding("warn" if kind == "cpu" else "bad", "devices",
+        yield Finding(level, "devices",
                       f"on {names} local ranks {core_ranges(local_ranks)} share one device ({places[0][1]}{more})",
                       "as many ranks a host as it has devices (launch --ppn), or a mask that shows each its own")
 
