@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.doctor import machine, network, reservation, software, tools
 from ezpz_llm.engine import build_ops, ops
 from ezpz_llm.errors import UserError
 
@@ -33,15 +35,124 @@ def test_help_is_quick() -> None:
     assert "--build-ops" in done.stdout
 
 
-def test_the_table_names_versions_ops_and_stale_locks(cache: Path, tmp_path: Path) -> None:
+def test_every_line_says_how_it_is_and_what_mends_it(cache: Path, tmp_path: Path) -> None:
     lock = tmp_path / "torch ops" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    began = time.monotonic()
     done = run_doctor(TORCH_EXTENSIONS_DIR=str(lock.parent.parent))
-    assert done.returncode == 0, done.stderr
-    for word in ("python", "torch", "deepspeed", "launcher", "devices", str(cache),
-                 "not built: ezpz-llm doctor --build-ops cpu_adam", f"rm '{lock}'"):
+    assert time.monotonic() - began < 10
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("python", "torch", "deepspeed", "MPI library", "scheduler", "job", "site", "launcher", "devices",
+                 "cores", "memory", "/dev/shm", "open files", "locked memory", "temporary", "interfaces",
+                 "host name", "compiler", "py-spy", "clock", str(cache), "not built", "ezpz-llm doctor --build-ops cpu_adam",
+                 f"rm '{lock}'"):
         assert word in done.stdout
+    *lines, last = done.stdout.splitlines()
+    levels = [line.split()[0] for line in lines]
+    assert set(levels) <= {"ok", "warn", "do:"}
+    assert last == f"doctor: 0 bad, {levels.count('warn')} to look at, {levels.count('ok')} ok"
+
+
+def test_what_is_bad_makes_the_exit_code_1(tmp_path: Path) -> None:
+    """A cache in a place that cannot be written to, an interface that is not there, torch not installed, and an
+    mpiexec of Open MPI (which says its version, no more) where mpi4py has MPICH's library."""
+    mpiexec = tmp_path / "bin" / "mpiexec"
+    mpiexec.parent.mkdir()
+    mpiexec.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
+    mpiexec.chmod(0o755)
+    path = f"{mpiexec.parent}{os.pathsep}{os.environ['PATH']}"
+    place = "/proc/ezpz"
+    (tmp_path / "hide.py").write_text(
+        "import importlib.util, runpy, sys\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'torch' else real(name, *more)\n"
+        "sys.argv = ['doctor', '--json']\n"
+        "runpy.run_module('ezpz_llm.doctor', run_name='__main__')\n")
+    done = subprocess.run([sys.executable, tmp_path / "hide.py"], capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, "PATH": path, "EZPZ_LLM_CACHE": place,
+                                            "GLOO_SOCKET_IFNAME": "nope0"})
+    assert done.returncode == 1, done.stdout + done.stderr
+    bad = {check["name"]: check for check in json.loads(done.stdout) if check["level"] == "bad"}
+    # Root may write anywhere, as far as access(2) says.
+    assert bad.keys() - {"cache"} == {"torch", "interfaces", "MPI library"}
+    assert ("cache" in bad) == (not os.access("/proc", os.W_OK))
+    assert "mpi4py loads MPICH" in bad["MPI library"]["found"]
+    assert "Open MPI 5.0.11" in bad["MPI library"]["found"]
+    assert "with-env" in bad["torch"]["instead"]
+    assert "GLOO_SOCKET_IFNAME=nope0" in bad["interfaces"]["found"]
+
+
+def test_two_options_that_do_not_go_together(cache: Path) -> None:
+    done = run_doctor("--build-ops", "cpu_adam", "--json")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+CPU_BUILD, CUDA_BUILD = {"version": "2.13.0+cpu"}, {"version": "2.13.0+cu128", "cuda": "12.8"}
+
+
+@pytest.mark.parametrize(("build", "loaded", "driver", "level", "words"), [
+    (CPU_BUILD, {}, None, "ok", "built for CPU"),
+    (CPU_BUILD, {"NVIDIA": "550.54"}, (12, 4), "bad", "this machine has NVIDIA driver 550.54"),
+    (CUDA_BUILD, {"NVIDIA": "550.54"}, (12, 4), "ok", "CUDA 12.8; NVIDIA driver 550.54"),
+    ({"version": "2.13.0", "cuda": "13.0"}, {"NVIDIA": "550.54"}, (12, 4), "bad", "driver knows CUDA up to 12.4"),
+    (CUDA_BUILD, {}, None, "warn", "no such driver"),
+    ({"version": "2.9.0", "hip": "6.4"}, {"AMD": "6.10"}, None, "ok", "ROCm 6.4"),
+    ({"version": "2.9.0", "xpu": "2025"}, {"AMD": "6.10"}, None, "bad", "AMD driver 6.10"),
+    ({"version": "2.5.1"}, {}, None, "bad", "2.5.1"),
+    ({}, {}, None, "bad", "not installed"),
+])
+def test_torch_against_the_driver(build: dict, loaded: dict, driver: tuple | None, level: str, words: str) -> None:
+    check = software.torch_check(build, loaded, driver)
+    assert (check.level, words in check.found) == (level, True), check
+    assert bool(check.instead) == (level != "ok")
+
+
+@pytest.mark.parametrize(("library", "dialect", "level"), [
+    ("MPICH Version: 5.0.2", "MPICH/Hydra 5.0.2", "ok"), ("MPICH Version: 5.0.2", "Open MPI 5.0.11", "bad"),
+    ("Open MPI v5.0.11, package: …", "MPICH/Hydra 5.0.2", "bad"), ("Open MPI v4.1.4", "Open MPI 4.1.4", "ok"),
+    ("Intel(R) MPI Library 2021.18", "Intel MPI 2021.18", "ok"),
+    ("MPI VERSION : CRAY MPICH version 8.1", "Cray PALS 1.8", "ok"),
+    (None, "MPICH/Hydra 5.0.2", "warn"), ("MPICH Version: 5.0.2", None, "ok"),
+])
+def test_the_mpi_library_against_mpiexec(library: str | None, dialect: str | None, level: str) -> None:
+    assert software.mpi(library, dialect).level == level
+
+
+def test_what_a_login_node_and_a_job_look_like(tmp_path: Path) -> None:
+    for name in ("sbatch", "qsub"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert reservation.available({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
+    assert "not inside a job" in reservation.job("none", None, 1, None).found
+    inside = reservation.job("slurm", "7", 2, time.time() + 3615)
+    assert inside.found == "inside slurm job 7: 2 host(s), 60 min left"
+    broken = list(reservation.checks({"PATH": "", "SLURM_JOB_ID": "7"}))
+    assert [check.level for check in broken if check.name == "job"] == ["bad"]
+    assert reservation.site({"EZPZ_LLM_SITE": "polari"}).level == "bad"
+    assert reservation.site({"EZPZ_LLM_SITE": "polaris"}).found.startswith("polaris (")
+
+
+def test_the_machine(tmp_path: Path) -> None:
+    check = machine.cores([0, 1], [0, 1, 2, 3], {"0": [0, 1], "1": [2, 3]})
+    assert (check.level, check.found) == ("ok", "2 of 4 (0-1), in 1 of 2 NUMA domains")
+    assert machine.cores([5], list(range(8)), {}).level == "warn"
+    assert [check.level for check in machine.limits((1024, 4096), (2**16, 2**16), False)] == ["ok", "ok"]
+    assert [check.level for check in machine.limits((1024, 1024), (2**16, 2**16), True)] == ["warn", "warn"]
+    assert [check.level for check in machine.limits((2**20, 2**20), (-1, -1), True)] == ["ok", "ok"]
+    assert machine.temporary("/var/tmp/pbs." + "x" * 90, "xfs").level == "warn"
+    assert machine.temporary(str(tmp_path), "lustre").level == "warn"
+    assert machine.enough("/dev/shm", 2**26, 2**26, 2**28, "more").level == "warn"
+    assert machine.file_system(Path("/proc/self")) == "proc"
+
+
+def test_the_network_and_the_clock() -> None:
+    assert [network.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
+        "ok", "warn", "warn"]
+    assert tools.clock(1.8e9, True).level == "ok"
+    assert tools.clock(0.0, True).level == "bad"
+    assert tools.clock_is_kept() in (True, False, None)
 
 
 def test_an_unknown_op_offers_the_nearest(cache: Path) -> None:
