@@ -14,10 +14,12 @@ from launch_runs import captured_env, clean_env, launch
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.options import parse
-from ezpz_llm.launch.placement import place
+from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.rank_table import RankTable
 
 _NONE = Devices((), "none")
 _FOUR = Devices(("0", "1", "2", "3"), "a mask")
@@ -156,6 +158,25 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
                      "local rank"):
         assert expected in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_is_looked_up_where_it_is_counted() -> None:
+    placement = Placement((("n1", 3), ("n2", 1), ("n3", 2)), "test")
+    table = RankTable(placement, Binding("list", cores=("0", "1", "2"), devices=("7", "6", "5")))
+    assert [(place.rank, place.host, place.local_rank, place.cores, place.device) for place in table] == [
+        (0, "n1", 0, "0", "7"), (1, "n1", 1, "1", "6"), (2, "n1", 2, "2", "5"), (3, "n2", 0, "0", "7"),
+        (4, "n3", 0, "0", "7"), (5, "n3", 1, "1", "6")]
+    assert [table[rank] for rank in range(len(table))] == list(table)
+    assert (table[-1], table[2:4]) == (table[5], tuple(list(table)[2:4]))
+    with pytest.raises(IndexError):
+        table[6]
+
+
+def test_wrapping_words_stand_before_the_command(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--tee", "all", "-n", "2", "--wrap", "env 'WRAPPED=a b'", sys.executable, "-c",
+                  "import os; print(os.environ['WRAPPED'])")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] a b", "[1] a b"]
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
