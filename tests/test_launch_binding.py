@@ -96,7 +96,7 @@ def test_the_cores_of_a_site(tmp_path: Path, name: str, ranks: int, cores: str) 
     for topology in _topologies(tmp_path, name):
         binding = _bind(name, topology, ranks)
         assert ":".join(binding.cores) == cores
-        assert binding.cpus_per_rank == min(len(expand(own)) for own in cores.split(":"))
+        assert binding.cpus_per_rank == binding.cores_per_rank == min(len(expand(own)) for own in cores.split(":"))
         assert binding.kind == find_site(name, {}).binding
 
 
@@ -107,6 +107,9 @@ def test_srun_is_told_a_number_of_cores(tmp_path: Path) -> None:
         assert binding.cores == ()
         # By another launcher the cores are spelled out.
         assert _bind(name, site_topology(find_site(name, {})), ranks, "mpiexec").kind == "list"
+    # Of one torchrun a host, Slurm is to count all hardware threads, though ranks keep to the first ones.
+    spelled = _bind("perlmutter", site_topology(find_site("perlmutter", {})), 4, "torchrun", allotted=128)
+    assert (spelled.cores[1], spelled.cpus_per_rank, spelled.cpus_per_host) == ("16-31", 32, 128)
     binding = _bind("generic", None, 4, "srun", allotted=10)
     assert (binding.kind, binding.cpus_per_rank) == ("depth", 2)
     assert _bind("generic", None, 4, "srun").cpus_per_rank is None

@@ -16,6 +16,7 @@ import pytest
 from launch_runs import clean_env
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch import devices
 from ezpz_llm.launch.options import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.sites import Site, find, find_site
@@ -231,6 +232,16 @@ def test_the_sites_interface_gives_way(tmp_path: Path) -> None:
     own = _plan("--interface ib7 python3 x.py", _pbs(tmp_path, ("n1", "n2"), EZPZ_LLM_SITE="aurora"))
     assert own.env["GLOO_SOCKET_IFNAME"].value == "ib7"
     assert own.env["MASTER_ADDR"].value == "n1.hsn.cm.aurora.alcf.anl.gov"
+
+
+def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (tmp_path / f"gpus/0000:0{number}:00.0").mkdir(parents=True)
+    monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
+    plan = _plan("--site polaris python3 x.py", _slurm(tmp_path, "localhost", 1, 2))
+    assert "site polaris has pbs, and this is a job of slurm" in plan.notes
+    assert any(note.startswith("3 device(s) here") and note.endswith("polaris have 4") for note in plan.notes)
+    assert len(plan.ranks) == 3
 
 
 def test_a_sites_file_is_named_by_its_whole_path_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

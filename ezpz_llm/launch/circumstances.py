@@ -25,6 +25,18 @@ def devices_of_host(env: Mapping[str, str], site: Site, is_host: bool) -> Device
     return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}")
 
 
+def site_notes(site: Site, allocation: Allocation, devices: Devices) -> tuple[str, ...]:
+    """Where the site file contradicts what is here."""
+    notes = []
+    if site.scheduler and allocation.job_id and allocation.scheduler != site.scheduler:
+        notes.append(f"site {site.name} has {site.scheduler}, and this is a job of {allocation.scheduler}")
+    count = site.devices_per_host
+    if count and devices.source not in MASKS and len(devices.ids) != count:
+        notes.append(f"{len(devices.ids)} device(s) here ({devices.source}), and hosts of site {site.name} have"
+                     f" {count}")
+    return tuple(notes)
+
+
 def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Placement, launcher: Launcher,
                devices: Devices, is_host: bool, env: Mapping[str, str]) -> tuple[Binding, tuple[str, ...]]:
     """The binding of the ranks of a host, and the devices in the order in which ranks are to see them where it is

@@ -12,7 +12,7 @@ from pathlib import Path
 from ezpz_llm.launch.addresses import Meeting, find_meeting, is_here
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding
-from ezpz_llm.launch.circumstances import bind_ranks, devices_of_host
+from ezpz_llm.launch.circumstances import bind_ranks, devices_of_host, site_notes
 from ezpz_llm.launch.devices import core_ranges, usable_cores
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
@@ -135,7 +135,8 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         command=command,
         files=built.files,
         ranks_source=placement.source,
-        notes=(*launcher.notes, *_notes(env, allocation, placement, binding), *interface.notes, *meeting.notes),
+        notes=(*launcher.notes, *_notes(env, allocation, placement, binding),
+               *site_notes(site, allocation, devices), *interface.notes, *meeting.notes),
         site=site,
         binding=binding,
     )

@@ -82,8 +82,8 @@ def bind(wanted: str, site: Site, around: Circumstances) -> Binding:
     if topology.source != source:
         source = f"{source}, cores of {topology.source}"
     if how == "depth" and around.launcher in COUNTING:
-        return _spelled("depth", _in_a_row(topology, around.ranks), around, source)
-    return _spelled("list", deal(topology, around.ranks), around, source)
+        return _spelled("depth", _in_a_row(topology, around.ranks), site, around, source)
+    return _spelled("list", deal(topology, around.ranks), site, around, source)
 
 
 def _hindrance(site: Site, around: Circumstances) -> str | None:
@@ -105,7 +105,8 @@ def _hindrance(site: Site, around: Circumstances) -> str | None:
     return None
 
 
-def _spelled(kind: str, dealt: Sequence[Sequence[Core]], around: Circumstances, source: str) -> Binding:
+def _spelled(kind: str, dealt: Sequence[Sequence[Core]], site: Site, around: Circumstances,
+             source: str) -> Binding:
     topology = around.topology
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in dealt]
     domains = [topology.domains_of(own) for own in cpus]
@@ -116,8 +117,8 @@ def _spelled(kind: str, dealt: Sequence[Sequence[Core]], around: Circumstances, 
         devices=around.devices,
         distances=tuple(_distance(topology, own, device)
                         for own, device in zip(cpus, around.devices, strict=True)),
-        cpus_per_rank=min(map(len, cpus)),
-        cpus_per_host=sum(map(len, topology.cores)),
+        cpus_per_rank=min(map(len, cpus)) * (site.threads_per_core if site.cores else 1),
+        cpus_per_host=_counted(site, around)["cpus_per_host"],
         cores_per_rank=min(map(len, dealt)),
         source=source,
         by_shim=around.launcher in WITHOUT_OPTION,
