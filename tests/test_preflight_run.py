@@ -144,7 +144,7 @@ def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
 
     threading.Thread(target=come, daemon=True).start()
     began = time.monotonic()
-    assert board.wait(began + 30, lambda: sum(member.facts is not None for member in board.members) == 1000)
+    assert board.wait(began + 30, lambda: len(board.accounted) == 1000)
     assert sorted(member.rank for member in board.members) == list(range(1000))
     ranks[7].close()
     lost = next(member for member in board.members if member.rank == 7)

@@ -63,7 +63,10 @@ class Board:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._stage = "its first words"
+        self._waiting_for: set[Member] = set()
         self.members: list[Member] = []
+        self.accounted: set[int] = set()
+        """Ranks that have told their facts, or are gone."""
 
     def _listen(self, port: int) -> socket.socket:
         dual = socket.has_dualstack_ipv6()
@@ -95,11 +98,11 @@ class Board:
     def ask(self, stage: str, questions: Mapping[Member, Mapping[str, Any]], until: float) -> None:
         """Ask members something and wait for the answers, which are then in `Member.replies[stage]`."""
         self._stage = stage
-        for member, question in questions.items():
-            if member.lost_in is None:
-                member.asked.append(stage)
-                self._send(member, {"ask": stage, **question})
-        self.wait(until, lambda: all(stage in member.replies or member.lost_in for member in questions))
+        self._waiting_for = {member for member in questions if member.lost_in is None}
+        for member in tuple(self._waiting_for):
+            member.asked.append(stage)
+            self._send(member, {"ask": stage, **questions[member]})
+        self.wait(until, lambda: not self._waiting_for)
 
     def clock_of(self, member: Member, until: float) -> tuple[float, float] | None:
         """The member's clock minus this one in seconds, and how far that may be off (half the fastest round trip);
@@ -158,8 +161,11 @@ class Board:
             self._send(member, {"token": self._token})
         elif "facts" in message:
             member.facts = message["facts"]
+            self.accounted.add(member.rank)
         elif "stage" in message:
             member.replies[message["stage"]] = {**message["answer"], "received": time.time()}
+            if message["stage"] == self._stage:
+                self._waiting_for.discard(member)
 
     def _send(self, member: Member, message: Mapping[str, Any]) -> None:
         member.unsent += encode(message)
@@ -182,6 +188,9 @@ class Board:
     def _lose(self, member: Member) -> None:
         if member.lost_in is None:
             member.lost_in = self._stage
+            self._waiting_for.discard(member)
+            if member.rank >= 0:
+                self.accounted.add(member.rank)
             self._selector.unregister(member.connection)
             member.connection.close()
 

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ezpz_llm.errors import EXIT_PREFLIGHT
@@ -24,7 +24,7 @@ from ezpz_llm.rundir import RunDir
 
 # Shares of the time limit by which each stage is over, and the most seconds that a short one may take.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
-_CLOCK_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
+_CLOCKS_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
 _DISMISS_S = 2.0
 _LOOK_FOR_UNREACHED_S = 1.0
 
@@ -94,17 +94,20 @@ class _Lead:
 
     def _all_are_in(self) -> Callable[[], bool]:
         """Has every rank told its facts, or why it cannot?"""
-        looked = time.monotonic()
+        next_look = time.monotonic() + _LOOK_FOR_UNREACHED_S
+        told = self._board.accounted
 
         def done() -> bool:
-            nonlocal looked
-            told = {member.rank for member in self._board.members if member.facts is not None or member.lost_in}
+            nonlocal next_look
+            began = time.monotonic()
             if len(told) >= self._info.world_size:
                 return True
-            if time.monotonic() - looked < _LOOK_FOR_UNREACHED_S:
+            if began < next_look:
                 return False
-            looked = time.monotonic()
             unreached = [one for one in read_unreached(self._run_dir.path) if one["rank"] not in told]
+            # Many files on a slow file system: the ranks that do come must not wait for that.
+            ended = time.monotonic()
+            next_look = ended + max(_LOOK_FOR_UNREACHED_S, 5 * (ended - began))
             return len(told) + sum(one["ranks_there"] for one in unreached) >= self._info.world_size
 
         return done
@@ -113,9 +116,7 @@ class _Lead:
         board = self._board
         told = [member for member in members if member.facts is not None]
         board.ask(READY, {member: {"serve": member.rank == 0} for member in told}, self._by(_READY))
-        for member in {member.host: member for member in reversed(told)}.values():
-            if (clock := board.clock_of(member, self._by(_MEASURED, _CLOCK_S))) is not None:
-                self._clocks[member.host] = clock
+        self._compare_clocks({member.host: member for member in reversed(told)}.values())
         board.ask(COMPUTE, {member: {} for member in _able(told)}, self._by(_MEASURED, _COMPUTE_S))
         first = next((member for member in told if member.rank == 0), None)
         port = first.replies.get(READY, {}).get("store_port") if first else None
@@ -127,6 +128,15 @@ class _Lead:
         able = _able(told)
         if len(able) == self._info.world_size > 1 and not self._info.source.startswith("torchrun"):
             board.ask(MPI, {member: {} for member in able}, self._by(_MPI))
+
+    def _compare_clocks(self, members: Iterable[Member]) -> None:
+        """One rank a host, one after the other: a round trip in a crowd says nothing."""
+        until = self._by(_MEASURED, _CLOCKS_S)
+        for member in members:
+            if time.monotonic() > until:
+                return
+            if (clock := self._board.clock_of(member, until)) is not None:
+                self._clocks[member.host] = clock
 
     def _reduce(self, told: Sequence[Member], store: list[Any]) -> None:
         stages = [(NODE, node_groups(_places(_able(told))))]

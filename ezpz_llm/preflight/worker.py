@@ -142,8 +142,11 @@ class Worker:
         """What MPI makes of this rank; the last question, since a library that does not fit ends the process."""
         from mpi4py import MPI
 
-        return {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
-                "library": first_line(MPI.Get_library_version())}
+        answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
+                  "library": first_line(MPI.Get_library_version())}
+        # mpi4py itself ends only an MPI that it has started, which oneCCL may have done before.
+        MPI.Finalize()
+        return answer
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
