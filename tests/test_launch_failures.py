@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from launch_runs import CAPTURED
+from launch_runs import CAPTURED, launch, record
 
 from ezpz_llm.launch.failures import Failure, RunFacts, Stop, account, exit_record
 from ezpz_llm.launch.failures import sayings as said
@@ -366,3 +367,46 @@ def test_lists_of_ranks() -> None:
     assert fold([9, 0, 1, 2, 5, 1]) == "0-2,5,9"
     assert unfold("0-2,5,9") == {0, 1, 2, 5, 9}
     assert fold([]) == ""
+
+
+# Real deaths
+
+def test_real_peers_of_a_real_failure(tmp_path: Path) -> None:
+    """gloo tells the others at once, often before the failing rank itself has ended."""
+    (tmp_path / "x.py").write_text("""
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", rank=int(os.environ["PMI_RANK"]), world_size=int(os.environ["PMI_SIZE"]))
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise ValueError("bad shape")
+dist.all_reduce(torch.ones(1))
+""")
+    done = launch(tmp_path, "-n", "3", "--run-dir", "r", sys.executable, "x.py", timeout=120, OMP_NUM_THREADS="1",
+                  OMP_WAIT_POLICY="PASSIVE")
+    assert done.returncode == 1
+    told = done.stderr[done.stderr.index("launch: rank"):]
+    assert "launch: rank 1 on" in told
+    assert "ValueError: bad shape  (" in told
+    assert "x.py:6 in <module>)" in told
+    assert "2 ranks: peer lost (connection closed by peer): 0,2" in told
+    kept = record(tmp_path / "r")["exit"]
+    assert (kept["code"], kept["kind"], kept["rank"]) == (1, "exception", 1)
+
+
+def test_a_real_abort_and_a_missing_module(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("""
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    MPI.COMM_WORLD.Abort(5)
+MPI.COMM_WORLD.barrier()
+""")
+    done = launch(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, "x.py")
+    assert done.returncode == 5, done.stderr
+    assert "launch: rank 1 on" in done.stderr
+    assert "MPI_Abort(MPI_COMM_WORLD, 5) - process 1" in done.stderr
+    done = launch(tmp_path, "-n", "3", "--run-dir", "m", sys.executable, "-m", "no_such_module_anywhere")
+    assert done.returncode == 1
+    assert "a module or library is missing" in done.stderr
+    assert "ranks " in done.stderr
+    assert ": the same" in done.stderr
+    assert "try: install it into the Python that the ranks run" in done.stderr

@@ -34,6 +34,7 @@ _ADVICE = {
     Kind.DISK_FULL: "make room, or name another place (--run-dir, EZPZ_LLM_CACHE)",
     Kind.PORT_TAKEN: "launch again without MASTER_PORT in the environment: launch finds a free one",
     Kind.WRONG_WORLD: "the mpiexec (or srun --mpi plug-in) that belongs to this MPI; ezpz-llm doctor",
+    Kind.UNRECORDED: "look into the kernel's log of that host (dmesg): what killed a rank and its shim at once?",
     Kind.PEER_LOST: "ezpz-llm doctor, or launch --preflight: no rank says that it failed, so look at the network",
 }
 

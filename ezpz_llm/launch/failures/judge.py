@@ -145,7 +145,7 @@ def _the_launchers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict 
     """No record at all: the launcher's words are what there is."""
     code = _launchers_code(evidence.facts)
     for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.NOT_STARTED, Kind.NOT_STARTED),
-                        (sayings.ENDED, Kind.VANISHED)):
+                        (sayings.ENDED, Kind.UNRECORDED)):
         for saying in evidence.sayings:
             if saying.means == means:
                 hosts = (saying.host,) if saying.host else ()

@@ -35,6 +35,7 @@ class Kind(Enum):
     TIME_LIMIT = "the time limit"
     NODE_FAILED = "a node failed"
     VANISHED = "gone without a record"
+    UNRECORDED = "ended together with its shim"
     REQUEUED = "the job was requeued"
     PREEMPTED = "the job was preempted"
     CANCELLED = "the job was cancelled"

@@ -45,7 +45,10 @@ def cause_line(findings: Findings) -> str:
         kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
         return f"rank {cause.rank} on {cause.host}: {kind}{_what(cause, verdict)}"
     where = ""
-    if verdict.rank is not None:
+    if verdict.kind is Kind.NODE_FAILED and verdict.hosts:
+        lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in verdict.hosts]
+        where = f"{', '.join(verdict.hosts)} ({named(lost)}): " if lost else f"{', '.join(verdict.hosts)}: "
+    elif verdict.rank is not None:
         where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
     elif verdict.hosts:
         where = f"{', '.join(verdict.hosts)}: "
