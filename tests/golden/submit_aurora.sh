@@ -45,5 +45,5 @@ esac
 trap : TERM
 "${command[@]}"
 
-# ranks      48 (12 visible devices (site aurora))
+# ranks      48 (12 devices (site aurora))
 # queued by  qsub /home/user/work/runs/a/job.sh

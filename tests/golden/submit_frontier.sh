@@ -45,5 +45,5 @@ esac
 trap : TERM
 "${command[@]}"
 
-# ranks      32 (8 visible devices (site frontier))
+# ranks      32 (8 devices (site frontier))
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

@@ -40,5 +40,5 @@ esac
 trap : TERM
 "${command[@]}"
 
-# ranks      4 (one a host: no slots and no more than one visible device)
+# ranks      4 (one a host: no slots and no more than one device)
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

@@ -43,5 +43,5 @@ esac
 trap : TERM
 "${command[@]}"
 
-# ranks      16 (4 visible devices (site perlmutter))
+# ranks      16 (4 devices (site perlmutter))
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

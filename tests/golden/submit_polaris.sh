@@ -47,5 +47,5 @@ esac
 trap : TERM
 "${command[@]}"
 
-# ranks      16 (4 visible devices (site polaris))
+# ranks      16 (4 devices (site polaris))
 # queued by  qsub /home/user/work/runs/a/job.sh

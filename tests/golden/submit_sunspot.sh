@@ -44,5 +44,5 @@ esac
 trap : TERM
 "${command[@]}"
 
-# ranks      48 (12 visible devices (site sunspot))
+# ranks      48 (12 devices (site sunspot))
 # queued by  qsub /home/user/work/runs/a/job.sh
