@@ -16,11 +16,13 @@ import shutil
 import socket
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
+from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.staging.archive import MANIFEST
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CHUNK_BYTES = 16 << 20
+_STALE_S = 3600
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     way, to, *archives = argv
     open_archive = _over_mpi() if way == "mpi" else _as_file
     folder = Path(to)
+    remove_stale(folder)
     try:
         # The folder's name is the run's own: what may be there is not ours.
         folder.mkdir(mode=0o700)
@@ -54,6 +58,19 @@ def main(argv: Sequence[str]) -> int:
                         where=getattr(error, "filename", None) or to, exit_code=EXIT_PREFLIGHT,
                         instead="make room there, or leave --stage-env out") from error
     return 0
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove copies beside `folder` whose launch was killed and could not: an hour old, and without processes."""
+    begin, _, _ = folder.name.rpartition("-")
+    for other in folder.parent.glob(f"{begin}-*"):
+        try:
+            is_old = time.time() - other.lstat().st_mtime > _STALE_S and other.lstat().st_uid == os.getuid()
+            if is_old and not any(marked(other.name.removeprefix(f"{begin}-").partition(".")[0])):
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
+        except OSError:
+            # Another host's process on the same disk may have removed it.
+            continue
 
 
 def unpack(source: BinaryIO, to: Path) -> None:

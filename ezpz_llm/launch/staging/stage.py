@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,9 +24,11 @@ from ezpz_llm.launch.staging.relocate import relocate
 from ezpz_llm.launch.staging.roots import find_roots
 from ezpz_llm.launch.supervise import run
 from ezpz_llm.resources import cache_dir
+from ezpz_llm.rundir import update_record
 
-_SILENT_S = 600.0
-"""How long a host may show no sign of life while it receives or unpacks."""
+_LIMIT_S = 1800.0
+"""The longest that copying may take."""
+_INTERRUPTED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _INSTEAD = "make room there, or leave --stage-env out"
 
 
@@ -44,10 +47,14 @@ def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterat
     print(_told(archives, way, plan, folder), file=sys.stderr, flush=True)
     try:
         _bring(plan, options, archives, way, folder)
-        print(f"staged     in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        seconds = time.monotonic() - began
+        print(f"staged     in {seconds:.1f} s", file=sys.stderr, flush=True)
+        update_record(plan.run_dir, staging={
+            "folder": str(folder), "way": way, "seconds": round(seconds, 3), "archives": [
+                {**vars(archive), "path": str(archive.path)} for archive in archives]})
         yield relocate(plan, roots, folder, env)
     finally:
-        _on_every_host(plan, options, ("rm", "-rf", str(folder), *_local_archives(archives, folder)), "staging-end")
+        _on_every_host(plan, options, ("rm", "-rf", str(folder), *_local_archives(archives, folder)), "remove")
 
 
 def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
@@ -86,9 +93,10 @@ def _bring(plan: LaunchPlan, options: Options, archives: Sequence[Archive], way:
         for archive, path in zip(archives, paths, strict=True):
             _sbcast(archive.path, path)
     receive = (sys.executable, "-m", "ezpz_llm.launch.staging.receive", way, str(folder), *paths)
-    if _on_every_host(plan, options, receive, "staging"):
+    if code := _on_every_host(plan, options, receive, "copy"):
         raise UserError("the environment could not be copied to every host (see above); nothing was started",
-                        where="--stage-env", exit_code=EXIT_PREFLIGHT, instead=_INSTEAD)
+                        where="--stage-env", instead=_INSTEAD,
+                        exit_code=code if code in _INTERRUPTED else EXIT_PREFLIGHT)
 
 
 def _local_archives(archives: Sequence[Archive], folder: Path) -> list[str]:
@@ -108,9 +116,9 @@ def _sbcast(source: Path, target: str) -> None:
 def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> int:
     """Run `command` once on each host of the plan, by the same launcher; the exit code."""
     once = replace(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, wrap=(), tee="none",
-                   hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / name)
+                   hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
     step = build_plan(once, os.environ)
     step.run_dir.create()
     for path, content in step.files.items():
         path.write_text(content)
-    return run(step, _SILENT_S).code
+    return run(step, None, _LIMIT_S).code
