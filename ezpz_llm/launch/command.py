@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.options import Options, help_text, parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.show import as_json, details, summary
+from ezpz_llm.launch.show import details, json_text, summary
 from ezpz_llm.launch.target import run_dir_of
 
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     plan = build_plan(options, os.environ)
     if options.dry_run:
-        print(json.dumps(as_json(plan), indent=2) if options.as_json else details(plan))
+        print(json_text(plan) if options.as_json else details(plan))
         return 0
     if plan.is_started:
         return _become(plan)

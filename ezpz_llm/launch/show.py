@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ _Gap = TypeVar("_Gap")
 
 _ROWS = 24
 """Longer rank tables and files are printed without their middle."""
+_INDENTED_RANKS = 1000
 
 
 def summary(plan: LaunchPlan) -> str:
@@ -41,6 +43,11 @@ def details(plan: LaunchPlan) -> str:
         rows = content.splitlines()
         lines += ["", f"file {path}", *(f"  {row}" for row in _without_middle(rows, f"… {len(rows) - _ROWS} more"))]
     return "\n".join(lines)
+
+
+def json_text(plan: LaunchPlan) -> str:
+    """The plan as JSON text, indented where people may read it: not for thousands of ranks."""
+    return json.dumps(as_json(plan), indent=2 if len(plan.ranks) <= _INDENTED_RANKS else None)
 
 
 def as_json(plan: LaunchPlan) -> dict[str, Any]:
