@@ -6,6 +6,7 @@ the time limit is told by the scheduler's words or by the clock, never by an exi
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,15 +53,19 @@ class Evidence:
     absent: tuple[int, ...] = ()
     in_logs: Mapping[int, Raised] | None = None
 
+    @functools.cached_property
+    def found(self) -> dict[int, Finding]:
+        """What kind of failure each record shows, by rank."""
+        return {failure.rank: classify(failure) for failure in self.failures}
+
 
 def judge(evidence: Evidence) -> Verdict | None:
     """The cause of a run's end, None where it ended well."""
     facts = evidence.facts
     if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
         return None
-    found = {failure.rank: classify(failure) for failure in evidence.failures}
     for step in (_a_ranks_own, _the_schedulers, _a_lost_node, _aborted, _launchs_own, _a_victim, _the_launchers):
-        verdict = step(evidence, found)
+        verdict = step(evidence)
         if verdict is not None:
             return verdict
     if facts.launcher_status is None:
@@ -69,21 +74,21 @@ def judge(evidence: Evidence) -> Verdict | None:
     return Verdict(code, Kind.LAUNCHER, f"{facts.launcher} ended with code {code}, and no rank left a record")
 
 
-def _a_ranks_own(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _a_ranks_own(evidence: Evidence) -> Verdict | None:
     """A rank that failed of itself, before launch began to end the others."""
     in_time = evidence.facts.failed_before_stop
     own = [failure for failure in evidence.failures
-           if found[failure.rank].kind not in FOLLOWERS and (in_time is None or failure.rank in in_time)]
-    return _of_rank(own[0], found) if own else None
+           if evidence.found[failure.rank].kind not in FOLLOWERS and (in_time is None or failure.rank in in_time)]
+    return _of_rank(own[0], evidence) if own else None
 
 
-def _the_schedulers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _the_schedulers(evidence: Evidence) -> Verdict | None:
     facts = evidence.facts
     for saying in evidence.sayings:
         if saying.means in _OF_THE_SCHEDULER:
             return Verdict(_code_from_outside(evidence), _OF_THE_SCHEDULER[saying.means], saying.words)
     told_to_end = facts.stopped is not None and facts.stopped.kind == "signal"
-    terminated = [finding for finding in found.values() if finding.kind is Kind.TERMINATED]
+    terminated = [finding for finding in evidence.found.values() if finding.kind is Kind.TERMINATED]
     if (told_to_end or terminated) and facts.ends_at is not None:
         left = facts.ends_at - facts.ended
         if left <= NEAR_THE_LIMIT_S:
@@ -93,7 +98,7 @@ def _the_schedulers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict
     return None
 
 
-def _a_lost_node(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _a_lost_node(evidence: Evidence) -> Verdict | None:
     said = [saying for saying in evidence.sayings if saying.means == sayings.NODE_FAILED]
     hosts = tuple(dict.fromkeys(saying.host for saying in said if saying.host))
     if said:
@@ -103,19 +108,18 @@ def _a_lost_node(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | 
     return None
 
 
-def _aborted(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _aborted(evidence: Evidence) -> Verdict | None:
     """A rank that MPI_Abort, or the launcher at once, ended before its shim could write a record."""
     for saying in evidence.sayings:
         if saying.means == sayings.ABORTED and saying.ranks:
             return Verdict(saying.code or 1, Kind.EXIT, saying.words, saying.ranks[0])
-    raised = {rank: one for rank, one in (evidence.in_logs or {}).items() if rank not in found}
-    if raised and not found:
-        rank = min(raised)
-        return Verdict(_code_without_record(evidence), Kind.EXCEPTION, raised[rank].line, rank)
+    if evidence.in_logs and not evidence.found:
+        rank = min(evidence.in_logs)
+        return Verdict(_code_without_record(evidence), Kind.EXCEPTION, evidence.in_logs[rank].line, rank)
     return None
 
 
-def _launchs_own(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _launchs_own(evidence: Evidence) -> Verdict | None:
     """Launch ended the run: it was told to, or heard nothing."""
     stopped = evidence.facts.stopped
     if stopped is None or stopped.kind == "rank":
@@ -125,23 +129,24 @@ def _launchs_own(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | 
     return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
 
 
-def _a_victim(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _a_victim(evidence: Evidence) -> Verdict | None:
     """Nobody says that it failed of itself: ranks that vanished are the cause, else the first that suffered."""
-    victims = [failure for failure in evidence.failures if found[failure.rank].kind in FOLLOWERS]
+    victims = [failure for failure in evidence.failures if evidence.found[failure.rank].kind in FOLLOWERS]
     if not victims:
         return None
-    victims.sort(key=lambda failure: FOLLOWERS.index(found[failure.rank].kind))
+    victims.sort(key=lambda failure: FOLLOWERS.index(evidence.found[failure.rank].kind))
     first = victims[0]
-    if evidence.facts.launcher_status is None and found[first.rank].kind in (Kind.TERMINATED, Kind.STOPPED):
+    finding = evidence.found[first.rank]
+    if evidence.facts.launcher_status is None and finding.kind in (Kind.TERMINATED, Kind.STOPPED):
         return _LAUNCH_KILLED
-    if evidence.absent and found[first.rank].kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
+    if evidence.absent and finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
         hosts = tuple(dict.fromkeys(_host(evidence.facts, rank) for rank in evidence.absent))
-        return Verdict(_code_without_record(evidence), Kind.VANISHED, found[first.rank].evidence,
-                       evidence.absent[0], hosts)
-    return _of_rank(first, found)
+        return Verdict(_code_without_record(evidence), Kind.VANISHED, finding.evidence, evidence.absent[0],
+                       hosts)
+    return _of_rank(first, evidence)
 
 
-def _the_launchers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict | None:
+def _the_launchers(evidence: Evidence) -> Verdict | None:
     """No record at all: the launcher's words are what there is."""
     code = _launchers_code(evidence.facts)
     for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.NOT_STARTED, Kind.NOT_STARTED),
@@ -153,8 +158,8 @@ def _the_launchers(evidence: Evidence, found: Mapping[int, Finding]) -> Verdict 
     return None
 
 
-def _of_rank(failure: Failure, found: Mapping[int, Finding]) -> Verdict:
-    finding = found[failure.rank]
+def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
+    finding = evidence.found[failure.rank]
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,))
 
 

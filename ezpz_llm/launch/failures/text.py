@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ezpz_llm.launch.failures import sayings
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify, what_was_lost
+from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, what_was_lost
 from ezpz_llm.launch.failures.ranks import fold, named
 from ezpz_llm.launch.failures.record import Failure
 from ezpz_llm.launch.node.report import RankReport
@@ -134,18 +134,28 @@ def _others(findings: Findings) -> list[str]:
 def _groups(findings: Findings) -> dict[str, list[int]]:
     """The other records by what they tell."""
     cause = findings.cause
-    same = _signature(cause, classify(cause)) if cause else None
+    same = _signature(cause, findings.evidence.found[cause.rank]) if cause else None
     groups: dict[tuple[object, ...], tuple[str, list[int]]] = {}
     for failure in findings.evidence.failures:
         if failure is cause:
             continue
-        finding = classify(failure)
+        finding = findings.evidence.found[failure.rank]
         signature = _signature(failure, finding)
         what = "the same" if signature == same else _told(failure, finding)
         groups.setdefault(signature, (what, []))[1].append(failure.rank)
-    told: dict[str, list[int]] = {}
+    told = _of_reports(findings)
     for what, ranks in groups.values():
         told.setdefault(what, []).extend(ranks)
+    return told
+
+
+def _of_reports(findings: Findings) -> dict[str, list[int]]:
+    """Ranks that failed and left it to their nodes to say so: in a large world, those that others ended."""
+    recorded = {failure.rank for failure in findings.evidence.failures}
+    told: dict[str, list[int]] = {}
+    for rank, report in findings.reports.items():
+        if report.ended and rank not in recorded:
+            told.setdefault(f"exit code {report.ended}, as their nodes report", []).append(rank)
     return told
 
 

@@ -11,9 +11,9 @@ from ezpz_llm.launch.node.folder import log_file
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir.layout import RunDir
 
-LOGS_STAY_ABOVE = 256
-"""In a larger world the logs of ranks other than 0 stay on their nodes: thousands of files that grow at once are
-more than a shared file system bears."""
+MANY_RANKS = 256
+"""In a larger world the logs of ranks other than 0 stay on their nodes, and one rank a node speaks for those
+that are ended together: thousands of files at once are more than a shared file system bears."""
 
 _KEPT_BYTES = 1 << 17
 _LINE_ENDS = (b"\n", b"\r")
@@ -21,7 +21,7 @@ _LINE_ENDS = (b"\n", b"\r")
 
 def log_path(info: RankInfo, run_dir: RunDir, folder: Path | None) -> Path:
     """The rank's log while it runs. `folder` is the node's, None where it has none."""
-    if info.rank and info.world_size > LOGS_STAY_ABOVE and folder is not None:
+    if info.rank and info.world_size > MANY_RANKS and folder is not None:
         return log_file(folder, info.rank)
     return run_dir.rank_log(info.rank)
 

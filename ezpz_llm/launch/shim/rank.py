@@ -15,7 +15,7 @@ from ezpz_llm.launch.leftovers import die_with_parent, start_janitor
 from ezpz_llm.launch.node.folder import heartbeat_file, leave, stacks_file
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.shim.memory import count_kills
-from ezpz_llm.launch.shim.output import Output
+from ezpz_llm.launch.shim.output import MANY_RANKS, Output
 from ezpz_llm.launch.variables import (
     HEARTBEAT_VARIABLE,
     NODE_DIR_VARIABLE,
@@ -156,13 +156,16 @@ class Rank:
         """Write what stays of the rank. That this fails changes neither its code nor its end."""
         self.output.close()
         is_on_node = self.log != self.run_dir.rank_log(self.info.rank)
-        if not code and not is_on_node:
+        # Of ranks that are all ended by somebody else, the node's report tells the rest.
+        is_one_of_many = self.told and self.info.world_size > MANY_RANKS and self.info.local_rank
+        has_record = code and not is_one_of_many
+        if not has_record and not is_on_node:
             return
         try:
             # Imported here: ranks that end well, nearly all, do without.
             from ezpz_llm.launch.shim.record import Death, keep_log, write_record
 
-            if code:
+            if has_record:
                 death = Death(self.info.rank, pid, code, signal_name, self.told.name if self.told else None,
                               self.started, time.time(), self.started_monotonic, tuple(self.command),
                               self.output.tail(), self.kills_before)
