@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_runs import clean_env, launch
 from simcluster.cluster import Cluster
@@ -210,6 +210,7 @@ def _any_topology(draw: st.DrawFn) -> Topology:
     return Topology(tuple(domains), "drawn")
 
 
+@settings(deadline=None)
 @given(_any_topology(), st.integers(1, 60))
 def test_any_ranks_on_any_host(topology: Topology, ranks: int) -> None:
     dealt = deal(topology, ranks)
@@ -235,6 +236,7 @@ def test_any_ranks_on_any_host(topology: Topology, ranks: int) -> None:
         assert own - sum(sizes) < len(sizes), "a core more for each was left over"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 102), st.sets(st.integers(0, 103), max_size=90))
 def test_no_rank_gets_a_reserved_core(ranks: int, reserved: set[int]) -> None:
     site = Site("drawn", cores=("0-51", "52-103"), sockets=2, binding="list", reserved_cores=",".join(
