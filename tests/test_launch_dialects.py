@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launch_runs import CAPTURED
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.devices import expand
 from ezpz_llm.launch.dialects import identify, srun, torchrun
-from ezpz_llm.launch.dialects.cores import expand, logical_cores, mask
+from ezpz_llm.launch.dialects.cores import logical_cores, mask
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
 from ezpz_llm.launch.placement import Placement
 
 _PALS = "mpiexec version 1.8.0 revision 1.2.3\n"
 _TWO = (("n1", 2), ("n2", 2))
-
-
-@dataclass(frozen=True)
-class _Binding:
-    kind: str
-    cores: tuple[str, ...]
-    source: str = "the test"
 
 
 def _version_texts() -> dict[str, str]:
@@ -34,10 +29,10 @@ def _version_texts() -> dict[str, str]:
     return texts | {"openmpi4": "mpiexec (OpenRTE) 4.1.8\n", "pals": _PALS}
 
 
-def _work(*ranks: tuple[str, int], bound: str = "", **changes: object) -> Work:
+def _work(*ranks: tuple[str, int], bound: str = "none", **changes: object) -> Work:
     """`bound` is the kind of binding, with two local ranks' cores where it is a list."""
     cores = ("1-2,5", "3-4") if bound == "list" else ()
-    binding = _Binding(bound, cores) if bound else None
+    binding = Binding(bound, cores, source="the test")
     work = Work(("python3", "-m", "SHIM", "cmd", "a b"), Placement(ranks, "test"), False, Path("/r/hostfile"), 4,
                 ("PATH",), False, binding=binding, master=("n1-hsn", 4242))
     return replace(work, **changes)
@@ -65,11 +60,11 @@ def test_each_launcher_has_its_own_line() -> None:
                                  " -x PATH")
         assert built.env["OMPI_ALLOW_RUN_AS_ROOT"][0] == "1"
     pals = _built("pals", _work(*_TWO))
-    assert _words(pals) == "mpiexec -n 4 --ppn 2 --hostfile /r/hostfile --envall"
+    assert _words(pals) == "mpiexec -n 4 --ppn 2 --hostfile /r/hostfile --cpu-bind=none --envall"
     assert pals.files == {Path("/r/hostfile"): "n1\nn2\n"}
     assert _words(_built("srun", _work(*_TWO))) == (
-        "srun -N 2 -n 4 --ntasks-per-node 2 --distribution=block -c 4 --overlap --export=ALL --wait=0"
-        " --kill-on-bad-exit=0 --input=0 --nodelist n1,n2")
+        "srun -N 2 -n 4 --ntasks-per-node 2 --distribution=block -c 4 --cpu-bind=none --overlap --export=ALL"
+        " --wait=0 --kill-on-bad-exit=0 --input=0 --nodelist n1,n2")
 
 
 def test_the_sites_words_stand_before_the_command() -> None:
@@ -83,7 +78,7 @@ def test_ranks_on_this_host_need_no_name_and_no_scheduler() -> None:
     for name in ("mpich", "intel"):
         built = _built(name, _work(("n2", 2), **alone))
         assert _words(built) == "mpiexec -n 2 -ppn 2 -launcher fork -hosts localhost -genvall"
-        assert not built.env
+        assert not any("--overlap" in value for value, _ in built.env.values())
     assert "--host localhost:2 " in _words(_built("openmpi5", _work(("n2", 2), here=True)))
     assert "--host n2:2 " in _words(_built("openmpi5", _work(("n2", 2), **alone)))
 

@@ -14,7 +14,7 @@ _WHY_OVERLAP = "the proxies' own srun must not wait for the step that launch may
 def build_mpich(program: str, work: Work) -> Built:
     """MPICH: binding in `-bind-to user:`, one set of CPUs a local rank; it binds to nothing by itself."""
     bind: tuple[str, ...] = ()
-    if work.binding is not None and work.binding.kind != "none" and work.binding.cores:
+    if work.binding.kind != "none" and work.binding.cores:
         # "+" joins the CPUs of one rank; only MPICH 5 reads ranges too.
         sets = ("+".join(map(str, expand(cores))) for cores in work.binding.cores)
         bind = ("-bind-to", f"user:{','.join(sets)}")
@@ -27,14 +27,12 @@ def build_mpich(program: str, work: Work) -> Built:
 def build_intel(program: str, work: Work) -> Built:
     """Intel MPI: binding in I_MPI_PIN_DOMAIN, one mask a local rank. It ignores `-bind-to user:`, and by itself
     it pins each rank to a share of the host of its own reckoning."""
-    env = {}
-    if work.binding is not None:
-        domains = [mask(cores) for cores in work.binding.cores] if work.binding.kind != "none" else []
-        # It refuses more domains than a host has ranks, for each host.
-        if domains and work.placement.uniform:
-            env["I_MPI_PIN_DOMAIN"] = (f"[{','.join(domains)}]", work.binding.source)
-        else:
-            env["I_MPI_PIN"] = ("off", work.binding.source)
+    domains = [mask(cores) for cores in work.binding.cores] if work.binding.kind != "none" else []
+    # It refuses more domains than a host has ranks, for each host.
+    if domains and work.placement.uniform:
+        env = {"I_MPI_PIN_DOMAIN": (f"[{','.join(domains)}]", work.binding.source)}
+    else:
+        env = {"I_MPI_PIN": ("off", work.binding.source)}
     launcher: tuple[str, ...] = ()
     if not work.here and work.scheduler == slurm.NAME:
         # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.

@@ -35,7 +35,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
         argv += ["--hostfile", str(work.hosts_file)]
     else:
         argv += ["--host", ",".join(f"{name}:{count}" for name, count in ranks)]
-    if work.binding is not None and work.binding.kind != "none" and work.binding.cores:
+    if work.binding.kind != "none" and work.binding.cores:
         rank_file = work.hosts_file.with_name("rankfile")
         files[rank_file] = _rank_file(ranks, work.binding.cores)
         argv += [word.format(rank_file) for word in rank_file_words]

@@ -26,8 +26,6 @@ def build(program: str, work: Work) -> Built:
 
 
 def _bind(work: Work) -> tuple[str, ...]:
-    if work.binding is None:
-        return ()
     if work.binding.kind == "list":
         return (f"--cpu-bind=list:{':'.join(work.binding.cores)}",)
     if work.binding.kind == "depth" and work.cores_per_rank is not None:

@@ -47,8 +47,6 @@ def _crowded(work: Work) -> tuple[str, ...]:
 
 def _cpu_bind(work: Work) -> tuple[str, ...]:
     # Unsaid, a step inside a step would inherit the outer one's cores (SLURM_CPU_BIND).
-    if work.binding is None:
-        return ()
     if work.binding.kind == "list":
         return (f"--cpu-bind=mask_cpu:{','.join(map(mask, work.binding.cores))}",)
     return ("--cpu-bind=cores",) if work.binding.kind == "depth" else ("--cpu-bind=none",)

@@ -45,7 +45,7 @@ def _one_a_host(program: str, work: Work) -> Work:
                  program, *words),
         placement=Placement(tuple((name, 1) for name in work.hosts), work.placement.source),
         cores_per_rank=cores,
-        binding=replace(work.binding, kind="none", cores=()) if work.binding is not None else None,
+        binding=replace(work.binding, kind="none", cores=()),
         site_options=(),
     )
 

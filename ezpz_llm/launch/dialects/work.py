@@ -6,13 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.placement import Placement
-
-if TYPE_CHECKING:
-    from ezpz_llm.launch.binding import Binding
 
 HOSTS_ON_THE_LINE = 8
 """Longer host lists go into a file in the run directory."""
@@ -27,8 +24,7 @@ class Work:
     `command` is the shim with the user's words; `here` is true where no host needs a name, since all ranks run
     on this one; `cores_per_rank` and `cores_per_host` are counted as the scheduler counts them (hardware threads,
     where it does) and None where they are not known; `variables` are the names that ranks on other hosts need
-    too; `binding` is None where launch leaves cores to the launcher; `site_options` are the site's own words for
-    the program that is spoken to; `master` is the address and port that ranks meet at.
+    too; `site_options` are the site's own words for the launcher; `master` is where ranks meet.
     """
 
     command: tuple[str, ...]
@@ -40,7 +36,7 @@ class Work:
     as_root: bool
     scheduler: str = "none"
     cores_per_host: int | None = None
-    binding: Binding | None = None
+    binding: Binding = field(default_factory=Binding)
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
 

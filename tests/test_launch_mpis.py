@@ -1,0 +1,106 @@
+"""Every MPI that the package index has, really run: ranks meet, words arrive as typed, codes are the rank's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, launch, left_over, record
+from mpi_wheels import REQUIREMENTS, mpi_environment
+
+from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.dialects import choose
+from ezpz_llm.launch.dialects.work import Work
+from ezpz_llm.launch.placement import Placement
+
+WORDS = ("a b", "it's", '"q"', "$(date)", "; exit 9", "x\\ny", "two\nlines", "*", "", "-n", "--", "ü")
+DIALECTS = {"mpich": "MPICH/Hydra 5", "openmpi4": "Open MPI 4", "openmpi5": "Open MPI 5", "intel": "Intel MPI 2021"}
+LIBRARIES = {"mpich": "MPICH", "openmpi4": "Open MPI v4", "openmpi5": "Open MPI v5", "intel": "Intel(R) MPI"}
+
+_MEET = """
+import sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print(world.rank, world.size, world.allreduce(world.rank + 1), sys.argv[1:], flush=True)
+print(MPI.Get_library_version(), file=sys.stderr)
+"""
+
+# Rank 1 ends badly; rank 0 in order, a little later, so that launch need not end it.
+_END = """
+import os, signal, sys, time
+from ezpz_llm.launch.ranks import find_rank
+if find_rank(os.environ).rank == 1:
+    if sys.argv[1] == "exit":
+        sys.exit(7)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+time.sleep(0.5)
+"""
+
+_CORES = """
+import os
+from ezpz_llm.launch.ranks import find_rank
+print(f"{find_rank(os.environ).rank}:{sorted(os.sched_getaffinity(0))}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_two_ranks_meet_and_words_arrive(tmp_path: Path, name: str) -> None:
+    (tmp_path / "meet.py").write_text(_MEET)
+    done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", sys.executable, "meet.py", *WORDS,
+                  **mpi_environment(name))
+    assert done.returncode == 0, done.stderr
+    assert record(tmp_path / "r")["launch"]["dialect"].startswith(DIALECTS[name])
+    for rank in (0, 1):
+        lines = (tmp_path / f"r/logs/rank{rank:04d}.log").read_text()
+        assert f"{rank} 2 3 {list(WORDS)!r}\n" in lines
+        assert LIBRARIES[name] in lines
+    assert left_over(tmp_path / "r") == {}
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_codes_are_the_ranks_own(tmp_path: Path, name: str) -> None:
+    """The launchers' own codes for these are 7, 9, 11 and 255 (MPICH), 255 for all but the first (Intel MPI)."""
+    (tmp_path / "end.py").write_text(_END)
+    env = mpi_environment(name)
+    for how, code in (("exit", 7), ("SIGKILL", 137), ("SIGSEGV", 139)):
+        done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", how, sys.executable, "end.py", how,
+                      **env)
+        assert done.returncode == code, done.stderr
+        assert "rank 1 on " in done.stderr
+        assert left_over(tmp_path / how) == {}
+    missing = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", "no-such-program", **env)
+    assert missing.returncode == 127, missing.stderr
+    assert "cannot run 'no-such-program'" in missing.stderr
+
+
+@pytest.mark.parametrize("name", [name if name in ("intel", "openmpi5") else
+                                  pytest.param(name, marks=pytest.mark.slow) for name in REQUIREMENTS])
+def test_test_dist_under_each(tmp_path: Path, name: str) -> None:
+    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **mpi_environment(name)}
+    done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", sys.executable, "-m",
+                  "ezpz_llm.test_dist", "--steps", "10", timeout=150, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = record(tmp_path / "r")
+    assert (run["launch"]["world_size"], run["exit"]["code"]) == (2, 0)
+    assert "[cpu][rank=1/1][1]" in (tmp_path / "r/logs/rank0001.log").read_text()
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_ranks_run_on_their_own_cores(tmp_path: Path, name: str) -> None:
+    """Two ranks on two cores, in the order opposite to any launcher's own, by each one's own option."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core here, and two ranks to put on cores of their own")
+    env = clean_env(**mpi_environment(name))
+    launcher = choose("mpiexec", "none", 2, env)
+    work = Work((sys.executable, "-c", _CORES), Placement((("here", 2),), "test"), True, tmp_path / "hostfile", 1,
+                (), os.geteuid() == 0, binding=Binding("list", (str(cores[1]), str(cores[0]))))
+    built = launcher.build(launcher.program, work)
+    for path, content in built.files.items():
+        path.write_text(content)
+    env |= {variable: value for variable, (value, _) in built.env.items()}
+    done = subprocess.run(built.argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(done.stdout.split()) == [f"0:[{cores[1]}]", f"1:[{cores[0]}]"]
