@@ -239,6 +239,16 @@ def test_143_is_the_time_limit_only_by_words_or_clock(ends_at: float | None, wor
     assert _judge(*terminated[:2], crash, ends_at=ends_at).kind is Kind.SIGNAL
 
 
+def test_ranks_that_the_scheduler_signals_itself() -> None:
+    directly = [_failure(rank, 3.0, 143, "SIGTERM") for rank in range(4)]
+    assert _judge(*directly, words=_captured("slurm/time_limit.txt")).kind is Kind.TIME_LIMIT
+    assert _judge(*directly).kind is Kind.SIGNAL
+    killed = _failure(1, 3.0, 137, "SIGKILL")
+    memory = "srun: error: n1: task 1: Out Of Memory"
+    assert _judge(killed, words=memory) == Verdict(137, Kind.OOM_KILLED, memory, 1, ("n1",))
+    assert _judge(killed, words="srun: error: n2: task 2: Out Of Memory").kind is Kind.SIGNAL
+
+
 def test_an_order_from_launch_or_the_scheduler() -> None:
     idle = Stop("idle", "no sign of life for 30 s: rank 1 …")
     stopped = [_failure(rank, 3.0, 143, "SIGTERM", ended_by="launch") for rank in range(4)]

@@ -39,6 +39,7 @@ class Verdict:
     hosts: tuple[str, ...] = ()
 
 
+_FROM_OUTSIDE = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
 _LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it")
 
 
@@ -79,6 +80,10 @@ def _a_ranks_own(evidence: Evidence) -> Verdict | None:
     in_time = evidence.facts.failed_before_stop
     own = [failure for failure in evidence.failures
            if evidence.found[failure.rank].kind not in FOLLOWERS and (in_time is None or failure.rank in in_time)]
+    if _the_schedulers(evidence) is not None:
+        # A scheduler that ends a job signals ranks directly, too.
+        own = [failure for failure in own if failure.signal not in _FROM_OUTSIDE
+               or evidence.found[failure.rank].kind is Kind.OOM_KILLED]
     return _of_rank(own[0], evidence) if own else None
 
 
@@ -160,6 +165,10 @@ def _the_launchers(evidence: Evidence) -> Verdict | None:
 
 def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
     finding = evidence.found[failure.rank]
+    memory = [saying.words for saying in evidence.sayings
+              if saying.means == sayings.MEMORY and saying.host in (None, failure.host)]
+    if memory and failure.exit_code == 128 + signal.SIGKILL:
+        finding = Finding(Kind.OOM_KILLED, memory[0])
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,))
 
 
