@@ -115,10 +115,15 @@ def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> N
                               "interface": facts["route"]["interface"]})
 
 
+def unreached_files(folder: Path) -> list[Path]:
+    """Where they wrote it."""
+    return sorted(folder.glob(_UNREACHED))
+
+
 def read_unreached(folder: Path) -> list[dict[str, Any]]:
     """What hosts wrote that could not reach rank 0."""
     found = []
-    for path in sorted(folder.glob(_UNREACHED)):
+    for path in unreached_files(folder):
         with contextlib.suppress(OSError, ValueError):
             found.append(json.loads(path.read_text()))
     return found

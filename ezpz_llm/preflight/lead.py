@@ -12,13 +12,13 @@ from typing import Any
 from ezpz_llm.errors import EXIT_PREFLIGHT
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.preflight.board import CLOCK, Board, Member
-from ezpz_llm.preflight.client import Client, Place, reach, read_unreached
+from ezpz_llm.preflight.client import Client, Place, reach, read_unreached, unreached_files
 from ezpz_llm.preflight.groups import link_groups, node_groups
 from ezpz_llm.preflight.judge import Gathered, judge
 from ezpz_llm.preflight.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.preflight.judge.ranks import LOST, STUCK
 from ezpz_llm.preflight.planned import planned_hosts, site_network
-from ezpz_llm.preflight.report import Report, as_text, write_report
+from ezpz_llm.preflight.report import Report, as_text, report_path, write_report
 from ezpz_llm.preflight.wire import token_of
 from ezpz_llm.rundir import RunDir
 
@@ -32,8 +32,8 @@ _LOOK_FOR_UNREACHED_S = 1.0
 def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, port: int, limit_s: float) -> int:
     """Run the preflight and print its report; 0 if the reservation is fit, EXIT_PREFLIGHT if not."""
     began = time.monotonic()
-    for stale in run_dir.path.glob("unreached-*.json"):
-        stale.unlink()
+    for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
+        stale.unlink(missing_ok=True)
     board = Board(port, token_of(env))
     # In a thread: whatever this rank's own facts hang in, the report is given.
     place = Place("127.0.0.1", board.port, token_of(env))
