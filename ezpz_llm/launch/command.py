@@ -48,6 +48,7 @@ def _become(plan: LaunchPlan) -> int:
 
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported where ranks really start: --dry-run and --help do without.
+    from ezpz_llm.launch.failures import exit_record
     from ezpz_llm.launch.precheck import check_first
     from ezpz_llm.launch.supervise import run
     from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record
@@ -60,7 +61,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     with _where_it_runs(plan, options) as plan:
         outcome = run(plan, options.idle_limit_s)
-    update_record(plan.run_dir, exit={"code": outcome.code, "cause": outcome.cause, "ended": time.time()})
+    update_record(plan.run_dir, exit=exit_record(outcome))
     return outcome.code
 
 
@@ -86,9 +87,9 @@ def _claim_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
             break
     plan.run_dir.create()
     # Records and heartbeats of an earlier run in the same directory would be taken for this one's.
-    for folder in (plan.run_dir.errors, plan.run_dir.path / "heartbeat"):
-        for stale in folder.glob("rank*"):
-            stale.unlink()
+    for stale in (*plan.run_dir.errors.glob("rank*"), *(plan.run_dir.path / "heartbeat").glob("*"),
+                  plan.run_dir.post_mortem, plan.run_dir.control / "logs"):
+        stale.unlink(missing_ok=True)
     for path, content in plan.files.items():
         path.write_text(content)
     return plan

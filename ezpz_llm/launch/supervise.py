@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.failures import RunFacts, Stop, account, read_failures
+from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, read_failures
 from ezpz_llm.launch.leftovers import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.life import SignsOfLife
 from ezpz_llm.launch.plan import LaunchPlan
@@ -27,14 +26,6 @@ ASKED_KILL_AFTER_S = 10.0
 _POLL_S = 0.1
 _ORPHAN_GRACE_S = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: launch's own exit code, and why it is that one."""
-
-    code: int
-    cause: str
 
 
 class _Signals:
@@ -59,7 +50,7 @@ class _Signals:
         self.received.append(signal.Signals(number))
 
 
-def run(plan: LaunchPlan, idle_limit_s: float | None) -> Outcome:
+def run(plan: LaunchPlan, idle_limit_s: float | None) -> Account:
     """Run the plan to its end. Afterwards none of its processes is left on this host.
 
     Raises:
@@ -102,7 +93,7 @@ class _Watch:
         self.idle_limit_s = idle_limit_s
         self.life = SignsOfLife(plan.run_dir, plan.run_id, launcher.pid, time.monotonic())
 
-    def to_the_end(self) -> Outcome:
+    def to_the_end(self) -> Account:
         """Wait for the end or bring it about, and account for it."""
         stopped = self._wait()
         before = None
@@ -115,7 +106,7 @@ class _Watch:
             stopped=stopped, failed_before_stop=before, ends_at=self.plan.allocation.ends_at))
         if ended.text:
             print(ended.text, file=sys.stderr, flush=True)
-        return Outcome(ended.code, ended.cause)
+        return ended
 
     def _wait(self) -> Stop | None:
         """None once the launcher has ended by itself; else why it has to be stopped."""

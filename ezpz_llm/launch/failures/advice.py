@@ -19,6 +19,8 @@ def advice(verdict: Verdict, run_dir: RunDir, facts: RunFacts, typed: Sequence[s
         return resume(run_dir, typed) or "more time; there is no checkpoint to go on from"
     if verdict.kind in (Kind.NODE_FAILED, Kind.VANISHED) and verdict.hosts:
         return _without(verdict.hosts, facts, run_dir, typed)
+    if verdict.kind is Kind.IDLE and any(run_dir.rank_stacks(0).parent.glob("rank*.txt")):
+        return f"read what the ranks were doing: {run_dir.rank_stacks(0).parent}"
     if verdict.kind in (Kind.IDLE, Kind.COLLECTIVE_TIMEOUT):
         return (f"ezpz-llm why {run_dir.path} while it hangs names the silent rank and its stack;"
                 " --timeout-idle S ends a hang sooner")
