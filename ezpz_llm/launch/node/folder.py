@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +22,12 @@ def node_dir(run_id: str) -> Path:
 
 def base() -> Path:
     """Where such folders lie: in memory, else in the temporary folder."""
-    return Path(_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir())
+    if os.access(_MEMORY, os.W_OK):
+        return Path(_MEMORY)
+    # Imported here: every rank's shim imports this module.
+    import tempfile
+
+    return Path(tempfile.gettempdir())
 
 
 def prefix() -> str:
