@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from launch_runs import CAPTURED, launch, record
+from launch_runs import CAPTURED, clean_env, launch, record
 
 from ezpz_llm.launch.failures import Failure, RunFacts, Stop, account, exit_record
 from ezpz_llm.launch.failures import sayings as said
@@ -401,6 +403,24 @@ dist.all_reduce(torch.ones(1))
     assert "2 ranks: peer lost (connection closed by peer): 0,2" in told
     kept = record(tmp_path / "r")["exit"]
     assert (kept["code"], kept["kind"], kept["rank"]) == (1, "exception", 1)
+
+
+def test_worlds_of_one(tmp_path: Path) -> None:
+    """A launcher whose MPI is not the ranks': every rank is 0 of 1 (a stand-in that starts them so)."""
+    mpiexec = tmp_path / "bin/mpiexec"
+    mpiexec.parent.mkdir()
+    mpiexec.write_text("""#!/bin/sh
+[ "$1" = --version ] && { echo "HYDRA build details:"; echo "    Version: 4.1"; exit 0; }
+while [ "$1" != -m ]; do python=$1; shift; done
+PMI_RANK=0 PMI_SIZE=1 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$python" "$@"
+""")
+    mpiexec.chmod(0o755)
+    env = clean_env() | {"PATH": f"{mpiexec.parent}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", "hostname"],
+                          cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "launch: another world than launch promised: error: launch started 2 ranks" in done.stderr
+    assert "try: the mpiexec (or srun --mpi plug-in) that belongs to this MPI" in done.stderr
 
 
 def test_a_real_abort_and_a_missing_module(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def _a_victim(evidence: Evidence) -> Verdict | None:
 def _the_launchers(evidence: Evidence) -> Verdict | None:
     """No record at all: the launcher's words are what there is."""
     code = _launchers_code(evidence.facts)
-    for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.NOT_STARTED, Kind.NOT_STARTED),
-                        (sayings.ENDED, Kind.UNRECORDED)):
+    for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.WRONG_WORLD, Kind.WRONG_WORLD),
+                        (sayings.NOT_STARTED, Kind.NOT_STARTED), (sayings.ENDED, Kind.UNRECORDED)):
         for saying in evidence.sayings:
             if saying.means == means:
                 hosts = (saying.host,) if saying.host else ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
     "time limit", "node failed", "requeued", "preempted", "cancelled")
-MEMORY, ENDED, ABORTED, NOT_STARTED = "memory", "ended", "aborted", "not started"
+MEMORY, ENDED, ABORTED, NOT_STARTED, WRONG_WORLD = "memory", "ended", "aborted", "not started", "wrong world"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ def _pattern(who: str, means: str, pattern: str) -> tuple[str, str, re.Pattern[s
 
 
 _PATTERNS = (
+    # Of shims that end before they have a rank to speak for.
+    _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process finds itself .*"),
+    _pattern("the shim", NOT_STARTED, r"^error: rank (?P<ranks>\d+) on (?P<host>\S+) cannot write its log: .*"),
     _pattern("Slurm", TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
     _pattern("Slurm", NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
     _pattern("Slurm", NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
