@@ -37,7 +37,9 @@ class EarlyEnd:
         self._signal = 0
         left = self._ends_at - time.time() if self._ends_at else 0.0
         self._save_s = min(_FIRST_SAVE_S, max(0.0, left) / 10)
-        self._asked_at, self._asked_after, self._ask_after = time.monotonic(), 0, 0
+        self._asked_at, self._ask_after = time.monotonic(), 0
+        # Unknown before the first question: a resumed run begins at any step.
+        self._asked_after: int | None = None
         self._longest_gap_s = 0.0
 
     def listen(self) -> None:
@@ -59,7 +61,7 @@ class EarlyEnd:
         now = time.monotonic()
         gap = now - self._asked_at
         self._longest_gap_s = max(self._longest_gap_s, gap)
-        step_s = gap / max(1, step - self._asked_after)
+        step_s = gap / (1 if self._asked_after is None else step - self._asked_after)
         wish = torch.tensor([float(self._signal), float(self._is_over()), step_s], device=self._dist.device)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
