@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -400,7 +401,10 @@ dist.all_reduce(torch.ones(1))
     assert "launch: rank 1 on" in told
     assert "ValueError: bad shape  (" in told
     assert "x.py:6 in <module>)" in told
-    assert "2 ranks: peer lost (connection closed by peer): 0,2" in told
+    # Closed or reset, as it happens to be; on a busy machine launch may end one first.
+    followers = re.findall(r"ranks?: (peer lost \(connection \w+ by peer\)|ended by launch): ([\d,-]+)", told)
+    assert set().union(*(unfold(ranks) for _, ranks in followers)) == {0, 2}, told
+    assert any(what.startswith("peer lost") for what, _ in followers), told
     kept = record(tmp_path / "r")["exit"]
     assert (kept["code"], kept["kind"], kept["rank"]) == (1, "exception", 1)
 
