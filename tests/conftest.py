@@ -10,6 +10,12 @@ from simcluster.cluster import Cluster, missing
 _FIXTURES = ("cluster", "gpu_cluster", "host_cluster")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-faults", action="store_true", help="write docs/faults.md (test_cluster_faults.py)")
+    parser.addoption("--write-matrix", action="store_true",
+                     help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in _FIXTURES for name in getattr(item, "fixturenames", ())):

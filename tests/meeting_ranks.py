@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ezpz_llm.launch.ranks import find_rank
 
-NAMES = ("PBS_JOBID", "PBS_ARRAY_INDEX", "OMP_NUM_THREADS", "EZPZ_LLM_ENDS_AT", "MASTER_ADDR", "MASTER_PORT")
+NAMES = ("PBS_JOBID", "PBS_ARRAY_INDEX", "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "OMP_NUM_THREADS",
+         "EZPZ_LLM_ENDS_AT", "MASTER_ADDR", "MASTER_PORT")
 
 
 def connected(place: tuple[str, int], deadline: float) -> socket.socket:
@@ -28,7 +29,9 @@ def connected(place: tuple[str, int], deadline: float) -> socket.socket:
 info = find_rank(os.environ)
 own = {"rank": info.rank, "host": socket.gethostname(), "local_rank": info.local_rank,
        **{name: os.environ.get(name) for name in NAMES}}
-place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+# torchrun listens on the port itself, for torch's own store.
+beside = "TORCHELASTIC_RUN_ID" in os.environ
+place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + beside)
 if info.rank == 0:
     came = [own]
     with socket.create_server(("", place[1]), backlog=64) as server:

@@ -118,6 +118,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
         site_options=site.options.get(launcher.kind, ()),
         master=(meeting.address, meeting.port),
+        env=env,
     )
     built: Built = launcher.build(launcher.program, work)
     settings |= {name: Setting(value, source) for name, (value, source) in built.env.items()

@@ -141,6 +141,24 @@ class Cluster:
             raise AssertionError(f"{started.args[4:]} did not end within {timeout} s\n{out}\n{err}") from None
         return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
+    def batch(self, *words: str | Path, cwd: Path, timeout: float = 60) -> list[str]:
+        """`sbatch WORDS`, and what Slurm says of the job's (or its array tasks') end: COMPLETED, TIMEOUT, …
+
+        Raises:
+            AssertionError: sbatch refused; or the job has not ended within `timeout` seconds.
+        """
+        sent = self.run("sbatch", "--parsable", *words, cwd=cwd)
+        assert sent.returncode == 0, sent.stderr
+        deadline = time.monotonic() + timeout
+        while True:
+            # sbatch --wait would ask at intervals that grow to 30 s.
+            lines = self._inside("scontrol", "--oneliner", "show", "job", sent.stdout.strip()).splitlines()
+            states = [line.partition("JobState=")[2].split(maxsplit=1)[0] for line in lines]
+            if states and not {"PENDING", "RUNNING", "COMPLETING"} & set(states):
+                return states
+            assert time.monotonic() < deadline, f"the job has not ended within {timeout} s: {lines}"
+            time.sleep(0.2)
+
     def kill(self, started: Command) -> None:
         """Kill all that a command started, on every node, and the Slurm jobs left."""
         if self.slurm:

@@ -9,6 +9,8 @@ from ezpz_llm.launch.schedulers import slurm
 
 _OVERLAP = "--overlap --export=ALL"
 _WHY_OVERLAP = "the proxies' own srun must not wait for the step that launch may stand in"
+_USERS_OWN = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP")
+"""By these a user says how proxies are started (ssh would not take srun's options)."""
 
 
 def build_mpich(program: str, work: Work) -> Built:
@@ -19,7 +21,7 @@ def build_mpich(program: str, work: Work) -> Built:
         sets = ("+".join(map(str, expand(cores))) for cores in work.binding.cores)
         bind = ("-bind-to", f"user:{','.join(sets)}")
     env = {}
-    if not work.here and work.scheduler == slurm.NAME:
+    if _starts_by_srun(work):
         env["HYDRA_LAUNCHER_EXTRA_ARGS"] = (_OVERLAP, _WHY_OVERLAP)
     return _build(program, work, bind, env)
 
@@ -34,11 +36,15 @@ def build_intel(program: str, work: Work) -> Built:
     else:
         env = {"I_MPI_PIN": ("off", work.binding.source)}
     launcher: tuple[str, ...] = ()
-    if not work.here and work.scheduler == slurm.NAME:
+    if _starts_by_srun(work):
         # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.
         launcher = ("-bootstrap", "slurm")
         env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = (_OVERLAP, _WHY_OVERLAP)
     return _build(program, work, launcher, env)
+
+
+def _starts_by_srun(work: Work) -> bool:
+    return not work.here and work.scheduler == slurm.NAME and not any(work.env.get(name) for name in _USERS_OWN)
 
 
 def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tuple[str, str]]) -> Built:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ class Work:
     `command` is the shim with the user's words; `here` is true where no host needs a name, since all ranks run
     on this one; `cores_per_rank` and `cores_per_host` are counted as the scheduler counts them (hardware threads,
     where it does) and None where they are not known; `variables` are the names that ranks on other hosts need
-    too; `site_options` are the site's own words for the launcher; `master` is where ranks meet.
+    too; `site_options` are the site's own words for the launcher; `master` is where ranks meet; `env` is launch's
+    own environment, in which the launcher would find the user's choices.
     """
 
     command: tuple[str, ...]
@@ -39,6 +40,7 @@ class Work:
     binding: Binding = field(default_factory=Binding)
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hosts(self) -> tuple[str, ...]:
