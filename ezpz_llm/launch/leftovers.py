@@ -9,7 +9,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ezpz_llm.launch.node.folder import agents
@@ -41,7 +41,7 @@ def end_marked(run_id: str, within_s: float = 5.0, keep: frozenset[int] = frozen
     return []
 
 
-def kill(pid: int, number: signal.Signals) -> None:
+def kill(pid: int, number: int) -> None:
     """Send a signal to a process that may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -77,23 +77,25 @@ class Janitor:
         os.waitpid(self.pid, 0)
 
 
-def start_janitor(run_id: str, delay_s: float) -> Janitor:
-    """Fork the janitor of the calling process. Once the owner is gone it waits `delay_s`, so that what ends in
-    order may do so."""
+def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambda: None) -> Janitor:
+    """Fork the janitor of the calling process. Once the owner is gone it does what comes `first`, and waits
+    `delay_s`, so that what ends in order may do so."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
         os.close(read_end)
         return Janitor(pid, write_end)
     try:
-        _watch(read_end, run_id, delay_s)
+        _watch(read_end, run_id, delay_s, first)
     finally:
         os._exit(0)
 
 
-def _watch(read_end: int, run_id: str, delay_s: float) -> None:
+def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]) -> None:
     detach(keep=(read_end,))
     if not os.read(read_end, 1):
+        with contextlib.suppress(OSError):
+            first()
         time.sleep(delay_s)
         # The agent sees by itself that the node's shims have gone, reports it, and goes.
         end_marked(run_id, keep=agents(run_id))

@@ -1,87 +1,138 @@
-"""Signs of life of a running launch, for --timeout-idle."""
+"""Signs of life of a running launch, as the agents of its nodes report them: who is silent, and who only waits."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.node.report import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, read_reports
+from ezpz_llm.launch.phases import MEETING, PATIENT
 from ezpz_llm.rundir.layout import RunDir
 
-BUSY_SHARE = 0.02
-"""Less than this share of one core, over all the run's processes on this host, is no sign of life: timers tick in
-a rank that hangs, too."""
+START_S = 60.0
+"""What the start of a rank may take beyond the idle limit."""
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_NOT_THE_PROGRAM = b"ezpz_llm.launch.shim"
+_LOOK_WITHIN_S = 10.0
+"""Looks are this close together as long as nothing holds us up."""
+
+
+@dataclass(frozen=True)
+class RankLife:
+    """How long one rank has been quiet, in seconds up to now: `silent_s` without a heartbeat (None: it never gave
+    one), `idle_s` without processor time or output, `node_s` without a report of its node."""
+
+    rank: int
+    host: str
+    phase: str | None
+    step: int | None
+    silent_s: float | None
+    idle_s: float
+    node_s: float
+    node_limit_s: float
+
+    @property
+    def quiet_s(self) -> float:
+        """Since its last sign of life, of the kind that counts for it."""
+        return self.idle_s if self.silent_s is None else self.silent_s
+
+    @property
+    def node_is_silent(self) -> bool:
+        """Has the node itself gone, as far as one can tell from here?"""
+        return self.node_s > self.node_limit_s
+
+    def __str__(self) -> str:
+        doing = self.phase or "before its first heartbeat"
+        step = "" if self.step is None else f", step {self.step}"
+        node = f"; nothing comes from its node, since {self.node_s:.0f} s" if self.node_is_silent else ""
+        return f"rank {self.rank} on {self.host}: {doing}{step}, silent for {self.quiet_s:.0f} s{node}"
+
+
+def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
+    """The ranks whose silence ends a run, the most suspect first; none while the run lives.
+
+    Ranks of a program without heartbeats are judged together: one that works is enough. Ranks with heartbeats are
+    judged one by one, except that a rank may wait for one that is at work in a phase without heartbeats and has
+    come no further than itself.
+    """
+    beating = [one for one in ranks if one.silent_s is not None]
+    if not beating:
+        return list(ranks) if ranks and all(one.idle_s > limit_s for one in ranks) else []
+    at_work = [-1 if one.step is None else one.step for one in beating
+               if one.phase in PATIENT and min(one.silent_s or 0.0, one.idle_s) <= limit_s]
+    earliest = min(at_work, default=None)
+    is_awaited = any(one.silent_s is None and one.idle_s <= limit_s for one in ranks)
+    silent = [one for one in ranks if one.quiet_s > limit_s and not (
+        (earliest is not None and (one.step is None or earliest <= one.step))
+        or (is_awaited and one.phase == MEETING))]
+    return sorted(silent, key=lambda one: (not one.node_is_silent, -1 if one.step is None else one.step,
+                                           -one.quiet_s))
 
 
 class SignsOfLife:
-    """How long has the run been silent?
+    """Follows the nodes' reports. What they say of ages is by their own clocks; the time since a report came is by
+    ours, so that clocks that differ do no harm."""
 
-    Ranks that beat (heartbeat/) are judged by that alone. Others live while a log grows or while processor time
-    is used on this host.
-    """
-
-    def __init__(self, run_dir: RunDir, run_id: str, launcher_pid: int, now: float) -> None:
+    def __init__(self, run_dir: RunDir, run_id: str, hosts: Mapping[int, str], started: float) -> None:
+        """Args:
+            hosts: the host of each rank that is to come.
+            started: monotonic time.
+        """
         self._run_dir = run_dir
         self._run_id = run_id
-        self._launcher_pid = launcher_pid
-        self._last = now
-        self._seen: tuple[tuple[str, int, int], ...] = ()
-        self._cpu_s = 0.0
+        self._hosts = hosts
+        self._started = self._looked = started
+        self._came: dict[int, tuple[NodeReport, float]] = {}
 
-    def silent_for(self, now: float) -> float:
-        """Seconds since the last sign of life; `now` is a monotonic time."""
-        beats = _stamps(self._run_dir.path / "heartbeat")
-        seen = beats or _stamps(self._run_dir.path / "logs")
-        if seen != self._seen or (not beats and self._is_busy(now)):
-            self._seen, self._last = seen, now
-            self._cpu_s = self._processor_seconds()
-        return now - self._last
+    def look(self, now: float) -> None:
+        """Read what has come since the last look. Time in which we could not look (a file system that hung, a
+        laptop that slept) is nobody's silence."""
+        blind_s = now - self._looked - _LOOK_WITHIN_S - self.interval_s
+        self._looked = now
+        if blind_s > 0:
+            self._started += blind_s
+            self._came = {node: (report, came + blind_s) for node, (report, came) in self._came.items()}
+        for report in read_reports(self._run_dir, self._run_id):
+            before = self._came.get(report.first_rank)
+            if before is None or before[0] != report:
+                self._came[report.first_rank] = (report, now)
 
-    def most_silent(self) -> str:
-        """Which rank was heard last the longest ago, by what file, and what it said there."""
-        for folder, kind in (("heartbeat", "heartbeat"), ("logs", "log")):
-            stamps = _stamps(self._run_dir.path / folder)
-            if stamps:
-                name = min(stamps, key=lambda stamp: stamp[1])[0]
-                rank = int("".join(character for character in name if character.isdigit()))
-                return f"rank {rank} has been silent longest (its {kind}{_last_words(self._run_dir, rank, kind)})"
-        return "no rank has said anything"
+    @property
+    def nodes(self) -> list[NodeReport]:
+        """The latest report of each node."""
+        return [report for report, _ in self._came.values()]
 
-    def _is_busy(self, now: float) -> bool:
-        return self._processor_seconds() - self._cpu_s > 0.05 + BUSY_SHARE * (now - self._last)
+    @property
+    def interval_s(self) -> float:
+        """How often nodes report."""
+        return max((report.interval_s for report in self.nodes), default=1.0)
 
-    def _processor_seconds(self) -> float:
-        return sum(_processor_seconds(process.pid) for process in marked(self._run_id)
-                   if process.pid != self._launcher_pid)
+    def limit_s(self, wanted_s: float) -> float:
+        """The idle limit, raised to what reports that come this seldom allow."""
+        return wanted_s if self.interval_s <= 1.0 else max(wanted_s, 3 * self.interval_s)
 
+    def ranks(self, now: float) -> list[RankLife]:
+        """Every rank that has not ended; one that has never been reported counts as idle once its start has taken
+        too long."""
+        node_limit_s = 3 * KEEPALIVE_S * self.interval_s
+        found = {}
+        for report, came in self._came.values():
+            for rank, one in report.ranks.items():
+                found[rank] = None if one.ended is not None or report.state in (RANKS_ENDED, ENDED) else RankLife(
+                    rank, report.host, one.phase, one.step,
+                    None if one.silent_s is None else one.silent_s + now - came, one.idle_s + now - came,
+                    now - came, node_limit_s)
+        for rank, host in self._hosts.items():
+            if rank not in found:
+                waited = now - self._started - START_S
+                found[rank] = RankLife(rank, host, None, None, None, waited, waited, node_limit_s)
+        return [one for one in found.values() if one is not None]
 
-def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    found = []
-    for entry in os.scandir(folder):
-        try:
-            status = entry.stat()
-        except FileNotFoundError:
-            continue
-        if not entry.name.startswith("."):
-            found.append((entry.name, status.st_mtime_ns, status.st_size))
-    return tuple(sorted(found))
-
-
-def _last_words(run_dir: RunDir, rank: int, kind: str) -> str:
-    path = run_dir.rank_heartbeat(rank) if kind == "heartbeat" else run_dir.rank_log(rank)
-    lines = path.read_bytes()[-400:].decode(errors="replace").strip().splitlines()
-    return f": {lines[-1]}" if lines else " is empty"
-
-
-def _processor_seconds(pid: int) -> float:
-    try:
-        if _NOT_THE_PROGRAM in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return 0.0
-        # The command's name, in parentheses, may hold blanks: the numbers begin after it.
-        numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(numbers[11]) + int(numbers[12])) / _TICKS_PER_S
+    def silent_nodes(self, now: float, for_s: float) -> list[tuple[NodeReport, float]]:
+        """Nodes without a report for longer than `for_s` (and than reports may take), with that time, while others
+        report."""
+        limit_s = max(for_s, 3 * KEEPALIVE_S * self.interval_s)
+        ages = [(report, now - came) for report, came in self._came.values()
+                if report.state not in (ENDED, RANKS_ENDED)]
+        if all(age > limit_s for _, age in ages):
+            return []
+        return [(report, age) for report, age in ages if age > limit_s]

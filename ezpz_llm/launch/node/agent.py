@@ -20,8 +20,8 @@ from pathlib import Path
 from ezpz_llm.launch.leftovers import detach, end_marked, kill
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.gather import Gatherer
-from ezpz_llm.launch.node.orders import Stop, stacks_ordered, stop_ordered
-from ezpz_llm.launch.node.processes import Process, marked
+from ezpz_llm.launch.node.orders import StopOrder, signals_ordered, stacks_ordered, stop_ordered
+from ezpz_llm.launch.node.processes import Process, catches, marked
 from ezpz_llm.launch.node.report import (
     ENDED,
     KEEPALIVE_S,
@@ -29,6 +29,7 @@ from ezpz_llm.launch.node.report import (
     RUNNING,
     STOPPING,
     NodeReport,
+    control_interval_s,
     interval_s,
     write_report,
 )
@@ -83,9 +84,10 @@ class _Node:
         self.run_id = run_id
         self.folder = folder
         self.host = socket.gethostname()
-        self.interval_s = interval_s(-(-info.world_size // info.local_size))
+        nodes = -(-info.world_size // info.local_size)
+        self.interval_s, self.control_interval_s = interval_s(nodes), control_interval_s(nodes)
         self.gatherer = Gatherer(folder, run_dir)
-        self.stop: Stop | None = None
+        self.stop: StopOrder | None = None
         self.kill_at = float("inf")
         self.answered: set[str] = set()
         self.written_at = float("-inf")
@@ -102,19 +104,21 @@ class _Node:
 
     def _stay(self) -> None:
         wake = files.open_wake(self.folder)
-        look_at = time.monotonic()
+        gather_at = obey_at = time.monotonic()
         while True:
             now = time.monotonic()
-            if now >= look_at:
-                look_at = now + self.interval_s
+            if now >= gather_at:
+                gather_at = now + self.interval_s
                 self._gather(now)
+            if now >= obey_at:
+                obey_at = now + self.control_interval_s
                 self._obey(now)
             if self._is_over(now):
                 return
-            limit = max(0.0, min(_TICK_S, look_at - now, self.kill_at - now))
+            limit = max(0.0, min(_TICK_S, gather_at - now, obey_at - now, self.kill_at - now))
             if select.select([wake], [], [], limit)[0]:
                 os.read(wake, 4096)
-                self._obey(time.monotonic())
+                obey_at = now
 
     def _gather(self, now: float) -> None:
         ranks, news = self.gatherer.look(list(marked(self.run_id)))
@@ -127,12 +131,21 @@ class _Node:
         if stop is not None and stop != self.stop:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
             # Shims pass it on to their ranks; processes that left a rank's group hear nothing before the end.
-            for pid in files.running(self.folder).values():
-                kill(pid, signal.SIGTERM)
+            self._signal_ranks(signal.SIGTERM)
+        for order in signals_ordered(self.run_dir, self.run_id):
+            if order.token not in self.answered:
+                self.answered.add(order.token)
+                self._signal_ranks(order.number)
         for order in stacks_ordered(self.run_dir, self.run_id):
             if order.token not in self.answered:
                 self.answered.add(order.token)
                 self._write_stacks(order.token, order.ranks)
+
+    def _signal_ranks(self, number: int) -> None:
+        for pid in files.running(self.folder).values():
+            # A shim that is only just starting hears it from its launcher, or not: ending it would help nobody.
+            if number == signal.SIGTERM or catches(pid, number):
+                kill(pid, number)
 
     def _write_stacks(self, token: str, wanted: tuple[int, ...]) -> None:
         here = sorted(files.registered(self.folder).keys() & set(wanted))

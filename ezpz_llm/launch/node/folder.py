@@ -32,7 +32,7 @@ def base() -> Path:
 
 def prefix() -> str:
     """What the names of this user's folders begin with."""
-    return f"ezpz_llm-{os.getuid()}-"
+    return f"ezpz_llm-node-{os.getuid()}-"
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:

@@ -12,7 +12,7 @@ from ezpz_llm.launch.node.report import RankReport
 from ezpz_llm.rundir.layout import RunDir
 
 BUSY_SHARE = 0.02
-"""Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hanging rank, too."""
+"""Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hang, too."""
 _BUSY_LEAST_S = 0.05
 
 

@@ -11,15 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.launch.node.folder import node_dir, wake
 from ezpz_llm.rundir.files import write_json
 from ezpz_llm.rundir.layout import RunDir
 
 _STOP = "stop"
 _STACKS = "stacks-"
+_SIGNAL = "signal-"
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopOrder:
     """End all processes of the run: SIGTERM, and SIGKILL after `grace_s`. `launch_host` is where launch itself
     ends its launcher, which agents leave alone there."""
 
@@ -29,7 +31,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Stacks:
+class StacksOrder:
     """Write down what the named ranks are doing. `token` tells one order's answers from another's."""
 
     run_id: str
@@ -37,9 +39,26 @@ class Stacks:
     ranks: tuple[int, ...]
 
 
-def order_stop(run_dir: RunDir, stop: Stop) -> None:
+@dataclass(frozen=True)
+class SignalOrder:
+    """Send every rank the signal `number`."""
+
+    run_id: str
+    token: str
+    number: int
+
+
+def order_stop(run_dir: RunDir, stop: StopOrder) -> None:
     """Have every node end what it runs. A second order counts instead of the first."""
     write_json(run_dir.control / _STOP, asdict(stop))
+    wake(node_dir(stop.run_id))
+
+
+def order_signal(run_dir: RunDir, run_id: str, number: int) -> None:
+    """Have every rank sent a signal, whatever the launcher would make of it."""
+    order = SignalOrder(run_id, os.urandom(4).hex(), number)
+    write_json(run_dir.control / f"{_SIGNAL}{order.token}", asdict(order))
+    wake(node_dir(run_id))
 
 
 def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: float) -> dict[int, Path]:
@@ -48,9 +67,10 @@ def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: 
     Raises:
         OSError: the run directory is not writable.
     """
-    order = Stacks(run_id, os.urandom(4).hex(), tuple(ranks))
+    order = StacksOrder(run_id, os.urandom(4).hex(), tuple(ranks))
     path = run_dir.control / f"{_STACKS}{order.token}"
     write_json(path, asdict(order))
+    wake(node_dir(run_id))
     deadline = time.monotonic() + within_s
     missing, found = set(ranks), {}
     try:
@@ -71,16 +91,23 @@ def _is_answer(path: Path, token: str) -> bool:
     return False
 
 
-def stop_ordered(run_dir: RunDir, run_id: str) -> Stop | None:
+def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
     """The order to stop, if there is one for this run."""
     found = _read(run_dir.control / _STOP)
-    return Stop(**found) if found and found["run_id"] == run_id else None
+    return StopOrder(**found) if found and found["run_id"] == run_id else None
 
 
-def stacks_ordered(run_dir: RunDir, run_id: str) -> list[Stacks]:
+def stacks_ordered(run_dir: RunDir, run_id: str) -> list[StacksOrder]:
     """The orders for stacks that still wait for answers."""
     found = [_read(path) for path in run_dir.control.glob(f"{_STACKS}*")]
-    return [Stacks(**{**one, "ranks": tuple(one["ranks"])}) for one in found if one and one["run_id"] == run_id]
+    return [StacksOrder(**{**one, "ranks": tuple(one["ranks"])})
+            for one in found if one and one["run_id"] == run_id]
+
+
+def signals_ordered(run_dir: RunDir, run_id: str) -> list[SignalOrder]:
+    """The orders for signals that there have been."""
+    found = [_read(path) for path in sorted(run_dir.control.glob(f"{_SIGNAL}*"))]
+    return [SignalOrder(**one) for one in found if one and one["run_id"] == run_id]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,16 @@ def is_alive(pid: int, start: int) -> bool:
     except OSError:
         return False
     return int(numbers[19]) == start and numbers[0] not in "ZX"
+
+
+def catches(pid: int, number: int) -> bool:
+    """Has the process a handler for the signal? One without would be ended by it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
 def first_of(processes: list[Process]) -> Process:

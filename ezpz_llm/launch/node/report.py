@@ -13,6 +13,8 @@ from ezpz_llm.rundir.layout import RunDir
 
 NODES_A_SECOND = 200
 """How many reports a second all agents together write: a shared file system often has one metadata server."""
+LOOKS_A_SECOND = 2000
+"""How often a second all agents together look for orders."""
 KEEPALIVE_S = 10.0
 """A report without news is written again after this long, where the interval is a second; else ten intervals."""
 
@@ -52,6 +54,11 @@ class NodeReport:
     left: tuple[int, ...] = ()
     slurm_step: str | None = None
     error: str | None = None
+
+
+def control_interval_s(nodes: int) -> float:
+    """How often an agent looks for orders, which costs less than a report."""
+    return max(1.0, nodes / LOOKS_A_SECOND)
 
 
 def interval_s(nodes: int) -> float:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.launch.node.processes import Process, first_of
+from ezpz_llm.launch.node.processes import Process, catches, first_of
 from ezpz_llm.launch.variables import STACKS_SIGNAL
 
 _PY_SPY_TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ def _by_py_spy(pid: int) -> str | None:
 
 
 def _by_fault_handler(pid: int, answers: Path) -> str | None:
-    if not _catches(pid, STACKS_SIGNAL):
+    if not catches(pid, STACKS_SIGNAL):
         return None
     before = _size(answers)
     try:
@@ -80,16 +80,6 @@ def _by_fault_handler(pid: int, answers: Path) -> str | None:
         if size > before and size == last:
             return answers.read_bytes()[before:].decode(errors="replace")
     return None
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Has the process a handler for the signal? One without would be ended by it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
 def _kernel_says(pid: int) -> str:

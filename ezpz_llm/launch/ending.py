@@ -1,0 +1,117 @@
+"""The end of a run: all of it, on every node, whatever became of the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from ezpz_llm.launch.life import SignsOfLife
+from ezpz_llm.launch.node.orders import StopOrder, order_stop
+from ezpz_llm.launch.node.report import ENDED, NodeReport, control_interval_s
+from ezpz_llm.launch.plan import LaunchPlan
+
+_POLL_S = 0.1
+_AT_ONCE_S = 1.0
+"""The grace where nobody is left who could use more: a second Ctrl-C, a launcher that has gone."""
+_LAUNCHER_S = 2.0
+"""What the launcher gets to end by itself after its ranks, and again after SIGTERM."""
+_NODES_WITHIN_S = 12.0
+"""How long nodes may take to report that they are clear, besides the time they take to look for orders."""
+_SCANCEL_TIMEOUT_S = 10.0
+
+
+class Ending:
+    """Ends one run whose launcher is `launcher`."""
+
+    def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], life: SignsOfLife) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._life = life
+        self._order_s = control_interval_s(len(plan.hosts))
+
+    def stop(self, grace_s: float, is_urgent: Callable[[], bool]) -> None:
+        """End the ranks through their nodes' agents, which is the same under every launcher and leaves them
+        `grace_s` to say their last words; then the launcher. `is_urgent`: nobody wants to wait any longer."""
+        self._order(grace_s)
+        if not self._is_everywhere():
+            # Ranks that have no agent yet only the launcher knows.
+            self._signal(signal.SIGTERM)
+        self._wait(grace_s + self._order_s + _LAUNCHER_S, is_urgent)
+        if self._launcher.poll() is None:
+            if is_urgent():
+                self._order(0.0)
+            self._signal(signal.SIGTERM)
+            self._wait(_LAUNCHER_S, lambda: False)
+        if self._launcher.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+            # srun that could not end its step has left it to Slurm, which would wait for the ranks.
+            self._cancel_step()
+
+    def clear(self) -> None:
+        """Wait until every node has reported that nothing of the run is left there; the launcher has ended. What
+        cannot be confirmed is said."""
+        if not self._unclear():
+            return
+        self._order(_AT_ONCE_S)
+        began = time.monotonic()
+        limit_s = _NODES_WITHIN_S + self._order_s + self._life.interval_s
+        is_cancelled = False
+        while (unclear := self._unclear()) and time.monotonic() - began < limit_s:
+            if not is_cancelled and time.monotonic() - began > limit_s / 2:
+                is_cancelled = True
+                self._cancel_step()
+            time.sleep(_POLL_S)
+        for report in unclear:
+            ranks = f"rank(s) {', '.join(map(str, report.ranks))}" if report.ranks else "its ranks"
+            warn(f"{report.host} has not reported the end of {ranks}: it is down, or processes may be left there")
+        for report in self._life.nodes:
+            if report.left:
+                warn(f"processes {list(report.left)} on {report.host} cannot be ended")
+
+    def _unclear(self) -> list[NodeReport]:
+        self._life.look(time.monotonic())
+        return [report for report in self._life.nodes if report.state != ENDED]
+
+    def _is_everywhere(self) -> bool:
+        self._life.look(time.monotonic())
+        seen = {rank for report in self._life.nodes for rank in report.ranks}
+        return len(seen) == len(self._plan.ranks)
+
+    def _order(self, grace_s: float) -> None:
+        with contextlib.suppress(OSError):
+            order_stop(self._plan.run_dir, StopOrder(self._plan.run_id, grace_s, socket.gethostname()))
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._launcher.send_signal(number)
+
+    def _wait(self, seconds: float, is_urgent: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while self._launcher.poll() is None and time.monotonic() < deadline and not is_urgent():
+            time.sleep(_POLL_S)
+
+    def _cancel_step(self) -> None:
+        """Cancel the Slurm step that our own srun made: the agents ran in it. One that launch itself stands in is
+        another's."""
+        scancel = shutil.which("scancel")
+        own = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        steps = {report.slurm_step for report in self._life.nodes} - {None, own}
+        if self._plan.launcher.kind != "srun" or scancel is None or not steps:
+            return
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run([scancel, "--signal=KILL", *sorted(steps)], stdin=subprocess.DEVNULL,
+                           capture_output=True, timeout=_SCANCEL_TIMEOUT_S, check=False)
+
+
+def warn(text: str) -> None:
+    """A line for the user that changes nothing about the run's outcome."""
+    print(f"launch: warning: {text}", file=sys.stderr, flush=True)
