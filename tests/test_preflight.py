@@ -152,6 +152,8 @@ CASES = {
                              "warn", ["counts 1 rank(s) where the environment counts 8 (ranks 1-7)"]),
     "MPI does not start": (setting("stages|mpi", {"error": "ImportError: libmpi.so"}), [2], "warn",
                            ["MPI cannot be started by rank 2: ImportError: libmpi.so"]),
+    "MPI hangs": (both(setting("stuck_in", "mpi"), without("stages|mpi")), range(8), "warn",
+                  ["MPI cannot be started by ranks 0-7: it hangs"]),
     "torch does not load": (setting("stages", {"ready": {"error": "OSError: libcudart.so"}}), N3, "bad",
                             ["ranks 4-5 on n3 failed in importing torch", "libcudart.so"]),
     "a slow host": (setting("stages|compute|flops_per_second", 70e12), N3, "warn",

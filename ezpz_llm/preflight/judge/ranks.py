@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ezpz_llm.preflight.judge import folding
-from ezpz_llm.preflight.judge.gathered import READY, Finding, Gathered, collected, stage_name
+from ezpz_llm.preflight.judge.gathered import MPI, READY, Finding, Gathered, collected, stage_name
 
 LOST, STUCK = "lost_in", "stuck_in"
 """Members of a rank's facts: the stage in which its connection ended, or which it did not answer."""
@@ -82,7 +82,7 @@ def _gone(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _stuck(gathered: Gathered) -> Iterator[Finding]:
-    stuck = [facts for facts in gathered.told if STUCK in facts and LOST not in facts]
+    stuck = [facts for facts in gathered.told if facts.get(STUCK, MPI) != MPI and LOST not in facts]
     slow_start = [facts for facts in stuck if facts[STUCK] == READY]
     if len(slow_start) > len(gathered.told) / 2:
         yield Finding("warn", "torch", f"torch is still being imported by {len(slow_start)} of "
@@ -97,7 +97,7 @@ def _stuck(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _mpi(gathered: Gathered) -> Iterator[Finding]:
-    answers = [(facts, answer) for facts, answer in gathered.measured("mpi")]
+    answers = [(facts, answer) for facts, answer in gathered.measured(MPI)]
     wrong = [((answer["size"], answer.get("library", "")), facts["rank"]) for facts, answer in answers
              if facts["world_size"] == gathered.world_size
              and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
@@ -105,8 +105,9 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
         yield Finding("warn", "MPI", f"MPI ({library}) counts {size} rank(s) where the environment counts "
                                      f"{gathered.world_size} ({folding.ranks(numbers)})",
                       "for programs that use MPI: the mpiexec (or srun --mpi plug-in) of mpi4py's own MPI library")
-    failed = [(facts["stages"]["mpi"]["error"], facts["rank"]) for facts in gathered.told
-              if "error" in facts.get("stages", {}).get("mpi", {})]
+    failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.told
+              if "error" in facts.get("stages", {}).get(MPI, {})]
+    failed += [("it hangs", facts["rank"]) for facts in gathered.told if facts.get(STUCK) == MPI]
     for error, numbers in collected(failed).items():
         yield Finding("warn", "MPI", f"MPI cannot be started by {folding.ranks(numbers)}: {error}",
                       "only programs that use MPI are hurt: the mpi4py that fits this launcher")
