@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.launch.failures.account import account, tail_text
-from ezpz_llm.launch.failures.facts import facts_from
+from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
 from ezpz_llm.launch.failures.ranks import unfold
 from ezpz_llm.launch.node.orders import take_stacks
@@ -85,6 +85,11 @@ def _ask_for_logs(run_dir: RunDir, ranks: set[int]) -> None:
 
 
 def _over(run_dir: RunDir, record: dict, as_json: bool) -> int:
+    if (record.get("exit") or {}).get("kind") == NOT_STARTED:
+        ended = record["exit"]
+        print(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
+              f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
+        return 0
     told = account(run_dir, facts_from(record, _last_sign(run_dir)))
     unknown = record.get("exit") is None
     if as_json:

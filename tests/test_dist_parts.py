@@ -20,7 +20,6 @@ from ezpz_llm.dist.mesh import AXES, Degrees
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.rundir import RunDir
 
 STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
                     st.integers(0, 2**24 - 1))
@@ -177,8 +176,8 @@ def test_ranks_on_a_cpu_share_it_and_mixed_types_are_refused():
 
 
 def test_a_heartbeat_is_written_at_most_once_a_second(tmp_path):
-    run_dir = RunDir(tmp_path).create()
-    heartbeat, path = Heartbeat(run_dir, 3), run_dir.rank_heartbeat(3)
+    path = tmp_path / "rank0003"
+    heartbeat = Heartbeat({"EZPZ_LLM_HEARTBEAT": str(path)})
     heartbeat.beat("train", 1)
     assert path.read_text() == "train 1\n"
     for step in range(2, 100):
@@ -186,3 +185,5 @@ def test_a_heartbeat_is_written_at_most_once_a_second(tmp_path):
     assert path.read_text() == "train 1\n"
     heartbeat.beat("validation")
     assert path.read_text() == "validation \n"
+    Heartbeat({}).beat("train", 1)  # without launch nobody watches
+    assert list(tmp_path.iterdir()) == [path]

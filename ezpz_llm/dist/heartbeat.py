@@ -1,23 +1,27 @@
-"""Signs of life: a small file a rank, rewritten at most once a second (standard library only)."""
+"""Signs of life: a small node-local file a rank, rewritten at most once a second (standard library only)."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
 
 
 class Heartbeat:
-    """Writes this rank's phase and step to its heartbeat file, whose time stamp tells a watchdog that it lives."""
+    """Writes this rank's phase (launch/phases.py) and step to the file that launch has named, whose changes tell
+    its watchdog that the rank lives. Without launch nobody watches, and nothing is written."""
 
-    def __init__(self, run_dir: RunDir, rank: int) -> None:
-        self._path = run_dir.rank_heartbeat(rank)
+    def __init__(self, env: Mapping[str, str]) -> None:
+        path = env.get(HEARTBEAT_VARIABLE)
+        self._path = Path(path) if path else None
         self._last = ("", 0.0)
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Say what this rank is doing. A new phase is written at once, the same one at most once a second."""
         now = time.monotonic()
-        if phase == self._last[0] and now - self._last[1] < 1.0:
+        if self._path is None or (phase == self._last[0] and now - self._last[1] < 1.0):
             return
         self._last = (phase, now)
         # In place: a reader may see half a line, but the step is spared a rename.

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import psutil
 
+from ezpz_llm.dist import Heartbeat
 from ezpz_llm.engine.ops import OPS, build_lock, building_dir, built_library, is_built, ops_dir
 from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.launch.phases import BUILDING
 
 _PROGRESS_S = 5.0
 
@@ -33,6 +35,7 @@ def build(name: str) -> None:
         print(f"{name} is built: {built_library(name) or 'part of the installed DeepSpeed'}", flush=True)
         return
     _check_tools()
+    Heartbeat(os.environ).beat(BUILDING)
     with _alone(name):
         _clear(name)
         _compile(name)

@@ -48,7 +48,7 @@ def _become(plan: LaunchPlan) -> int:
 
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported where ranks really start: --dry-run and --help do without.
-    from ezpz_llm.launch.failures import exit_record
+    from ezpz_llm.launch.failures import exit_record, not_started
     from ezpz_llm.launch.precheck import check_first
     from ezpz_llm.launch.supervise import run
     from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record
@@ -59,8 +59,17 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     plan = _claim_run_dir(plan, options)
     print(details(plan) if options.explain else summary(plan), file=sys.stderr, flush=True)
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
-    with _where_it_runs(plan, options) as plan:
-        outcome = run(plan, options.idle_limit_s)
+    if options.preflight:
+        from ezpz_llm.launch.preflight import fit_for
+
+        if code := fit_for(plan, options, lambda step: _record(step, typed)):
+            return code
+    try:
+        with _where_it_runs(plan, options) as plan:
+            outcome = run(plan, options.idle_limit_s)
+    except UserError as error:
+        update_record(plan.run_dir, exit=not_started(error.exit_code, error.found, time.time()))
+        raise
     update_record(plan.run_dir, exit=exit_record(outcome))
     return outcome.code
 

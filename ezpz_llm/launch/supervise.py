@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ezpz_llm.errors import UserError
@@ -37,11 +38,13 @@ _STACKS_WITHIN_S = 15.0
 _MOST_STACKS = 8
 
 
-def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None) -> Account:
+def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
+        tell: Callable[[], bool] = lambda: True) -> Account:
     """Run the plan to its end. Afterwards none of its processes is left on any node that can be reached.
 
     Args:
         limit_s: the end of a check that comes before the user's program; it gets no standard input either.
+        tell: asked at a bad end whether its account is to be printed.
 
     Raises:
         UserError: the launcher itself cannot be started.
@@ -52,7 +55,7 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
                                 lambda: order_stop(plan.run_dir, StopOrder(plan.run_id, _ORPHAN_GRACE_S, "")))
         try:
             launcher = _start(plan, None if limit_s is None else subprocess.DEVNULL)
-            outcome = _Watch(plan, launcher, signals, idle_limit_s, limit_s).to_the_end()
+            outcome = _Watch(plan, launcher, signals, idle_limit_s, limit_s).to_the_end(tell)
         finally:
             left = end_marked(plan.run_id)
             shutil.rmtree(node_dir(plan.run_id), ignore_errors=True)
@@ -91,7 +94,7 @@ class _Watch:
         self.ending = Ending(plan, launcher, self.life)
         self.warned: set[str] = set()
 
-    def to_the_end(self) -> Account:
+    def to_the_end(self, tell: Callable[[], bool]) -> Account:
         """Wait for the end or bring it about, and account for it."""
         stopped = self._wait()
         before = None
@@ -108,7 +111,8 @@ class _Watch:
             launcher=self.plan.launcher.kind, launcher_status=self.launcher.returncode, ended=ended_at,
             stopped=stopped, failed_before_stop=before, ends_at=self.plan.allocation.ends_at))
         if ended.text:
-            print(ended.text, file=sys.stderr, flush=True)
+            if tell():
+                print(ended.text, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 self.plan.run_dir.post_mortem.write_text(f"{ended.text}\n")
         return ended

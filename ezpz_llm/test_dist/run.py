@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import time
 from dataclasses import asdict
 
-from ezpz_llm.dist import Dist
+from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.checkpoint.agree import raise_together
 from ezpz_llm.engine.resolve import Resolved
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.phases import ENDING, MEETING, STARTING
 from ezpz_llm.observe import HostProfile, profile_window, run_environment
 from ezpz_llm.rundir import update_record
 from ezpz_llm.test_dist import report
@@ -33,9 +35,12 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         import_seconds: what was imported so far; DeepSpeed's is added.
         began: when the command began, by `time.perf_counter`.
     """
+    heartbeat = Heartbeat(os.environ)
+    heartbeat.beat(MEETING)
     with setup(device=options.device, run_dir=options.run_dir, name="test_dist", timeout_s=TIMEOUT_S) as dist:
         print(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
               f"[{socket.gethostname()}]", flush=True)
+        heartbeat.beat(STARTING)
         _refuse_used(dist)
         engine = _engine(resolved, dist, options.seed, import_seconds)
         environment = run_environment(dist)
@@ -50,7 +55,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             print(report.reductions(reductions), flush=True)
         profile = HostProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
-        lines = train(engine, dist, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
+        lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
+        heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
         reasons = judge(dist, lines, before, after,
                         list(dict.fromkeys(one.kind for one in reductions if dist.rank in one.wrong_ranks)))

@@ -10,6 +10,7 @@ import torch.distributed as torch_dist
 
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.launch.phases import TRAINING
 from ezpz_llm.observe import HostProfile, StepTimeline
 from ezpz_llm.rundir import append_line
 from ezpz_llm.test_dist.report import LEGEND, iteration
@@ -24,17 +25,17 @@ _AGREE = 1e-3
 """Relative difference up to which ranks' losses on the same samples count as equal, since their weights are."""
 
 
-def train(engine: Engine, dist: Dist, seed: int, steps: int, lr: float,
+def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
           profile: HostProfile | None) -> list[dict[str, Any]]:
     """Train for `steps` iterations; the lines of metrics.jsonl. Every rank gets them, each with its own times."""
-    heartbeat, timeline = Heartbeat(dist.run_dir, dist.rank), StepTimeline(dist.device)
+    timeline = StepTimeline(dist.device)
     samples, batch = Samples(seed, dist.mesh.dp_rank, dist.device), engine.batch
     lines: list[dict[str, Any]] = []
     losses: list[torch.Tensor] = []
     if dist.is_main:
         print(LEGEND, flush=True)
     for step in range(steps):
-        heartbeat.beat("train", step)
+        heartbeat.beat(TRAINING, step)
         if profile:
             profile.before_step(step)
         loss = torch.zeros((), device=dist.device)

@@ -11,6 +11,7 @@ from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine import checkpoint
 from ezpz_llm.evaluate.sampling import sample
 from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.launch.phases import EVALUATING, SAMPLING, SAVING
 from ezpz_llm.model.compile import eager
 from ezpz_llm.trainer.session import Session
 
@@ -50,7 +51,7 @@ def _due(step: int, every: int) -> bool:
 
 def validate(session: Session) -> None:
     """Measure the validation loss on the run's fixed tokens and put it on this step's line."""
-    session.heartbeat.beat("evaluate", session.step)
+    session.heartbeat.beat(EVALUATING, session.step)
     engine, mesh = session.engine, session.dist.mesh
     with engine.evaluating(), eager():
         loss, tokens = validation_loss(
@@ -62,7 +63,7 @@ def validate(session: Session) -> None:
 
 def show_sample(session: Session) -> None:
     """Generate a short text and print it on rank 0. Every rank takes part, since parameters may be sharded."""
-    session.heartbeat.beat("sample", session.step)
+    session.heartbeat.beat(SAMPLING, session.step)
     config, engine, tokenizer = session.config, session.engine, session.data.tokenizer
     prompt = torch.from_numpy(session.prompt)[None].to(engine.device)
     generator = torch.Generator().manual_seed(seed_for(config.seed, "sample", session.step))
@@ -77,7 +78,7 @@ def show_sample(session: Session) -> None:
 
 def save(session: Session) -> None:
     """Write a checkpoint, then remove the oldest ones beyond `keep_last`."""
-    session.heartbeat.beat("checkpoint", session.step)
+    session.heartbeat.beat(SAVING, session.step)
     dist, position, begin = session.dist, session.position, time.monotonic()
     checkpoint.save(session.engine, dist, dist.run_dir, {
         "step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ezpz_llm.launch.phases import ENDING
 from ezpz_llm.observe import HostProfile, final_text, plot_run, summarise, wants_colour, where_time_went
 from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.session import Session
@@ -11,6 +12,7 @@ from ezpz_llm.trainer.session import Session
 
 def finish(session: Session) -> int:
     """Close the profiles, draw and print on rank 0; the exit code: 1 if the loss stopped being a number."""
+    session.heartbeat.beat(ENDING, session.step)
     for profile in session.profiles:
         profile.close()
     straggler = session.metrics.straggler()

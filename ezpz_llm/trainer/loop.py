@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ezpz_llm.launch.phases import COMPILING, TRAINING
 from ezpz_llm.trainer.between import after_step, end_early
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
@@ -12,7 +13,8 @@ from ezpz_llm.trainer.session import Session
 def train(session: Session) -> None:
     """Run the optimizer steps that are left, or as many as there is time for. Every rank runs it in lockstep."""
     for step in range(session.step, session.config.steps):
-        session.heartbeat.beat("train", step)
+        compiles = session.config.compile and step == session.first_step
+        session.heartbeat.beat(COMPILING if compiles else TRAINING, step)
         for profile in session.profiles:
             profile.before_step(step)
         with session.clock.span("training"):

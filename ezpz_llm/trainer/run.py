@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from ezpz_llm.dist import Heartbeat
 from ezpz_llm.dist.setup import setup
+from ezpz_llm.launch.phases import MEETING
 from ezpz_llm.trainer.finish import finish
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import Options
@@ -15,12 +18,13 @@ from ezpz_llm.trainer.start import start
 def run(options: Options) -> int:
     """Train as `options` say; returns the exit code. Every rank calls it."""
     config = options.config
-    clock = WallClock()
+    clock, heartbeat = WallClock(), Heartbeat(os.environ)
+    heartbeat.beat(MEETING)
     run_dir = Path(config.run_dir) if config.run_dir is not None else None
     with clock.span("set-up"):
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)
     with dist:
         with clock.span("set-up"):
-            session = start(options, dist, clock)
+            session = start(options, dist, clock, heartbeat)
         train(session)
         return finish(session)

@@ -19,6 +19,7 @@ from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.checkpoint.agree import raise_together
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.phases import LOADING, STARTING
 from ezpz_llm.model.compile import compile_blocks
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.flops import flops_per_token
@@ -44,14 +45,13 @@ from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.session import Session, WallClock
 
 
-def start(options: Options, dist: Dist, clock: WallClock) -> Session:
+def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) -> Session:
     """Prepare the data, build the model and its engine, go back to a checkpoint if asked to. Collective.
 
     Raises:
         UserError: whatever the user can mend; the same on every rank.
     """
-    heartbeat = Heartbeat(dist.run_dir, dist.rank)
-    heartbeat.beat("start")
+    heartbeat.beat(LOADING)
     data = open_data(options, dist)
     plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
     if plan.resolved.precision == "auto":
@@ -62,6 +62,7 @@ def start(options: Options, dist: Dist, clock: WallClock) -> Session:
     batches = Batches(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
                       global_batch=batch.global_batch, micro_batch=batch.micro_batch,
                       dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
+    heartbeat.beat(STARTING)
     engine = make_engine(plan, dist)
     first_step, position = 0, Position()
     if config.resume is not None:

@@ -67,6 +67,14 @@ def exit_record(account: Account) -> dict[str, object]:
     }
 
 
+NOT_STARTED = "not_started"
+
+
+def not_started(code: int, cause: str, ended: float) -> dict[str, object]:
+    """What run.json keeps where launch itself decided against the start."""
+    return {"code": code, "cause": cause, "kind": NOT_STARTED, "rank": None, "ended": ended}
+
+
 def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
     """The facts as run.json has them. Where launch was killed before it wrote the end, the run ended at its
     `last_sign` of life, and nothing is known about how."""

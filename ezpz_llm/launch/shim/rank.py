@@ -93,11 +93,10 @@ class Rank:
         return child
 
     def _variables(self) -> dict[str, str]:
-        variables = {RANK_VARIABLE: str(self.info.rank)}
+        variables = {RANK_VARIABLE: str(self.info.rank), HEARTBEAT_VARIABLE: str(self._heartbeat())}
         if self.folder is not None:
             variables[NODE_DIR_VARIABLE] = str(self.folder)
             variables[STACKS_VARIABLE] = str(stacks_file(self.folder, self.info.rank))
-            variables[HEARTBEAT_VARIABLE] = str(self._heartbeat())
         return variables
 
     def _heartbeat(self) -> Path:
