@@ -1,0 +1,207 @@
+"""Who is silent, who only waits; what the agents of the nodes do; real hangs, real stacks, forwarded signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_runs import launch, left_over, record, start
+
+from ezpz_llm.launch.life import RankLife, SignsOfLife, judge
+from ezpz_llm.launch.node.folder import base, node_dir, prefix
+from ezpz_llm.launch.node.report import (
+    ENDED,
+    NodeReport,
+    RankReport,
+    control_interval_s,
+    interval_s,
+    read_reports,
+    write_report,
+)
+from ezpz_llm.launch.node.stale import remove_stale
+from ezpz_llm.launch.phases import COMPILING, EVALUATING, MEETING, SAVING, TRAINING
+from ezpz_llm.rundir import RunDir
+
+
+def _life(rank: int, silent_s: float | None, idle_s: float = 0.0, phase: str | None = TRAINING,
+          step: int | None = 5, node_s: float = 0.0) -> RankLife:
+    return RankLife(rank, f"n{rank}", phase, step, silent_s, idle_s, node_s, node_limit_s=30.0)
+
+
+@pytest.mark.parametrize(("ranks", "silent"), [
+    # Heartbeats: each rank for itself, whatever another prints.
+    ([_life(0, 1), _life(1, 20, idle_s=20)], [1]),
+    ([_life(0, 1), _life(1, 20, idle_s=0)], [1]),
+    ([_life(0, 1), _life(1, 9)], []),
+    # The one that is furthest behind is the first suspect, a rank whose node has gone comes before it.
+    ([_life(0, 20, step=6), _life(1, 20, step=5), _life(2, 20, step=6)], [1, 0, 2]),
+    ([_life(0, 20, step=6), _life(1, 20, step=5), _life(2, 40, step=6, node_s=40)], [2, 1, 0]),
+    # A rank that compiles, saves or evaluates is at work while it uses the processor, and others may wait for it.
+    ([_life(0, 20, phase=SAVING), _life(1, 20)], []),
+    ([_life(0, 20, phase=COMPILING, step=0), _life(1, 20, step=0)], []),
+    ([_life(0, 20, idle_s=20, phase=EVALUATING), _life(1, 20, idle_s=20, phase=EVALUATING)], [0, 1]),
+    # It is no excuse for one that is behind it.
+    ([_life(0, 20, phase=SAVING, step=6), _life(1, 20, step=5)], [1]),
+    # Without heartbeats one rank that works is enough.
+    ([_life(0, None, idle_s=1), _life(1, None, idle_s=99)], []),
+    ([_life(0, None, idle_s=20), _life(1, None, idle_s=99)], [0, 1]),
+    # Ranks that meet wait for one that still imports.
+    ([_life(0, 20, phase=MEETING, step=None), _life(1, None, idle_s=0, phase=None, step=None)], []),
+    ([], []),
+])
+def test_who_is_silent(ranks: list[RankLife], silent: list[int]) -> None:
+    found = [one.rank for one in judge(ranks, limit_s=10.0)]
+    assert sorted(found) == sorted(silent)
+    assert found[:1] == silent[:1]
+
+
+def _report(run_dir: RunDir, rank: int, silent_s: float, state: str = "running") -> None:
+    one = RankReport(pid=7, phase=TRAINING, step=3, silent_s=silent_s, idle_s=silent_s)
+    write_report(run_dir, NodeReport("id", f"n{rank}", rank, state, 1.0, {rank: one}))
+
+
+def test_ages_rest_on_no_two_clocks(tmp_path: Path) -> None:
+    """A node's report tells ages by its clock; the rest is counted here. File times and dates play no part."""
+    run_dir = RunDir(tmp_path).create()
+    life = SignsOfLife(run_dir, "id", {0: "n0", 1: "n1"}, started=1000.0)
+    _report(run_dir, 0, 2.0)
+    os.utime(run_dir.node_report(0), (0, 0))
+    life.look(1001.0)
+    ages = {one.rank: one for one in life.ranks(1004.0)}
+    assert ages[0].silent_s == pytest.approx(5.0)
+    assert ages[1].idle_s < 0  # it has not come yet, and has a minute for that
+    for now in range(1005, 1065, 5):
+        life.look(float(now))
+    assert {one.rank: one for one in life.ranks(1064.0)}[0].silent_s == pytest.approx(65.0)
+    assert life.silent_nodes(1064.0, 60.0) == []  # no other node reports
+    _report(run_dir, 1, 0.0)
+    life.look(1064.5)
+    assert [report.host for report, _ in life.silent_nodes(1065.0, 60.0)] == ["n0"]
+    _report(run_dir, 0, 2.0, state=ENDED)
+    life.look(1066.0)
+    assert [one.rank for one in life.ranks(1066.0)] == [1]
+
+
+def test_time_in_which_launch_could_not_look_is_nobodys_silence(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path).create()
+    life = SignsOfLife(run_dir, "id", {0: "n0"}, started=0.0)
+    _report(run_dir, 0, 1.0)
+    life.look(1.0)
+    life.look(500.0)
+    assert life.ranks(500.0)[0].silent_s < 15.0
+
+
+def test_reports_of_another_run_and_half_written_ones_are_left_out(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path).create()
+    _report(run_dir, 0, 1.0)
+    whole = run_dir.node_report(0).read_text()
+    run_dir.node_report(4).write_text(whole[: len(whole) // 2])
+    run_dir.node_report(8).write_text(whole.replace('"id"', '"other"'))
+    assert [report.first_rank for report in read_reports(run_dir, "id")] == [0]
+
+
+def test_a_file_system_survives_many_nodes() -> None:
+    assert (interval_s(4), control_interval_s(4)) == (1.0, 1.0)
+    assert 10624 / interval_s(10624) <= 200
+    assert 10624 / control_interval_s(10624) <= 2000
+
+
+# Rank 1 does not come to step 3, where rank 0 waits for it and goes on to print.
+_HANG = """
+import os, time
+from ezpz_llm.dist.heartbeat import Heartbeat
+from ezpz_llm.dist.stacks import answer_with_stacks
+answer_with_stacks(os.environ)
+heart, rank, folder = Heartbeat(os.environ), int(os.environ["EZPZ_LLM_RANK"]), os.environ["EZPZ_LLM_RUN_DIR"]
+def wait_for_a_lock():
+    while True:
+        time.sleep(0.1)
+for step in range(100000):
+    heart.beat("training", step)
+    if rank == 1 and step == 3:
+        wait_for_a_lock()
+    time.sleep(0.2)
+    print("chatter", flush=True)
+"""
+
+
+def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(_HANG)
+    done = launch(tmp_path, "-n", "2", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "hang.py")
+    assert done.returncode == 124, done.stderr
+    # The same phase is written once a second, so that the step may be an earlier one.
+    assert re.search(r"rank 1 on \S+: training, step [0-3], silent for \d+ s; its stack: \S+/r/stacks/rank0001.txt",
+                     done.stderr), done.stderr
+    assert "for comparison, rank 0" in done.stderr
+    [stack] = (tmp_path / "r/stacks").glob("rank0001*")
+    assert "wait_for_a_lock" in stack.read_text()
+    assert "hang.py" in stack.read_text()
+    assert record(tmp_path / "r")["exit"]["kind"] == "idle"
+    assert left_over(tmp_path / "r") == {}
+    assert not node_dir(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]).exists()
+
+
+# A long save: no heartbeat, but work in a child.
+_SAVE = """
+import os, subprocess, sys
+from ezpz_llm.dist.heartbeat import Heartbeat
+heart = Heartbeat(os.environ)
+heart.beat("training", 1)
+heart.beat("saving", 1)
+subprocess.run([sys.executable, "-c", "import time; end = time.time() + 6\\nwhile time.time() < end: pass"])
+"""
+
+
+def test_a_long_save_is_no_hang(tmp_path: Path) -> None:
+    (tmp_path / "save.py").write_text(_SAVE)
+    done = launch(tmp_path, "-n", "1", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "save.py")
+    assert done.returncode == 0, done.stderr
+
+
+_ASKED = """
+import os, signal, sys, time
+def asked(*_):
+    print("asked", os.environ["EZPZ_LLM_RANK"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, asked)
+open(os.path.join(os.environ["EZPZ_LLM_RUN_DIR"], "up" + os.environ["EZPZ_LLM_RANK"]), "w").close()
+time.sleep(60)
+"""
+
+
+def test_a_signal_that_is_the_ranks_to_understand_reaches_all(tmp_path: Path) -> None:
+    """As Slurm's --signal=B:USR1@60 sends it to launch, in a batch script."""
+    (tmp_path / "asked.py").write_text(_ASKED)
+    running = start(tmp_path, "-n", "2", "--tee", "all", "--run-dir", "r", sys.executable, "asked.py")
+    deadline = time.monotonic() + 30
+    while len(list((tmp_path / "r").glob("up*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.send_signal(signal.SIGUSR1)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 0, err
+    assert sorted(re.findall(r"asked \d", out)) == ["asked 0", "asked 1"]
+
+
+def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
+    old, young, lived_in = (base() / f"{prefix()}test{os.getpid()}{name}" for name in ("old", "young", "lived"))
+    marker = lived_in.name.removeprefix(prefix())
+    sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, "EZPZ_LLM_RUN_ID": marker})
+    try:
+        for folder in (old, young, lived_in):
+            folder.mkdir(mode=0o700)
+        for folder in (old, lived_in):
+            os.utime(folder, (0, 0))
+        remove_stale("another")
+        assert [folder.exists() for folder in (old, young, lived_in)] == [False, True, True]
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+        for folder in (young, lived_in):
+            folder.rmdir()
