@@ -40,7 +40,8 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
                if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
     said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
-    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _raised(ends))
+    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _raised(ends),
+                        _silent(nodes, facts))
     verdict = judge(evidence)
     if verdict is None or _ended_well(facts, reports, failures):
         return Account(facts, 0, "all ranks ended well")
@@ -64,6 +65,14 @@ def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tup
     return tuple(rank for rank in range(facts.world_size)
                  if rank not in recorded and rank not in cleared
                  and (rank not in told or told[rank].ended is None))
+
+
+def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
+    """The hosts that have not reported their end, if others have: launch waits for all of them."""
+    silent = [node for node in nodes if node.state != ENDED]
+    if len(silent) == len(nodes):
+        return ()
+    return tuple(dict.fromkeys(facts.hosts[rank] for node in silent for rank in node.ranks))
 
 
 def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:

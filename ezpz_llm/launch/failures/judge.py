@@ -46,13 +46,15 @@ _LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was
 @dataclass(frozen=True)
 class Evidence:
     """All that is known: the records, what the launcher and the scheduler said, and for ranks without a record
-    what their logs show; `absent` are ranks that neither left a record nor ended well."""
+    what their logs show; `absent` are ranks that neither left a record nor ended well; `silent` are hosts that
+    have not reported their end, though others have."""
 
     failures: tuple[Failure, ...]
     sayings: tuple[Saying, ...]
     facts: RunFacts
     absent: tuple[int, ...] = ()
     in_logs: Mapping[int, Raised] | None = None
+    silent: tuple[str, ...] = ()
 
     @functools.cached_property
     def found(self) -> dict[int, Finding]:
@@ -65,7 +67,8 @@ def judge(evidence: Evidence) -> Verdict | None:
     facts = evidence.facts
     if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
         return None
-    for step in (_a_ranks_own, _the_schedulers, _a_lost_node, _aborted, _launchs_own, _a_victim, _the_launchers):
+    for step in (_a_ranks_own, _the_schedulers, _a_lost_node, _aborted, _launchs_own, _a_victim, _the_launchers,
+                 _a_silent_node):
         verdict = step(evidence)
         if verdict is not None:
             return verdict
@@ -161,6 +164,15 @@ def _the_launchers(evidence: Evidence) -> Verdict | None:
                 hosts = (saying.host,) if saying.host else ()
                 return Verdict(code, kind, saying.words, saying.ranks[0] if saying.ranks else None, hosts)
     return None
+
+
+def _a_silent_node(evidence: Evidence) -> Verdict | None:
+    """The launcher ended all ranks before they could leave a record, and a node has not been heard of since."""
+    gone = [rank for rank in evidence.absent if _host(evidence.facts, rank) in evidence.silent]
+    if not gone or evidence.facts.launcher_status is None:
+        return None
+    return Verdict(_launchers_code(evidence.facts), Kind.VANISHED,
+                   f"nothing has been heard of {', '.join(evidence.silent)} since", gone[0], evidence.silent)
 
 
 def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:

@@ -54,8 +54,8 @@ def cause_line(findings: Findings) -> str:
         where = f"{', '.join(verdict.hosts)}: "
     if verdict.kind in (Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
         return verdict.evidence
-    if verdict.kind is Kind.VANISHED and findings.evidence.absent:
-        absent = findings.evidence.absent
+    if verdict.kind is Kind.VANISHED:
+        absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in verdict.hosts]
         return (f"{named(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
                 f" {_last_heard(findings, absent[0])}")
     kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
