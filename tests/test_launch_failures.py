@@ -273,6 +273,9 @@ def test_a_node_that_went() -> None:
     verdict = _judge(*lost, words=words, absent=(2, 3))
     assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.NODE_FAILED, ("n2",), 2)
     assert verdict.code == 143
+    # Slurm signals the other tasks of the step, some before their shims can tell them.
+    signalled = [_failure(rank, 3.0, 143, "SIGTERM", ended_by=by) for rank, by in enumerate((None, "SIGTERM"))]
+    assert _judge(*signalled, words=words, absent=(2, 3)).kind is Kind.NODE_FAILED
     # Nobody says so, but its ranks are gone while others only lost a peer.
     verdict = _judge(*lost, absent=(2, 3))
     assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.VANISHED, ("n2",), 2)

@@ -83,8 +83,8 @@ def _a_ranks_own(evidence: Evidence) -> Verdict | None:
     in_time = evidence.facts.failed_before_stop
     own = [failure for failure in evidence.failures
            if evidence.found[failure.rank].kind not in FOLLOWERS and (in_time is None or failure.rank in in_time)]
-    if _the_schedulers(evidence) is not None:
-        # A scheduler that ends a job signals ranks directly, too.
+    if _the_schedulers(evidence) is not None or _a_lost_node(evidence) is not None:
+        # A scheduler that ends a job or a step signals ranks directly, too.
         own = [failure for failure in own if failure.signal not in _FROM_OUTSIDE
                or evidence.found[failure.rank].kind is Kind.OOM_KILLED]
     return _of_rank(own[0], evidence) if own else None
