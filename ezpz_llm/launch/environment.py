@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ezpz_llm.launch.addresses import Meeting
 from ezpz_llm.launch.allocation import Allocation
@@ -17,11 +16,13 @@ from ezpz_llm.launch.variables import (
     ENDS_AT_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
+    RANKS_OWN,
     RUN_ID_VARIABLE,
     SITE_VARIABLE,
     TEE_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
+from ezpz_llm.resources import user_path
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
 
 MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -70,7 +71,7 @@ def site_settings(site: Site, options: Options, env: Mapping[str, str]) -> dict[
     named = options.site or env.get(SITE_VARIABLE)
     if named and ("/" in named or named.endswith(".toml")):
         # For a command with another working directory.
-        settings[SITE_VARIABLE] = Setting(str(Path(named).expanduser().absolute()), site.source)
+        settings[SITE_VARIABLE] = Setting(str(user_path(named).absolute()), site.source)
     elif site.name != Site.name:
         settings[SITE_VARIABLE] = Setting(site.name, site.source)
     return settings
@@ -108,5 +109,6 @@ def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
 
 def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:
     """The names of the variables that ranks on other hosts need."""
-    wanted = [name for name in env if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)]
+    wanted = [name for name in env if name not in RANKS_OWN
+              and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]
     return tuple(sorted({*wanted, *settings, *(set(MEETING_VARIABLES) & env.keys())}))

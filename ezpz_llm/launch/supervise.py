@@ -22,6 +22,7 @@ from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, tak
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay
 from ezpz_llm.launch.signals import Signals
+from ezpz_llm.launch.variables import RANKS_OWN, TORCHRUNS_OWN
 
 PEER_GRACE_S = 3.0
 """How long the peers of a failed rank may go on, so that they can say what they saw."""
@@ -29,6 +30,10 @@ KILL_AFTER_S = 5.0
 """From SIGTERM to SIGKILL where we end a run ourselves."""
 ASKED_KILL_AFTER_S = 10.0
 """The same where launch itself was told to end: ranks may be saving their work."""
+
+_OF_AN_OUTER_RANK = {*RANKS_OWN, *TORCHRUNS_OWN}
+"""Of a run of one rank that launch stands in. The next mpiexec or srun replaces an MPI's own variables; those
+of torchrun would pass for the ranks' own."""
 
 _POLL_S = 0.1
 _LOOK_S = 5.0
@@ -66,7 +71,8 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
 
 
 def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
-    env = {**os.environ, **{name: setting.value for name, setting in plan.env.items()}}
+    env = {name: value for name, value in os.environ.items() if name not in _OF_AN_OUTER_RANK}
+    env |= {name: setting.value for name, setting in plan.env.items()}
     sys.stdout.flush()
     try:
         # A session of its own keeps the terminal's Ctrl-C to launch, which then ends the run in order.
@@ -114,7 +120,9 @@ class _Watch:
             if tell():
                 print(ended.text, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                self.plan.run_dir.post_mortem.write_text(f"{ended.text}\n")
+                # In any locale, and with names that are no text.
+                self.plan.run_dir.post_mortem.write_text(f"{ended.text}\n", encoding="utf-8",
+                                                         errors="backslashreplace")
         return ended
 
     def _wait(self) -> Stop | None:

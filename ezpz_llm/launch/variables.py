@@ -32,6 +32,12 @@ HEARTBEAT_VARIABLE = "EZPZ_LLM_HEARTBEAT"
 STACKS_VARIABLE = "EZPZ_LLM_STACKS"
 """The node-local file into which the rank writes its stacks when it is sent STACKS_SIGNAL."""
 
+RANKS_OWN = (RANK_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE, STACKS_VARIABLE)
+"""What the shim tells one rank alone. A launch inside a rank starts a run of its own, and hands none of it on."""
+
+TORCHRUNS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK")
+"""What torchrun tells one rank alone of its place."""
+
 STACKS_SIGNAL = 58
 """What asks a rank for its stacks: a real-time signal, which no scheduler, MPI or collective library sends."""
 

@@ -14,6 +14,7 @@ from ezpz_llm.launch.variables import (
     ENDS_AT_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
+    RANKS_OWN,
     RUN_ID_VARIABLE,
     SITE_VARIABLE,
     WORLD_SIZE_VARIABLE,
@@ -23,7 +24,7 @@ from ezpz_llm.rundir import RUN_DIR_VARIABLE, redact
 _RESERVE_S = 60
 """What may pass between a job's start, as its scheduler counts, and the first line of its script."""
 
-_OF_A_LAUNCH = (*MASKS, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE, ENDS_AT_VARIABLE)
+_OF_A_LAUNCH = (*MASKS, *RANKS_OWN, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE, ENDS_AT_VARIABLE)
 # The job has its own home, and PATH and the site get lines of their own.
 _LEFT_OUT = ("HOME", "PATH", SITE_VARIABLE, *_OF_A_LAUNCH)
 _OF_THE_ENVIRONMENT = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
