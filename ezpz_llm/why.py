@@ -21,6 +21,7 @@ _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
 _SILENT_AFTER_S = 30.0
 _STACKS_TAKEN = 2
+_WRITTEN_BY_LAUNCH = {"env", "world_size", "hosts", "ranks_per_host", "launcher", "started"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,11 +70,9 @@ def _newest(folder: Path) -> RunDir:
 
 
 def _record(run_dir: RunDir) -> dict:
-    try:
-        record = read_record(run_dir)
-    except ValueError as error:
-        raise UserError(f"run.json is not JSON ({error})", where=str(run_dir.record)) from error
-    if not record.get("launch"):
+    record = read_record(run_dir)
+    launch = record.get("launch")
+    if not isinstance(launch, dict) or not launch.keys() >= _WRITTEN_BY_LAUNCH:
         raise UserError("there is no record of launch here", where=str(run_dir.record),
                         instead="the run directory of a run that launch started")
     return record

@@ -68,10 +68,21 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
         with _where_it_runs(plan, options) as plan:
             outcome = run(plan, options.idle_limit_s)
     except UserError as error:
-        update_record(plan.run_dir, exit=not_started(error.exit_code, error.found, time.time()))
+        _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
-    update_record(plan.run_dir, exit=exit_record(outcome))
+    _record_end(plan, exit_record(outcome))
     return outcome.code
+
+
+def _record_end(plan: LaunchPlan, how: dict[str, object]) -> None:
+    """Write it where that is still possible: the exit code is what it is all the same."""
+    from ezpz_llm.rundir import update_record
+
+    try:
+        update_record(plan.run_dir, exit=how)
+    except (OSError, UserError) as error:
+        why = error.found if isinstance(error, UserError) else error.strerror
+        print(f"launch: the end of the run is not in {plan.run_dir.record}: {why}", file=sys.stderr, flush=True)
 
 
 def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.rundir.files import write_json
 from ezpz_llm.rundir.layout import RunDir
 from ezpz_llm.rundir.secrets import hide, redact, secret_values
@@ -18,10 +19,24 @@ _LOCK_TRIES = 100
 
 
 def read_record(run_dir: RunDir) -> dict[str, Any]:
-    """The record as it stands; empty where there is none yet."""
-    if not run_dir.record.exists():
+    """The record as it stands; empty where there is none yet.
+
+    Raises:
+        UserError: it cannot be read, or is not what we write there.
+    """
+    try:
+        record = json.loads(run_dir.record.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return json.loads(run_dir.record.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read run.json: {error.strerror}", where=str(run_dir.record)) from error
+    except ValueError as error:
+        raise UserError(f"run.json is not JSON ({error})", where=str(run_dir.record),
+                        instead="another run directory, or remove the file") from error
+    if not isinstance(record, dict):
+        raise UserError("run.json is not a run's record", where=str(run_dir.record),
+                        instead="another run directory, or remove the file")
+    return record
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:

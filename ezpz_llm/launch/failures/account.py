@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.failures.advice import advice
 from ezpz_llm.launch.failures.facts import Account, RunFacts
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
@@ -29,7 +32,7 @@ _ABORT = re.compile(r".*application called MPI_Abort\([^,]+, \d+\) - process \d+
 
 def account(run_dir: RunDir, facts: RunFacts) -> Account:
     """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only."""
-    launch = read_record(run_dir).get("launch") or {}
+    launch = _launch_record(run_dir)
     nodes = read_reports(run_dir, (launch.get("env") or {}).get(RUN_ID_VARIABLE, ""))
     since = launch.get("started", 0.0) - _CLOCK_SLACK_S
     failures = tuple(_as_stopped(failure, facts) for failure in read_failures(run_dir))
@@ -49,6 +52,13 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
                         advice(verdict, run_dir, facts, launch.get("typed") or ()))
     return Account(facts, verdict.code, cause_line(findings), as_text(findings), verdict.rank,
                    verdict.kind.name.lower(), as_details(findings))
+
+
+def _launch_record(run_dir: RunDir) -> Mapping[str, Any]:
+    # The program may have written over it: that is no reason to keep silent about the program's own end.
+    with contextlib.suppress(UserError):
+        return read_record(run_dir).get("launch") or {}
+    return {}
 
 
 def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tuple[int, ...]:
