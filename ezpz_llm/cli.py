@@ -51,13 +51,13 @@ def _module(path: Path) -> str:
 
 def _defines_main(path: Path) -> bool:
     # A command either defines main or, in a __main__ module, imports it from beside.
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     return path.stem == "__main__" or "\ndef main(" in text
 
 
 def _help() -> str:
     lines = ["usage: ezpz-llm COMMAND …     (each has --help)", ""]
     for name, path in find_commands().items():
-        summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
         lines.append(f"  {name:<10}  {summary}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ Every room may import this module; it imports only the standard library.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +70,9 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
 
     Returns the exit code; any other exception passes through with its traceback, since it is our fault.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a locale cannot show is shown by its number, as standard error does: it ends no command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except UserError as error:
@@ -83,7 +87,19 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
             print(f"error: {full}", file=sys.stderr, flush=True)
             return 1
         if not isinstance(error, BrokenPipeError):
+            if not _has_working_directory():
+                print("error: the working directory does not exist any more\n  instead: cd to another place",
+                      file=sys.stderr, flush=True)
+                return EXIT_USAGE
             raise
         # The reader of our output has gone (`… | head`): what is left to flush has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

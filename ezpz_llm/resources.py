@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ezpz_llm.errors import UserError
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -20,10 +22,27 @@ def data_dir(name: str) -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
+def user_path(text: str | Path) -> Path:
+    """A path that the user named, with `~` as a shell would read it.
+
+    Raises:
+        UserError: there is no such user, or this one has no home directory.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{str(text)!r} begins with no home directory that is known here",
+                        instead="the whole path") from error
+
+
 def cache_dir(env: Mapping[str, str] | None = None) -> Path:
-    """The documented cache: $EZPZ_LLM_CACHE, else $XDG_CACHE_HOME/ezpz_llm, else ~/.cache/ezpz_llm."""
+    """The documented cache: $EZPZ_LLM_CACHE, else $XDG_CACHE_HOME/ezpz_llm, else ~/.cache/ezpz_llm.
+
+    Raises:
+        UserError: this user has no home directory.
+    """
     env = os.environ if env is None else env
     if chosen := env.get("EZPZ_LLM_CACHE"):
-        return Path(chosen).expanduser()
+        return user_path(chosen)
     base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ezpz_llm"
+    return (Path(base) if base else user_path("~/.cache")) / "ezpz_llm"

@@ -82,6 +82,9 @@ def parse(words: Sequence[str]) -> Options:
     options = Options(command=tuple(rest), **found)
     if not options.command and not options.help:
         raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
+    if options.command and not options.command[0]:
+        raise UserError("the command to launch is an empty word", where="a shell variable that is not set?",
+                        instead="launch [options] python3 train.py …")
     if options.as_json and not options.dry_run:
         raise UserError("--json says how --dry-run prints", instead="launch --dry-run --json …")
     return options

@@ -9,6 +9,9 @@ from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.devices import Devices
 
+_MOST_ON_A_HOST = 10_000
+"""A Linux host has 32768 process numbers unless it is told otherwise, and a rank takes three or more."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -58,6 +61,9 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
         if wanted > sum(room):
             room = _widened(allocation, room, wanted)
     counts = _fill(room, wanted)
+    if max(counts) > _MOST_ON_A_HOST:
+        raise UserError(f"{max(counts)} ranks on one host are more than it can run", where=source,
+                        instead=f"{_MOST_ON_A_HOST} or fewer a host")
     _check_slots(allocation, counts)
     return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
 

@@ -37,6 +37,7 @@ from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
+from ezpz_llm.resources import user_path
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import redact_words
 
@@ -81,7 +82,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     """
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
-    run_dir = RunDir(chosen.expanduser().absolute()) if chosen else default_run_dir(target.name)
+    run_dir = RunDir(user_path(chosen).absolute()) if chosen else default_run_dir(target.name)
     found = supplement(find_allocation(env, options.scheduler), env, QUICK if options.dry_run else PATIENT)
     allocation = narrow(found, options.nodes, options.hosts, options.hostfile)
     if allocation.scheduler == started.NAME:

@@ -24,7 +24,7 @@ def derived_ports(key: str) -> Iterator[int]:
     """Ports to try, in order: the same for the same `key`, and by all odds others for another."""
     span = _LAST_PORT - _FIRST_PORT + 1
     for step in range(_TRIES):
-        yield _FIRST_PORT + (zlib.crc32(key.encode()) + step) % span
+        yield _FIRST_PORT + (zlib.crc32(os.fsencode(key)) + step) % span
 
 
 def free_port(address: str, key: str) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.resources import user_path
 
 _PACKAGE = "ezpz_llm"
 _SCRIPT = "ezpz-llm"
@@ -59,7 +60,7 @@ def run_dir_of(target: Target, given: Path | None) -> Path | None:
     own = _own_run_dir(target) if target.module else None
     if own is None or given is None:
         return given or own
-    if own.expanduser().absolute() != given.expanduser().absolute():
+    if user_path(own).absolute() != user_path(given).absolute():
         raise UserError(f"two run directories: {given} and {own}",
                         where=f"launch --run-dir {given}, {target.module} --run-dir {own}",
                         instead="name it once")

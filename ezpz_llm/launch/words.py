@@ -53,6 +53,9 @@ def split_options(words: Sequence[str], options: Sequence[Option],
             found[option.field] = option.convert(value)
         except ValueError as error:
             raise UserError(f"{name} {value!r} is not {error}", instead=f"{name} {option.value}") from error
+        if not value:
+            # Mostly a shell's variable that is not set.
+            raise UserError(f"the value of {name} is empty", instead=f"{name} {option.value}")
     return found, rest
 
 

@@ -20,6 +20,7 @@ from ezpz_llm.launch.schedulers import local
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.launch.variables import SITE_VARIABLE
+from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import RunDir, default_run_dir
 from ezpz_llm.submit import pbs, slurm
 from ezpz_llm.submit.environment import environment_lines
@@ -91,7 +92,7 @@ def _scheduler(site: Site, env: Mapping[str, str]) -> ModuleType:
 
 def _chosen_run_dir(options: Options, target: Target) -> Path | None:
     ours, of_launch = options.run_dir, run_dir_of(target, options.launch.run_dir)
-    paths = [path.expanduser().absolute() for path in (ours, of_launch) if path]
+    paths = [user_path(path).absolute() for path in (ours, of_launch) if path]
     if len(set(paths)) > 1:
         raise UserError(f"two run directories: {ours} and {of_launch}", where="submit --run-dir, launch --run-dir",
                         instead="name it once")
@@ -137,6 +138,6 @@ def _setup(job: Job) -> tuple[str, ...]:
     if given is None and job.site.name == Site().name:
         return job.site.job.setup
     # In the job nothing is guessed again, and a file's path does not depend on the working directory.
-    path = Path(given).expanduser() if given else None
+    path = user_path(given) if given else None
     named = str(path.absolute()) if path and path.is_file() else job.site.name
     return (*job.site.job.setup, f"export {SITE_VARIABLE}={shlex.quote(named)}")

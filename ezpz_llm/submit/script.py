@@ -14,7 +14,7 @@ _HEADING = re.compile(r"^# ---- (\w+).*\n", re.MULTILINE)
 
 def fill_template(name: str, introduction: str, sections: dict[str, list[str]]) -> str:
     """The template `name` with its introduction and the named sections replaced; the others stay as they are."""
-    shebang, _, text = (data_dir("jobs") / name).read_text().partition("\n")
+    shebang, _, text = (data_dir("jobs") / name).read_text(encoding="utf-8").partition("\n")
     headings = list(_HEADING.finditer(text))
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
     parts = [f"{shebang}\n{introduction}\n\n"]

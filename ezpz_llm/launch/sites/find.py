@@ -12,7 +12,7 @@ from ezpz_llm.launch.sites.file import SiteFile, read_site
 from ezpz_llm.launch.sites.keys import HINTS
 from ezpz_llm.launch.sites.site import Site
 from ezpz_llm.launch.variables import SITE_VARIABLE
-from ezpz_llm.resources import data_dir
+from ezpz_llm.resources import data_dir, user_path
 
 _GENERIC = "generic"
 
@@ -39,7 +39,7 @@ def site_files() -> dict[str, Path]:
 
 
 def _named(name: str, source: str) -> Site:
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix == ".toml" or "/" in name:
         return read_site(path, source).site
     files = site_files()

@@ -78,7 +78,7 @@ def mpi_library() -> str | None:
     try:
         done = subprocess.run([sys.executable, "-c", _MPI_QUESTION], capture_output=True, text=True, check=False,
                               timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=_without_ranks())
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return first_line(done.stdout) if done.returncode == 0 else None
 
