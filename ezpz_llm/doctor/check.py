@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-Level = Literal["ok", "warn", "bad"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line: what was found, whether a run can live with it, and what mends it (empty where all is well)."""
-
-    level: Level
-    name: str
-    found: str
-    instead: str = ""
+from ezpz_llm.doctor.result import Check
 
 
 def run_checks(env: Mapping[str, str]) -> list[Check]:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.doctor.check import Check
+from ezpz_llm.doctor.result import Check
 from ezpz_llm.launch.devices import core_ranges
 from ezpz_llm.preflight.facts.host import host_facts, numa_domains, room
 from ezpz_llm.preflight.judge.folding import size

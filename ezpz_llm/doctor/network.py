@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 
-from ezpz_llm.doctor.check import Check
+from ezpz_llm.doctor.result import Check
 from ezpz_llm.launch.addresses import is_loopback, resolve
 from ezpz_llm.launch.interfaces import describe, missing_interface, own_interfaces
 from ezpz_llm.preflight.facts.network import named_interfaces

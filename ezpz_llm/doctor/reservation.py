@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 
-from ezpz_llm.doctor.check import Check
+from ezpz_llm.doctor.result import Check
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.schedulers import find_allocation, local

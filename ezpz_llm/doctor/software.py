@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from ezpz_llm.doctor.check import Check
+from ezpz_llm.doctor.result import Check
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.doctor.check import Check
+from ezpz_llm.doctor.result import Check
 from ezpz_llm.engine.ops import OPS, building_dir, is_built, ops_dir
 from ezpz_llm.preflight.facts.software import installed, torch_build
 

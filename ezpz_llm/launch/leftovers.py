@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ezpz_llm.launch.node.folder import agents
-from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.node.processes import Process, marked
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,11 +28,12 @@ def die_with_parent(number: signal.Signals) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def end_marked(run_id: str, within_s: float = 5.0, keep: frozenset[int] = frozenset()) -> list[int]:
-    """Kill what is left of the run on this host, except `keep`; the processes that resist for `within_s` are
+def end_marked(run_id: str, within_s: float = 5.0,
+               chosen: Callable[[Process], bool] = lambda process: True) -> list[int]:
+    """Kill what is left of the run on this host and is `chosen`; the processes that resist for `within_s` are
     returned."""
     deadline = time.monotonic() + within_s
-    while left := [process.pid for process in marked(run_id) if process.pid not in keep]:
+    while left := [process.pid for process in marked(run_id) if chosen(process)]:
         if time.monotonic() > deadline:
             return left
         for pid in left:
@@ -98,4 +99,5 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
             first()
         time.sleep(delay_s)
         # The agent sees by itself that the node's shims have gone, reports it, and goes.
-        end_marked(run_id, keep=agents(run_id))
+        kept = agents(run_id)
+        end_marked(run_id, chosen=lambda process: process.pid not in kept)

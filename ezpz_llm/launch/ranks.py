@@ -14,6 +14,10 @@ from ezpz_llm.errors import UserError
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
 
+ALONE = "single process"
+"""The source of a process that nothing launched."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Where a process stands in its job. `source` says which variables told, `notes` what disagreed with them."""
@@ -100,7 +104,7 @@ def find_rank(env: Mapping[str, str]) -> RankInfo:
     families = sorted(told.values(), key=FAMILIES.index)
     if not families:
         _refuse_rank_alone(env)
-        return RankInfo(0, 1, 0, 1, 0, "single process")
+        return RankInfo(0, 1, 0, 1, 0, ALONE)
     chosen = _read(families[0], env)
     agreeing, notes = [chosen], []
     for family in families[1:]:

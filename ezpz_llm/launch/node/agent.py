@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from ezpz_llm.launch.leftovers import detach, end_marked, kill
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.gather import Gatherer
 from ezpz_llm.launch.node.orders import StopOrder, signals_ordered, stacks_ordered, stop_ordered
-from ezpz_llm.launch.node.processes import Process, catches, marked
+from ezpz_llm.launch.node.processes import catches, marked
 from ezpz_llm.launch.node.report import (
     ENDED,
     KEEPALIVE_S,
@@ -44,7 +43,6 @@ _LATE_S = 60.0
 """How long it waits for ranks of the node that have not come while none runs."""
 _LINGER_S = 2.0
 """How long launcher processes on the node may take to go after their ranks, in a run that is ended."""
-_END_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ class _Node:
     def _finish(self) -> None:
         """End what ranks left behind. Where the run itself is ended, end the launcher's helpers on this node too,
         but after the shims, which wait for the folder to go."""
-        left = self._end(lambda process: process.rank is not None)
+        left = end_marked(self.run_id, chosen=lambda process: process.rank is not None)
         ranks, _ = self.gatherer.look([])
         clears_node = self.stop is not None and self.stop.launch_host != self.host
         self._write(RANKS_ENDED if clears_node else ENDED, ranks, left)
@@ -187,16 +185,6 @@ class _Node:
             while any(marked(self.run_id)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             self._write(ENDED, ranks, end_marked(self.run_id))
-
-    def _end(self, chosen: Callable[[Process], bool]) -> list[int]:
-        deadline = time.monotonic() + _END_WITHIN_S
-        while left := [process.pid for process in marked(self.run_id) if chosen(process)]:
-            if time.monotonic() > deadline:
-                return left
-            for pid in left:
-                kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        return []
 
     def _write(self, state: str, ranks: dict | None = None, left: list[int] | None = None,
                error: str | None = None) -> None:
