@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from simcluster.cluster import Cluster, missing
 
-_FIXTURES = ("cluster", "gpu_cluster", "host_cluster")
+_SETTLED = ("cluster", "gpu_cluster", "host_cluster")
+_FIXTURES = (*_SETTLED, "wide_cluster")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,10 +48,16 @@ def host_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     yield from _started(tmp_path_factory, slurm=False)
 
 
+@pytest.fixture(scope="session")
+def wide_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Slurm and sshd on eight nodes with two slots each, for jobs that run at the same time, across tests."""
+    yield from _started(tmp_path_factory, nodes=8)
+
+
 @pytest.fixture(autouse=True)
 def _settled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test finds, and leaves, idle nodes and no jobs."""
     yield
-    for name in _FIXTURES:
+    for name in _SETTLED:
         if name in request.fixturenames:
             request.getfixturevalue(name).settle()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from launch_runs import clean_env
@@ -18,6 +19,8 @@ _SCRIPT = Path(__file__).with_name("simcluster.sh")
 _PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
 _SLURM_PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
 _SSHD_PROGRAMS = {"sshd": "openssh-server", "ssh-keygen": "openssh-client"}
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY_V1 = _CGROUPS / "memory"
 _COMMAND_VARIABLE = "SIMCLUSTER_COMMAND"
 _UP_TIMEOUT_S = 90
 _BEGIN_TIMEOUT_S = 20
@@ -160,13 +163,43 @@ class Cluster:
             time.sleep(0.2)
 
     def kill(self, started: Command) -> None:
-        """Kill all that a command started, on every node, and the Slurm jobs left."""
-        if self.slurm:
-            self._cancel_jobs()
-        for pids in self.processes(started.token).values():
-            for pid, _ in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        """End all that a command started, on every node, and its Slurm jobs."""
+        own = [pid for pids in self.processes(started.token).values() for pid, _ in pids]
+        jobs = {word for pid in own for word in _read(Path(f"/proc/{pid}/environ")).split("\0")
+                if word.startswith("SLURM_JOB_ID=")}
+        if jobs:
+            self._inside("scancel", "--full", *(word.partition("=")[2] for word in jobs))
+        # salloc and srun that are killed would leave their job behind.
+        _send(own, signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while self.processes(started.token) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        _send([pid for pids in self.processes(started.token).values() for pid, _ in pids], signal.SIGKILL)
+
+    def limit_memory(self, node: str, size: int) -> Callable[[], None]:
+        """Hold all of a node's processes, present and future, to `size` bytes of memory; returns what ends that.
+
+        Raises:
+            OSError: the machine does not let us.
+        """
+        base, limit = _MEMORY_V1, "memory.limit_in_bytes"
+        if not base.is_dir():
+            base, limit = _CGROUPS, "memory.max"
+            (base / "cgroup.subtree_control").write_text("+memory")
+        group = base / f"simcluster-{uuid.uuid4().hex[:8]}"
+        group.mkdir()
+
+        def end() -> None:
+            _move(_read(group / "cgroup.procs").split(), base)
+            group.rmdir()
+
+        try:
+            (group / limit).write_text(str(size))
+            _move([folder.name for folder in self._on(self._namespace(node))], group)
+        except OSError:
+            end()
+            raise
+        return end
 
     def processes(self, marker: str) -> dict[str, list[tuple[int, str]]]:
         """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees
@@ -190,7 +223,7 @@ class Cluster:
         self._dead.add(name)
         self._script("kill-node", name)
         deadline = time.monotonic() + 10
-        while any(_link(folder / "ns/uts") == namespace for folder in Path("/proc").glob("[0-9]*")):
+        while list(self._on(namespace)):
             assert time.monotonic() < deadline, f"{name} does not die"
             time.sleep(0.05)
 
@@ -198,8 +231,10 @@ class Cluster:
         """Switch it on again, and wait until Slurm would use it."""
         self._script("boot-node", name)
         self._dead.discard(name)
-        if self.slurm:
-            self.settle(timeout)
+        deadline = time.monotonic() + timeout
+        while self.slurm and self._inside("sinfo", "-h", "-p", "debug", "-n", name, "-o", "%T").strip() != "idle":
+            assert time.monotonic() < deadline, f"{name} is not idle {timeout} s after it was switched on"
+            time.sleep(0.2)
 
     def settle(self, timeout: float = 60) -> None:
         """End what is left of Slurm jobs, and switch on nodes that are off, until all nodes are idle."""
@@ -230,10 +265,27 @@ class Cluster:
         subprocess.run(["bash", str(_SCRIPT), verb, *node, str(self.folder)], env=clean_env(), capture_output=True,
                        timeout=60, check=True)
 
+    def _on(self, namespace: str) -> Iterator[Path]:
+        """The folders in /proc of a node's processes."""
+        return (folder for folder in Path("/proc").glob("[0-9]*") if _link(folder / "ns/uts") == namespace)
+
     def _namespace(self, node: str) -> str:
         if node == "login":
             return _link(Path("/proc", (self.folder / "head.pid").read_text().strip(), "ns/uts"))
         return _read(self.folder / f"nodes/{node}.up").strip()
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _move(pids: Iterable[str], group: Path) -> None:
+    for pid in pids:
+        # One that has just ended cannot be moved.
+        with contextlib.suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(pid)
 
 
 def _is_way_in(pid: int) -> bool:

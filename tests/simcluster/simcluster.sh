@@ -18,6 +18,7 @@
 # SIM_LIFELINE=   a file descriptor: the cluster ends when nobody holds its other end open any longer
 set -u
 SELF=$(readlink -f "$0")
+PATH=$PATH:/usr/sbin:/sbin   # where daemons are, whatever the user's PATH
 : "${SIM_NODES:=4}" "${SIM_SLOTS:=2}" "${SIM_GPUS:=0}" "${SIM_PREFIX:=n}" "${SIM_NET:=10.77.0}" "${SIM_RATE:=}"
 : "${SIM_SLURM:=1}" "${SIM_SSHD:=1}" "${SIM_NODE_TMP:=0}" "${SIM_LIFELINE:=}"
 export SIM_NODES SIM_SLOTS SIM_GPUS SIM_PREFIX SIM_NET SIM_RATE SIM_SLURM SIM_SSHD SIM_NODE_TMP

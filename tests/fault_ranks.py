@@ -1,0 +1,57 @@
+"""A program for tests of launch whose ranks fail as is asked for: `fault_ranks.py FAULT`. Every rank first says
+that it is there, by a file up<rank> in the run directory, and waits for the others to do so.
+
+`raise`, `kill`, `hog`: rank 3 raises an exception, is killed, or uses memory without end; the others sleep.
+`sleep`: all do. `hang`: rank 3 does not come to a collective of torch (gloo) in which the others wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ezpz_llm.launch.ranks import find_rank
+
+
+def load_batch() -> None:
+    time.sleep(600)
+
+
+def hang() -> None:
+    import torch
+
+    from ezpz_llm.dist.heartbeat import Heartbeat
+    from ezpz_llm.dist.setup import setup
+
+    with setup(device="cpu") as ranks:
+        heartbeat = Heartbeat(os.environ)
+        for step in range(1, 5):
+            if ranks.rank == 3 and step == 4:
+                load_batch()
+            heartbeat.beat("training", step)
+            torch.distributed.all_reduce(torch.ones(1))
+            # Heartbeats within a second are one.
+            time.sleep(1.1)
+
+
+info = find_rank(os.environ)
+run_dir = Path(os.environ["EZPZ_LLM_RUN_DIR"])
+fault = sys.argv[1]
+(run_dir / f"up{info.rank}").touch()
+while len(list(run_dir.glob("up*"))) < info.world_size:
+    time.sleep(0.02)
+print(f"rank {info.rank} is here", flush=True)
+if fault == "hang":
+    hang()
+if info.rank == 3:
+    if fault == "raise":
+        raise ValueError("bad shape")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    held = []
+    while fault == "hog":
+        held.append(b"x" * (16 << 20))
+time.sleep(600)
