@@ -27,8 +27,9 @@ def check_first(target: Target, command: tuple[str, ...], world_size: int, env: 
     try:
         done = subprocess.run(words, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
-    except FileNotFoundError as error:
-        raise UserError(f"command not found: {command[0]}", where="the command to launch", exit_code=127) from error
+    except OSError as error:
+        raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to launch",
+                        exit_code=127 if isinstance(error, FileNotFoundError) else 126) from error
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the check before the start took longer than {TIMEOUT_S} s",
                         where=" ".join(words)) from error
