@@ -1,5 +1,5 @@
-"""launch over hosts that ssh reaches: every mpiexec that can be had, and a stand-in for PALS' in a PBS job of a site
-like Aurora."""
+"""launch over hosts that ssh reaches: every mpiexec there is, and a stand-in for PALS' in a PBS job of a site like
+Aurora."""
 
 from __future__ import annotations
 
