@@ -111,7 +111,8 @@ def _a_lost_node(evidence: Evidence) -> Verdict | None:
     hosts = tuple(dict.fromkeys(saying.host for saying in said if saying.host))
     if said:
         ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in hosts]
-        return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, said[0].words,
+        words = next((saying.words for saying in said if saying.host), said[0].words)
+        return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, words,
                        ranks[0] if ranks else None, hosts)
     return None
 
