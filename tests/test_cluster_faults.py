@@ -318,7 +318,7 @@ def _row(fault: Fault, seen: Seen) -> str:
     message = ""
     if fault.says:
         pattern = re.compile(_pattern(fault.says[0], seen.hosts))
-        message = next(line.strip() for line in seen.text.splitlines() if pattern.search(line))
+        message = next((line.strip() for line in seen.text.splitlines() if pattern.search(line)), "")
     cells = [*_cells(fault), str(seen.code), _FOLDERS.sub("…/", message), f"{seen.seconds:.1f}",
              datetime.now(timezone.utc).date().isoformat()]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
