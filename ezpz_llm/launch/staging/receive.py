@@ -51,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
                 unpack(source, folder)
             if way == "sbcast":
                 os.unlink(archive)
+        if way == "mpi":
+            _finalize()
     except (OSError, tarfile.TarError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -121,6 +123,10 @@ def _as_file(path: str) -> Iterator[BinaryIO]:
 
 
 def _over_mpi() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]]:
+    import mpi4py
+
+    # A host that cannot take its copy ends at once: MPI_Finalize would wait for those that still broadcast.
+    mpi4py.rc.finalize = False
     from mpi4py import MPI
 
     world, promised = MPI.COMM_WORLD, int(os.environ[WORLD_SIZE_VARIABLE])
@@ -138,6 +144,12 @@ def _over_mpi() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]]:
             yield io.BufferedReader(_Broadcast(world, None), CHUNK_BYTES)
 
     return open_archive
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    MPI.Finalize()
 
 
 class _Broadcast(io.RawIOBase):
