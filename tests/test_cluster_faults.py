@@ -30,7 +30,7 @@ FAIL = f"{sys.executable} {Path(__file__).with_name('fault_ranks.py')}"
 TEST_DIST = "python3 -m ezpz_llm.test_dist --device cpu"
 _AT_ONCE = 4
 _LIMIT_S = 120
-_HOLDERS = r"nsenter |salloc |bash job.sh|/bin/bash \S*/slurm_script"
+_HOLDERS = r"salloc |bash job.sh|/bin/bash \S*/slurm_script"
 _RESERVATION = "-N2 --ntasks-per-node=2 -t5"
 
 

@@ -77,15 +77,17 @@ class Cluster:
         slots: CPUs that Slurm believes a node has.
         gpus: pretended devices a node: variables, no computation.
         slurm, sshd: what runs on the nodes.
+        net: the first three parts of the nodes' addresses.
+        node_tmp: whether each node has a disk of its own at /local.
     """
 
     def __init__(self, folder: Path, nodes: int = 4, slots: int = 2, gpus: int = 0, *, slurm: bool = True,
-                 sshd: bool = True, net: str = "10.77.0", rate: str = "", node_tmp: bool = False) -> None:
+                 sshd: bool = True, net: str = "10.77.0", node_tmp: bool = False) -> None:
         self.folder = folder
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.slurm = slurm
         self._settings = {"SIM_NODES": str(nodes), "SIM_SLOTS": str(slots), "SIM_GPUS": str(gpus), "SIM_NET": net,
-                          "SIM_SLURM": str(int(slurm)), "SIM_SSHD": str(int(sshd)), "SIM_RATE": rate,
+                          "SIM_SLURM": str(int(slurm)), "SIM_SSHD": str(int(sshd)),
                           "SIM_NODE_TMP": str(int(node_tmp)), "SIM_PREFIX": "n"}
         self._dead: set[str] = set()
 
@@ -212,9 +214,9 @@ class Cluster:
                     continue
             except OSError:
                 continue
-            node = homes.get(_link(folder / "ns/uts"))
-            if node is not None:
-                found.setdefault(node, []).append((int(folder.name), _read(folder / "cmdline").replace("\0", " ")))
+            node, words = homes.get(_link(folder / "ns/uts")), _read(folder / "cmdline").replace("\0", " ")
+            if node is not None and not words.startswith("nsenter "):
+                found.setdefault(node, []).append((int(folder.name), words))
         return found
 
     def kill_node(self, name: str) -> None:

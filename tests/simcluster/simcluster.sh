@@ -12,16 +12,15 @@
 #
 # SIM_NODES=4   nodes                     SIM_PREFIX=n      host names: n1 n2 …
 # SIM_SLOTS=2   CPUs a node, for Slurm    SIM_NET=10.77.0   first three parts of the addresses; .254 is the login node
-# SIM_GPUS=0    pretended GPUs a node     SIM_RATE=         a limit on every node's link, such as 1gbit
+# SIM_GPUS=0    pretended GPUs a node     SIM_NODE_TMP=0    1: each node has a disk (tmpfs) of its own at /local
 # SIM_SLURM=1   0: no Slurm               SIM_SSHD=1        0: no ssh
-# SIM_NODE_TMP=0  1: each node has a disk (tmpfs) of its own at /local
 # SIM_LIFELINE=   a file descriptor: the cluster ends when nobody holds its other end open any longer
 set -u
 SELF=$(readlink -f "$0")
 PATH=$PATH:/usr/sbin:/sbin   # where daemons are, whatever the user's PATH
-: "${SIM_NODES:=4}" "${SIM_SLOTS:=2}" "${SIM_GPUS:=0}" "${SIM_PREFIX:=n}" "${SIM_NET:=10.77.0}" "${SIM_RATE:=}"
+: "${SIM_NODES:=4}" "${SIM_SLOTS:=2}" "${SIM_GPUS:=0}" "${SIM_PREFIX:=n}" "${SIM_NET:=10.77.0}"
 : "${SIM_SLURM:=1}" "${SIM_SSHD:=1}" "${SIM_NODE_TMP:=0}" "${SIM_LIFELINE:=}"
-export SIM_NODES SIM_SLOTS SIM_GPUS SIM_PREFIX SIM_NET SIM_RATE SIM_SLURM SIM_SSHD SIM_NODE_TMP
+export SIM_NODES SIM_SLOTS SIM_GPUS SIM_PREFIX SIM_NET SIM_SLURM SIM_SSHD SIM_NODE_TMP
 export -n SIM_LIFELINE
 
 die() { echo "simcluster: $*" >&2; exit 1; }
@@ -177,7 +176,6 @@ _boot) # in the login node's namespaces: make node i
   ip link del "v$N" 2>/dev/null
   ip link add "v$N" type veth peer name eth0 netns "$P"
   ip link set "v$N" master br0 up
-  [ -n "$SIM_RATE" ] && tc qdisc add dev "v$N" root tbf rate "$SIM_RATE" burst 64kb latency 200ms
   for _ in $(seq 400); do [ -e "$D/nodes/$N.up" ] && exit 0; sleep 0.05; done
   die "node $N did not come up";;
 _node) # the first process of a node
@@ -186,7 +184,6 @@ _node) # the first process of a node
   hostname "$N"; ip link set lo up
   for _ in $(seq 500); do ip link show eth0 >/dev/null 2>&1 && break; sleep 0.02; done
   ip addr add "$SIM_NET.$i/24" dev eth0; ip link set eth0 up
-  [ -n "$SIM_RATE" ] && tc qdisc add dev eth0 root tbf rate "$SIM_RATE" burst 64kb latency 200ms
   mkdir -p "$D/spool/$N"
   # UCX, NCCL, libfabric and others take an equal boot id for "the same machine", and then try shared memory.
   mount -t tmpfs -o mode=1777 tmpfs /dev/shm
