@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch_runs import clean_env
+from launch_runs import CAPTURED, captured_env, clean_env
 
+from ezpz_llm.dist.alone import say_if_alone
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import find_rank
 
 SCRIPT = str(Path(__file__).with_name("dist_ranks.py"))
 MPIEXEC = shutil.which("mpiexec") or "mpiexec"
@@ -128,6 +130,37 @@ def test_a_single_process_needs_nothing(alone, tmp_path):
         dist.ensure_group()
     assert not torch.distributed.is_initialized()
     assert "LOCAL_SIZE" not in os.environ
+
+
+def test_a_single_process_in_a_job_of_two_hosts_says_how_to_launch(capsys):
+    """A batch script and an salloc shell have SLURM_NTASKS=4, and are no ranks."""
+    command = ("python3", "train.py", "--hf-token", "secret")
+    node_file = {"PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_nc2_mpi2.txt")}
+    for name in ("slurm/env_sbatch_script.txt", "slurm/env_salloc_shell.txt", "pbs/env_job_sel2_nc2_mpi2.txt"):
+        env = captured_env(name) | (node_file if name.startswith("pbs") else {})
+        info = find_rank(env)
+        assert info.world_size == 1
+        say_if_alone(info, env, command)
+        said = capsys.readouterr().err
+        assert "one process on one of the 2 hosts of" in said
+        assert said.endswith("launch python3 train.py --hf-token '[redacted]'\n")
+        # One that launch started as its only rank is what was asked for.
+        say_if_alone(info, env | {"EZPZ_LLM_RUN_ID": "x"}, command)
+    broken = captured_env("slurm/env_sbatch_script.txt") | {"SLURM_JOB_NODELIST": "n["}
+    for env in ({}, broken, captured_env("slurm/env_srun_one_task_step.txt")):
+        say_if_alone(find_rank(env), env, command)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_master_that_does_not_resolve_is_no_localhost(alone, rank):
+    """Neither rank goes on as a world of its own."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "no-such-host.invalid",
+                        "MASTER_PORT": free_port()}.items():
+        alone.setenv(name, value)
+    with pytest.raises(UserError, match=r"no-such-host\.invalid"):
+        setup(device="cpu", timeout_s=2)
+    assert not torch.distributed.is_initialized()
 
 
 def test_fewer_ranks_than_launch_promised(alone):

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import torch
 
+from ezpz_llm.dist.alone import say_if_alone
 from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
@@ -103,6 +104,7 @@ def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, r
     """
     answer_with_stacks(os.environ)
     info = find_rank(os.environ)
+    say_if_alone(info, os.environ)
     _check_promise(info)
     degrees = Degrees.of_world(info.world_size, tp, pp, sp)
     timeout = datetime.timedelta(seconds=timeout_s)

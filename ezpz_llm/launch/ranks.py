@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 
-
 ALONE = "single process"
 """The source of a process that nothing launched."""
 
