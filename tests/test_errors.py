@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from ezpz_llm.errors import UserError, run_command, unknown
+from ezpz_llm.resources import user_path
 
 
 def test_a_users_error_is_a_message_with_a_place_and_a_remedy(capsys):
@@ -44,6 +45,28 @@ def test_a_reader_that_goes_away_is_no_fault():
         process.stdout.close()
         assert process.wait(timeout=20) == 141
         assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_working_directory_that_went_is_named(tmp_path):
+    code = ("import os, pathlib, sys; from ezpz_llm.errors import run_command\n"
+            "os.rmdir(os.getcwd())\nsys.exit(run_command(lambda argv: print(pathlib.Path('x').absolute()), []))")
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True,
+                          timeout=20, check=False)
+    assert (done.returncode, "the working directory does not exist" in done.stderr) == (2, True), done.stderr
+
+
+def test_any_locale_can_show_any_text():
+    code = ("import sys; from ezpz_llm.errors import run_command\n"
+            "sys.exit(run_command(lambda argv: print('\\xfc\\u2192'), []))")
+    done = subprocess.run([sys.executable, "-c", code], env={"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True,
+                          timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (0, b"\\xfc\\u2192\n"), done.stderr
+
+
+def test_a_home_that_nobody_has_is_named():
+    with pytest.raises(UserError, match="'~no-such-user/x' begins with no home directory"):
+        user_path("~no-such-user/x")
 
 
 def test_an_unknown_name_offers_the_nearest_or_all():

@@ -42,12 +42,20 @@ def test_options_end_at_the_first_other_word(words: str, expected: Options) -> N
     ("--launcher mpirun x", "auto, mpiexec, srun, torchrun"),
     ("--dry-run=yes x", "takes no value"),
     ("--json x", "--dry-run"),
+    ("--run-dir= x", "the value of --run-dir is empty"),
+    ("--site= x", "the value of --site is empty"),
+    ("--wrap= x", "'' is not a command line"),
 ])
 def test_a_wrong_word_is_named(words: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         parse(words.split())
     assert message in str(raised.value)
     assert raised.value.exit_code == 2
+
+
+def test_a_command_from_an_unset_variable_is_named() -> None:
+    with pytest.raises(UserError, match="the command to launch is an empty word"):
+        parse(["-n", "2", ""])
 
 
 @pytest.mark.parametrize(("words", "name", "module", "arguments"), [

@@ -111,6 +111,13 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert "there is no record of launch here" in refused("runs/a")
     (tmp_path / "runs/a/run.json").write_text("{")
     assert "run.json is not JSON" in refused()
+    for text, found in (("[]", "is not a run's record"), ('{"launch": {"argv": 3}}', "no record of launch here"),
+                        ('{"launch": "yes"}', "no record of launch here")):
+        (tmp_path / "runs/a/run.json").write_text(text)
+        assert found in refused("runs/a")
+    (tmp_path / "runs/a/run.json").unlink()
+    (tmp_path / "runs/a/run.json").mkdir()
+    assert "cannot read run.json: Is a directory" in refused("runs/a")
     assert "'x' is not a list of ranks" in refused("--stacks", "x")
 
 
