@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_runs import clean_env, launch, left_over, record
+from launch_runs import clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
 
 from ezpz_llm.launch.binding import Binding
@@ -65,15 +65,16 @@ def test_codes_are_the_ranks_own(tmp_path: Path, name: str) -> None:
     """The launchers' own codes for these are 7, 9, 11 and 255 (MPICH), 255 for all but the first (Intel MPI)."""
     (tmp_path / "end.py").write_text(_END)
     env = mpi_environment(name)
-    for how, code in (("exit", 7), ("SIGKILL", 137), ("SIGSEGV", 139)):
-        done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", how, sys.executable, "end.py", how,
-                      **env)
-        assert done.returncode == code, done.stderr
-        assert "rank 1 on " in done.stderr
+    ends = {"exit": 7, "SIGKILL": 137, "SIGSEGV": 139, "missing": 127}
+    runs = {}
+    for how in ends:
+        command = ("no-such-program",) if how == "missing" else (sys.executable, "end.py", how)
+        runs[how] = start(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", how, *command, **env)
+    said = {how: run.communicate(timeout=60)[1] for how, run in runs.items()}
+    assert {how: run.returncode for how, run in runs.items()} == ends, said
+    for how, text in said.items():
+        assert ("cannot run 'no-such-program'" if how == "missing" else "rank 1 on ") in text
         assert left_over(tmp_path / how) == {}
-    missing = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", "no-such-program", **env)
-    assert missing.returncode == 127, missing.stderr
-    assert "cannot run 'no-such-program'" in missing.stderr
 
 
 @pytest.mark.parametrize("name", [name if name in ("intel", "openmpi5") else

@@ -43,8 +43,8 @@ def test_each_rank_runs_behind_the_wrapping_words(tmp_path: Path, container: dic
         report = json.loads((tmp_path / f"r/logs/rank{rank:04d}.log").read_text())
         assert (report["rank"], report["env"]["WRAPPED"]) == (rank, "my image.sif")
         assert report["argv"] == ["report", "a b", "$(x)", ""]
-    failed = launch(tmp_path, "-n", "2", "--run-dir", "f", "--wrap", "apptainer exec x.sif", *PROGRAM, "exit",
-                    **container)
+    failed = launch(tmp_path, "-n", "2", "--run-dir", "f", "--wrap", "apptainer exec x.sif", "sh", "-c",
+                    "exit 7", **container)
     assert failed.returncode == 7, failed.stderr
     refused = launch(tmp_path, "-n", "2", "--run-dir", "w", "--wrap", "apptainer run x.sif", *PROGRAM, "report",
                      **container)
