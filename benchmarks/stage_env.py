@@ -1,0 +1,73 @@
+"""What `launch --stage-env` spares a shared file system: python3 benchmarks/stage_env.py [--out FILE.json]
+
+Counts with strace the file-system calls (open, stat, readlink and the like) that one rank makes while it imports
+torch and deepspeed: on the folders of this Python's environment, which a cluster's hosts share, and on copies of them.
+How much time that saves depends on the file system, which one machine cannot show; how long staging takes is told too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.rundir import RunDir, read_record, write_json
+
+IMPORT = "import torch, deepspeed"
+ENVIRONMENT = tuple(dict.fromkeys((sys.prefix, sys.base_prefix)))
+
+
+def count_calls(folder: Path, name: str, *options: str) -> dict[str, Any]:
+    """One launch of one rank under strace."""
+    trace, run_dir = folder / f"{name}.trace", folder / name
+    env = {**os.environ, "EZPZ_LLM_CACHE": str(folder / "cache"), "DS_ACCELERATOR": "cpu"}
+    subprocess.run(["launch", "-n", "1", "--launcher", "mpiexec", *options, "--run-dir", str(run_dir), "--wrap",
+                    f"strace -f -qq -e trace=%file -o {trace}", "python3", "-c", IMPORT],
+                   check=True, cwd=folder, env=env, capture_output=True, timeout=600)
+    lines = trace.read_text(errors="replace").splitlines()
+    shared = re.compile("|".join(f'"{re.escape(path)}[/"]' for path in ENVIRONMENT))
+    copies = f"/ezpz_llm-{os.getuid()}-"
+    return {"calls_on_shared_folders": sum(bool(shared.search(line)) for line in lines),
+            "calls_on_copies": sum(copies in line for line in lines),
+            "staging": read_record(RunDir(run_dir)).get("staging")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    if shutil.which("strace") is None:
+        raise SystemExit("no strace: apt-get install strace")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        runs = {"not staged": count_calls(folder, "shared"),
+                "staged, archive made": count_calls(folder, "first", "--stage-env"),
+                "staged, archive there": count_calls(folder, "second", "--stage-env")}
+    result = {
+        "date": datetime.date.today().isoformat(), "command": "python3 benchmarks/stage_env.py",
+        "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
+                    **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}},
+        "one rank": {name: {"calls_on_shared_folders": run["calls_on_shared_folders"],
+                            "calls_on_copies": run["calls_on_copies"],
+                            "staging_s": run["staging"]["seconds"] if run["staging"] else None,
+                            "archive_bytes": sum(one["bytes"] for one in run["staging"]["archives"])
+                            if run["staging"] else None} for name, run in runs.items()},
+    }
+    if out is not None:
+        write_json(out, result)
+    for name, run in result["one rank"].items():
+        print(f"{name:<22} {run}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
