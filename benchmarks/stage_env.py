@@ -1,8 +1,8 @@
 """What `launch --stage-env` spares a shared file system: python3 benchmarks/stage_env.py [--out FILE.json]
 
 Counts with strace the file-system calls (open, stat, readlink and the like) that one rank makes while it imports
-torch and deepspeed: on the folders of this Python's environment, which a cluster's hosts share, and on copies. How much
-time that saves depends on the file system, which one machine cannot show; how long staging takes is told too.
+torch and deepspeed: on the folders of this Python's environment, which a cluster's hosts share, and on copies. How
+much time that saves depends on the file system, which one machine cannot show; how long staging takes is told too.
 """
 
 from __future__ import annotations
