@@ -74,6 +74,6 @@ def test_commands_signals_and_power(host_cluster: Cluster, tmp_path: Path) -> No
     sleeping.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in host_cluster.finish(sleeping, 20).stderr
     host_cluster.kill_node("n4")
-    assert host_cluster.run("ssh", "n4", "hostname").returncode == 255
+    assert host_cluster.run("ssh", "-o", "ConnectTimeout=1", "n4", "hostname").returncode == 255
     host_cluster.boot_node("n4")
     assert host_cluster.run("ssh", "n4", "hostname").stdout == "n4\n"
