@@ -255,7 +255,7 @@ make_environment() { # RECORDED: fingerprint of a finished environment that only
         step "making the virtual environment with $python" make_venv
     fi
     find_torch
-    if ! site_has_launcher; then step "no mpiexec, srun or Cray environment: installing MPICH" install_mpich; fi
+    if ! site_has_mpi; then step "no mpiexec or Cray environment: installing MPICH" install_mpich; fi
     install_torch
     step "installing DeepSpeed, ezpz_llm and what they need" install_package
     step "trying it out" try_out

@@ -2,9 +2,10 @@
 # shellcheck disable=SC2154
 # What the machine and its site offer: launchers, GPUs, modules. Sourced by setup.sh.
 
-# mpiexec, srun or a Cray environment: how ranks are started here is the site's business.
-site_has_launcher() {
-    [[ -n $(type -P mpiexec || type -P srun) || -d /opt/cray || -n $(compgen -e CRAY || compgen -e PALS_) ]]
+# mpiexec or a Cray environment: the site has an MPI of its own. srun alone says nothing of that: any machine that
+# submits to Slurm has it.
+site_has_mpi() {
+    [[ -n $(type -P mpiexec) || -d /opt/cray || -n $(compgen -e CRAY || compgen -e PALS_) ]]
 }
 
 # The GPU that PyPI's torch could not use: "ROCm", "Intel GPU" or nothing. Graphics inside a processor do not count.
