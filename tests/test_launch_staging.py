@@ -178,8 +178,7 @@ def test_every_node_gets_a_copy_or_none(way: str, disks: Cluster, environment: P
         # Slurm's daemon may still hold the file that it could not write.
         assert disks.run("umount", "--lazy", "/local", node="n3").returncode == 0
     assert code == 3, output
-    # sbcast names the host, and gives no reason.
-    assert ("REQUEST_FILE_BCAST(n3)" if way == "sbcast" else "No space left on device") in output
+    assert ("n3 has no room for a copy" if way == "sbcast" else "No space left on device") in output
     assert "make room there" in output
     assert "n3" in output.partition("\nstaging")[2]
     assert places(tmp_path / "full") == []

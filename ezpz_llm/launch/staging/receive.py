@@ -2,7 +2,7 @@
 
 `python3 -m ezpz_llm.launch.staging.receive WAY TO ARCHIVE…`, started by launch. WAY says how the archives come:
 `file` (they can be read here), `sbcast` (the same, and they are removed when they have been read) or `mpi` (rank 0
-reads them, and broadcasts them).
+reads them, and broadcasts them). `room TO BYTES` only looks whether there is room for so much.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         UserError: what failed, and on which host.
     """
     way, to, *archives = argv
+    if way == "room":
+        return _check_room(Path(to).parent, int(archives[0]))
     open_archive = _over_mpi() if way == "mpi" else _as_file
     folder = Path(to)
     remove_stale(folder)
@@ -59,6 +61,15 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{socket.gethostname()} cannot take its copy of the environment: {why}",
                         where=getattr(error, "filename", None) or to, exit_code=EXIT_PREFLIGHT,
                         instead="make room there, or leave --stage-env out") from error
+    return 0
+
+
+def _check_room(folder: Path, needed: int) -> int:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(f"{socket.gethostname()} has no room for a copy of the environment, which takes"
+                        f" {needed / 1e6:.0f} MB: {free / 1e6:.0f} MB are free", where=str(folder),
+                        exit_code=EXIT_PREFLIGHT)
     return 0
 
 

@@ -29,7 +29,7 @@ from ezpz_llm.rundir import update_record
 _LIMIT_S = 1800.0
 """The longest that copying may take."""
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-_INSTEAD = "make room there, or leave --stage-env out"
+_RECEIVE = (sys.executable, "-m", "ezpz_llm.launch.staging.receive")
 
 
 @contextlib.contextmanager
@@ -91,26 +91,29 @@ def _bring(plan: LaunchPlan, options: Options, archives: Sequence[Archive], way:
     if way == "sbcast":
         paths = _local_archives(archives, folder)
         for archive, path in zip(archives, paths, strict=True):
-            _sbcast(archive.path, path)
-    receive = (sys.executable, "-m", "ezpz_llm.launch.staging.receive", way, str(folder), *paths)
-    if code := _on_every_host(plan, options, receive, "copy"):
-        raise UserError("the environment could not be copied to every host (see above); nothing was started",
-                        where="--stage-env", instead=_INSTEAD,
-                        exit_code=code if code in _INTERRUPTED else EXIT_PREFLIGHT)
+            if not _sbcast(archive.path, path):
+                # Slurm names the host, but not always what is wrong with it.
+                needed = str(sum(archive.bytes for archive in archives))
+                _on_every_host(plan, options, (*_RECEIVE, "room", str(folder), needed), "room")
+                raise _not_staged(EXIT_PREFLIGHT)
+    if code := _on_every_host(plan, options, (*_RECEIVE, way, str(folder), *paths), "copy"):
+        raise _not_staged(code if code in _INTERRUPTED else EXIT_PREFLIGHT)
+
+
+def _not_staged(code: int) -> UserError:
+    return UserError("the environment could not be copied to every host (see above); nothing was started",
+                     where="--stage-env", instead="make room there, or leave --stage-env out", exit_code=code)
 
 
 def _local_archives(archives: Sequence[Archive], folder: Path) -> list[str]:
     return [f"{folder}.{number}.tar" for number, _ in enumerate(archives)]
 
 
-def _sbcast(source: Path, target: str) -> None:
+def _sbcast(source: Path, target: str) -> bool:
     done = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL, capture_output=True,
                           text=True, errors="replace", check=False)
-    if done.returncode:
-        # Slurm names the host.
-        print(done.stderr, end="", file=sys.stderr, flush=True)
-        raise UserError(f"sbcast failed with code {done.returncode} (see above); nothing was started",
-                        where=target, exit_code=EXIT_PREFLIGHT, instead=_INSTEAD)
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    return done.returncode == 0
 
 
 def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> int:
