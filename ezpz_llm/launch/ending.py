@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,10 @@ _LAUNCHER_S = 2.0
 """What the launcher gets to end by itself after its ranks, and again after SIGTERM."""
 _NODES_WITHIN_S = 12.0
 """How long nodes may take to report that they are clear, besides the time they take to look for orders."""
-_SCANCEL_TIMEOUT_S = 10.0
+_ASK_SLURM_AFTER_S = 2.0
+_SLURM_TIMEOUT_S = 10.0
+_AGENTS_COME_S = 3.0
+"""How long ranks that have just been started may take to get their agent."""
 
 
 class Ending:
@@ -40,8 +42,11 @@ class Ending:
         """End the ranks through their nodes' agents, which is the same under every launcher and leaves them
         `grace_s` to say their last words; then the launcher. `is_urgent`: nobody wants to wait any longer."""
         self._order(grace_s)
-        if not self._is_everywhere():
-            # Ranks that have no agent yet only the launcher knows.
+        deadline = time.monotonic() + _AGENTS_COME_S
+        while not (is_everywhere := self._is_everywhere()) and time.monotonic() < deadline and not is_urgent():
+            time.sleep(_POLL_S)
+        if not is_everywhere:
+            # Ranks that have no agent only the launcher knows.
             self._signal(signal.SIGTERM)
         self._wait(grace_s + self._order_s + _LAUNCHER_S, is_urgent)
         if self._launcher.poll() is None:
@@ -57,20 +62,22 @@ class Ending:
             self._cancel_step()
 
     def clear(self) -> None:
-        """Wait until every node has reported that nothing of the run is left there; the launcher has ended. What
-        cannot be confirmed is said."""
+        """Wait until every node has reported that nothing of the run is left there, or Slurm says so; the launcher
+        has ended. What cannot be confirmed is said."""
         if not self._unclear():
             return
         self._order(_AT_ONCE_S)
         began = time.monotonic()
         limit_s = _NODES_WITHIN_S + self._order_s + self._life.interval_s
-        is_cancelled = False
+        ask_at = began + _ASK_SLURM_AFTER_S
         while (unclear := self._unclear()) and time.monotonic() - began < limit_s:
-            if not is_cancelled and time.monotonic() - began > limit_s / 2:
-                is_cancelled = True
+            if time.monotonic() > ask_at:
+                if self._step_is_over():
+                    break
                 self._cancel_step()
+                ask_at = time.monotonic() + limit_s / 4
             time.sleep(_POLL_S)
-        for report in unclear:
+        for report in [] if self._step_is_over() else unclear:
             ranks = f"rank(s) {', '.join(map(str, report.ranks))}" if report.ranks else "its ranks"
             warn(f"{report.host} has not reported the end of {ranks}: it is down, or processes may be left there")
         for report in self._life.nodes:
@@ -99,17 +106,33 @@ class Ending:
         while self._launcher.poll() is None and time.monotonic() < deadline and not is_urgent():
             time.sleep(_POLL_S)
 
-    def _cancel_step(self) -> None:
-        """Cancel the Slurm step that our own srun made: the agents ran in it. One that launch itself stands in is
-        another's."""
-        scancel = shutil.which("scancel")
+    def _steps(self) -> list[str]:
+        """The Slurm steps in which the agents ran: ours, but for one that launch itself stands in."""
         own = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        steps = {report.slurm_step for report in self._life.nodes} - {None, own}
-        if self._plan.launcher.kind != "srun" or scancel is None or not steps:
-            return
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run([scancel, "--signal=KILL", *sorted(steps)], stdin=subprocess.DEVNULL,
-                           capture_output=True, timeout=_SCANCEL_TIMEOUT_S, check=False)
+        return sorted({report.slurm_step for report in self._life.nodes} - {None, own})
+
+    def _cancel_step(self) -> None:
+        if steps := self._steps():
+            _slurm("scancel", "--signal=KILL", *steps)
+
+    def _step_is_over(self) -> bool:
+        """Slurm ends all processes of a step, agents too, when it is cancelled or out of time: no report comes
+        then, but Slurm lists a step until the last of them has gone."""
+        steps = self._steps()
+        if not steps or any(report.slurm_step is None for report in self._unclear()):
+            return False
+        # A step of an array's task is listed by another name than it is asked for.
+        return _slurm("squeue", "--noheader", f"--steps={','.join(steps)}") == ""
+
+
+def _slurm(program: str, *words: str) -> str | None:
+    """What the program says; None where it is not here or fails."""
+    try:
+        done = subprocess.run([program, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              errors="replace", timeout=_SLURM_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def warn(text: str) -> None:

@@ -88,6 +88,7 @@ class _Node:
         self.stop: StopOrder | None = None
         self.kill_at = float("inf")
         self.answered: set[str] = set()
+        self.known = 0
         self.written_at = float("-inf")
         self.idle_since: float | None = None
 
@@ -117,9 +118,13 @@ class _Node:
             if select.select([wake], [], [], limit)[0]:
                 os.read(wake, 4096)
                 obey_at = now
+                if len(files.registered(self.folder)) > self.known:
+                    # Whoever ends the run must know early whether every rank has an agent.
+                    gather_at = now
 
     def _gather(self, now: float) -> None:
         ranks, news = self.gatherer.look(list(marked(self.run_id)))
+        self.known = len(ranks)
         if news or now - self.written_at >= KEEPALIVE_S * self.interval_s:
             self._write(STOPPING if self.stop else RUNNING, ranks)
             os.utime(files.agent_file(self.folder))

@@ -66,6 +66,7 @@ def enter(info: RankInfo, run_id: str) -> Path:
             continue
         with contextlib.suppress(FileExistsError):
             os.mkfifo(folder / _WAKE, 0o600)
+        wake(folder)
         return folder
 
 

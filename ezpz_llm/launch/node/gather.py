@@ -25,6 +25,7 @@ class _Life:
     log_bytes: int = -1
     beat_stamp: int | None = None
     beat_at: float = 0.0
+    doing: tuple[str | None, int | None] = (None, None)
     is_over: bool = False
 
 
@@ -78,12 +79,15 @@ class Gatherer:
         try:
             stamp, text = path.stat().st_mtime_ns, path.read_text()
         except OSError:
-            return None, None, False
+            return *life.doing, False
         has_beaten = stamp != life.beat_stamp
         if has_beaten:
             life.beat_stamp, life.beat_at = stamp, now
-        phase, _, step = text.rstrip("\n").rpartition(" ")
-        return phase or None, int(step) if step.isdigit() else None, has_beaten
+        # A rank that is just writing shows an empty file, or a line without its end.
+        if text.endswith("\n"):
+            phase, _, step = text.rstrip("\n").rpartition(" ")
+            life.doing = (phase or None, int(step) if step.isdigit() else None)
+        return *life.doing, has_beaten
 
 
 def _code(path: Path) -> int | None:
