@@ -2,13 +2,16 @@
 that it is there, by a file up<rank> in the run directory, and waits for the others to do so.
 
 `raise`, `kill`, `hog`: rank 3 raises an exception, is killed, or uses memory without end; the others sleep.
-`sleep`: all do. `hang`: rank 3 does not come to a collective of torch (gloo) in which the others wait.
+`sleep`: all do. `resist`: all do, deaf to SIGTERM, each with a child in its own process group and one in a
+session of its own; `resist-raise`: and rank 3 raises an exception. `hang`: rank 3 does not come to a collective of
+torch (gloo) in which the others wait.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,6 +43,10 @@ def hang() -> None:
 info = find_rank(os.environ)
 run_dir = Path(os.environ["EZPZ_LLM_RUN_DIR"])
 fault = sys.argv[1]
+if fault.startswith("resist"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["sleep", "601"], start_new_session=True)
 (run_dir / f"up{info.rank}").touch()
 while len(list(run_dir.glob("up*"))) < info.world_size:
     time.sleep(0.02)
@@ -47,7 +54,7 @@ print(f"rank {info.rank} is here", flush=True)
 if fault == "hang":
     hang()
 if info.rank == 3:
-    if fault == "raise":
+    if fault.endswith("raise"):
         raise ValueError("bad shape")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

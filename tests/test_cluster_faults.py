@@ -40,7 +40,8 @@ class Fault:
 
     `words` follow `launch`. In `says`, of which the page shows the first, FIRST and LAST are the run's two hosts,
     and … is any words. `where` launch runs: in an `salloc` shell on the login node, in a `batch` script on the
-    first node, or on the `login` node without any reservation.
+    first node, or on the `login` node without any reservation. Slurm that ends all of a step at once, the agents
+    too, leaves their folders to the next run's (`clears_memory`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Fault:
     where: str = "salloc"
     env: tuple[tuple[str, str], ...] = ()
     gone_within_s: float = 5.0
+    clears_memory: bool = True
 
     @property
     def key(self) -> tuple[str, str]:
@@ -133,7 +135,16 @@ read < checked
         """All that the command has started, except what holds the reservation."""
         found = {node: [words for _, words in pids if not re.match(_HOLDERS, words)]
                  for node, pids in self.cluster.processes(self.command.token).items()}
+        for node in self.hosts if self.fault.clears_memory else ():
+            found[node] = found.get(node, []) + self._folders(node)
         return {node: left for node, left in found.items() if left}
+
+    def _folders(self, node: str) -> list[str]:
+        """The run's folders in the node's memory, of which none may be left either."""
+        if not (self.folder / "run/run.json").exists():
+            return []
+        run_id = self.launched["env"]["EZPZ_LLM_RUN_ID"]
+        return [name for name in self.cluster.in_memory(node) if run_id in name]
 
     @property
     def launched(self) -> dict:
@@ -232,6 +243,8 @@ FAULTS = [
             "launch: ranks 2-3 on LAST: gone without a record", "leave LAST out", act=power_off),
     *_under(_ALL, "a rank raises", f"{FAIL} raise", 1, "launch: rank 3 on LAST failed: exit code 1",
             "ValueError: bad shape", "fault_ranks.py:… in <module>"),
+    *_under(_ALL, "a rank raises, the others resist SIGTERM", f"{FAIL} resist-raise", 1,
+            "launch: rank 3 on LAST failed: exit code 1"),
     *_under(_ALL, "a rank is killed", f"{FAIL} kill", 137, "launch: rank 3 on LAST failed: signal SIGKILL"),
     *_under(("srun",), "a rank uses too much memory", f"{FAIL} hog", 137,
             "launch: rank 3 on LAST failed: killed by the kernel's out-of-memory killer: signal SIGKILL",
@@ -255,9 +268,10 @@ FAULTS = [
     *_under(("mpiexec",), "a host of the hostfile cannot be reached", f"--hostfile hosts {FAIL} sleep", 255,
             "launch: 10.77.0.99: …", before=name_a_host_that_is_not_there, where="login"),
     *_under(_MPI, "the program does not exist", "no-such-program", 127, "launch: cannot run 'no-such-program'"),
-    *_under(_MPI, "launch is killed", f"{FAIL} sleep", 137, act=send(signal.SIGKILL), gone_within_s=20),
-    *_under(_MPI, "Ctrl-C", f"{FAIL} sleep", 130, "launch: launch was sent SIGINT; the run is ended",
-            act=send(signal.SIGINT)),
+    *_under(_ALL, "launch is killed, the ranks resist SIGTERM", f"{FAIL} resist", 137, act=send(signal.SIGKILL),
+            gone_within_s=20, clears_memory=False),
+    *_under(_ALL, "Ctrl-C, the ranks resist SIGTERM", f"{FAIL} resist", 130,
+            "launch: launch was sent SIGINT; the run is ended", act=send(signal.SIGINT)),
 ]
 
 

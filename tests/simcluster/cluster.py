@@ -219,6 +219,13 @@ class Cluster:
                 found.setdefault(node, []).append((int(folder.name), words))
         return found
 
+    def in_memory(self, node: str) -> list[str]:
+        """The names in the node's own /dev/shm; none where it is switched off."""
+        for folder in self._on(self._namespace(node)):
+            with contextlib.suppress(OSError):
+                return os.listdir(folder / "root/dev/shm")
+        return []
+
     def kill_node(self, name: str) -> None:
         """Switch a node's power off: its ranks, its daemons and its network are gone at once."""
         namespace = self._namespace(name)
