@@ -147,6 +147,28 @@ def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -
     assert not node_dir(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]).exists()
 
 
+_RANK_0_ENDS = """
+import os, sys, time
+from ezpz_llm.dist.heartbeat import Heartbeat
+Heartbeat(os.environ).beat("training", 7)
+if os.environ["EZPZ_LLM_RANK"] == "1":
+    time.sleep(60)
+"""
+
+
+def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
+    """One that has ended in order is not silent; the other ranks of its node are still watched."""
+    (tmp_path / "ends.py").write_text(_RANK_0_ENDS)
+    done = launch(tmp_path, "-n", "2", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "ends.py")
+    assert done.returncode == 124, done.stderr
+    assert "no sign of life for 3 s: rank 1 on " in done.stderr
+    assert "rank 0 on" not in done.stderr
+    [report] = read_reports(RunDir(tmp_path / "r"), record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"])
+    assert report.ranks[0].ended == 0
+    assert (report.state, report.left) == (ENDED, ())
+    assert left_over(tmp_path / "r") == {}
+
+
 # A long save: no heartbeat, but work in a child.
 _SAVE = """
 import os, subprocess, sys

@@ -41,6 +41,8 @@ _TICK_S = 1.0
 """How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""
 _LATE_S = 60.0
 """How long it waits for ranks of the node that have not come while none runs."""
+_NICE = 10
+"""Ranks come first, and a tenth of a core is far more than it needs (about a hundredth)."""
 _LINGER_S = 2.0
 """How long launcher processes on the node may take to go after their ranks, in a run that is ended."""
 
@@ -68,9 +70,17 @@ def start_agent(info: RankInfo, run_dir: RunDir, run_id: str) -> Agent:
     try:
         detach(keep=())
         os.chdir("/")
+        _keep_out_of_the_way()
         _Node(info, run_dir, run_id, folder).run()
     finally:
         os._exit(0)
+
+
+def _keep_out_of_the_way() -> None:
+    """The agent was bound to the cores of local rank 0, which should not be the one that pays for it."""
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 class _Node:
