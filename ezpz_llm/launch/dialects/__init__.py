@@ -73,8 +73,8 @@ def _need(program: str, source: str, env: Mapping[str, str]) -> str:
 
 
 def _which(program: str, env: Mapping[str, str]) -> str | None:
-    # A site's program, on PATH, comes before one beside this Python, which is there where PATH was never set up (in a
-    # job's script): in its own folder, or where launchers/with-env keeps MPICH.
+    # A site's program, on PATH, comes before one beside this Python, which is there where PATH was never set up (as
+    # in a job's script): in its own folder, or where launchers/with-env keeps MPICH.
     own = os.path.dirname(sys.executable)
     beside = os.pathsep.join((own, os.path.join(os.path.dirname(own), "mpi")))
     return shutil.which(program, path=env.get("PATH", os.defpath)) or shutil.which(program, path=beside)
