@@ -27,9 +27,11 @@ ODD_WORDS = ["a b", "it's", 'say "hi"', "$(touch made)", "`touch made`", "a;b", 
              "--x=a b", "line\n#SBATCH --account=other", "ä", "${x}", "!y", "~", "-n"]
 
 
-def submit(cwd: Path, *words: str, path: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """`ezpz-llm submit WORDS`, with the programs in `path` first."""
-    env = clean_env(HOME="/home/user", **env)
+def submit(cwd: Path, *words: str, path: Path | None = None, bare: bool = False,
+           **changes: str) -> subprocess.CompletedProcess[str]:
+    """`ezpz-llm submit WORDS`, with the programs in `path` first; a `bare` environment has but PATH of ours."""
+    ours = {"PATH": str(Path(sys.executable).parent)} if bare else clean_env()
+    env = ours | {"HOME": "/home/user"} | changes
     if path:
         env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
     return subprocess.run([sys.executable, "-m", "ezpz_llm.submit", *words], cwd=cwd, env=env, text=True,
@@ -272,11 +274,11 @@ def test_the_script_of_each_site(site: str, tmp_path: Path) -> None:
     path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
     done = submit(tmp_path, "--site", site, "--nodes", "4", "--time", "1:00:00", "--account", "proj", "--queue",
                   "debug", "--run-dir", "runs/a", "--dry-run", "--", "launch", "python3", "-m", "ezpz_llm.train",
-                  "--ds-config", "zero3", path=path, PYTHONPATH="", EZPZ_LLM_CACHE="/home/user/cache")
+                  "--ds-config", "zero3", path=path, bare=True, EZPZ_LLM_CACHE="/home/user/cache")
     assert done.returncode == 0, done.stderr
     found = done.stdout.replace(str(tmp_path), "/home/user/work").replace(sys.prefix, "/home/user/env")
-    lines = [line for line in found.splitlines(keepends=True) if not line.startswith("export PYTHON")]
     path_line = "export PATH=(as submitted):$PATH\n"
+    lines = found.splitlines(keepends=True)
     found = "".join(path_line if "/home/user/work/bin:" in line else line for line in lines)
     golden = GOLDEN / f"submit_{site}.sh"
     if os.environ.get("EZPZ_LLM_WRITE_GOLDEN"):

@@ -83,7 +83,8 @@ def test_plots_profile_logs_and_checkpoints_are_where_they_should_be(finished):
     assert "train_step" in (run_dir / "profile" / "host.txt").read_text()
     assert (run_dir / "profile" / "host.html").stat().st_size > 10_000
     assert (run_dir / "profile" / "trace-rank0000.json.gz").stat().st_size > 1000
-    assert [p.name for p in sorted((run_dir / "logs").iterdir())] == ["launcher.log", "rank0000.log", "rank0001.log"]
+    logs = sorted(path.name for path in (run_dir / "logs").iterdir())
+    assert logs == ["launcher.log", "rank0000.log", "rank0001.log"]
     assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-00000020"
     assert not list((run_dir / "errors").iterdir())
 
