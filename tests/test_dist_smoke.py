@@ -203,7 +203,7 @@ def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
 
 def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
     (tmp_path / "still.json").write_text(json.dumps({
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "torch"}}))
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "ddp"}}))
     done = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "still.json", "--run-dir", "out",
                folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,15 +45,20 @@ class Degrees:
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
 
-    def peers(self, rank: int, axis: Axis) -> list[int]:
-        """The ranks that differ from `rank` along `axis` only, in order, `rank` among them."""
-        stride = 1
-        for inner in reversed(AXES):
-            if inner == axis:
-                break
-            stride *= getattr(self, inner)
-        first = rank - self.coordinates(rank)[axis] * stride
-        return [first + place * stride for place in range(getattr(self, axis))]
+    def peers(self, rank: int, *axes: Axis) -> list[int]:
+        """The ranks that differ from `rank` along these axes only, in order, `rank` among them."""
+        ranks, stride = [0], 1
+        place = self.coordinates(rank)
+        for axis in reversed(AXES):
+            places = range(getattr(self, axis)) if axis in axes else (place[axis],)
+            ranks = [first + here * stride for here in places for first in ranks]
+            stride *= getattr(self, axis)
+        return ranks
+
+
+_COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
+"""Groups along several axes: who holds the same parameters; who together holds a whole model, and who sees other
+tokens or other layers."""
 
 
 class Mesh:
@@ -65,24 +71,47 @@ class Mesh:
         place = degrees.coordinates(rank)
         self.dp_rank, self.tp_rank, self.pp_rank, self.sp_rank = (place[axis] for axis in ("dp", "tp", "pp", "sp"))
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
-        self._groups = {axis: self._make(axis) for axis in AXES}
+        self._groups: dict[tuple[Axis, ...], torch.distributed.ProcessGroup | None] = {}
+        for axes in (*((axis,) for axis in AXES), *_COMBINED):
+            key = self._key(axes)
+            if key not in self._groups:
+                self._groups[key] = self._make(key)
 
-    def group(self, axis: Axis) -> torch.distributed.ProcessGroup | None:
-        """This rank's group along an axis; None where it is the whole world, or this rank alone.
+    def group(self, *axes: Axis) -> torch.distributed.ProcessGroup | None:
+        """This rank's group along one axis, or along several that belong together ("dp", "sp").
 
-        To torch None is the whole world: look at the size before communicating.
+        None where it is the whole world, or this rank alone. To torch None is the whole world: look at the size
+        before communicating.
         """
-        return self._groups[axis]
+        return self._groups[self._key(axes)]
 
-    def _make(self, axis: Axis) -> torch.distributed.ProcessGroup | None:
-        degrees = self.degrees
-        world = degrees.dp * degrees.tp * degrees.pp * degrees.sp
-        if getattr(degrees, axis) in (1, world):
+    def size(self, *axes: Axis) -> int:
+        """The number of ranks in such a group."""
+        return math.prod(getattr(self.degrees, axis) for axis in axes)
+
+    def place(self, *axes: Axis) -> tuple[int, int]:
+        """This rank's number in such a group, and the number of ranks in it."""
+        ranks = self.degrees.peers(self.rank, *axes)
+        return ranks.index(self.rank), len(ranks)
+
+    def close(self) -> None:
+        """Leave the groups, so that another mesh can take this one's place. Collective."""
+        for group in self._groups.values():
+            if group is not None:
+                torch.distributed.destroy_process_group(group)
+        self._groups.clear()
+
+    def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The axes that count: two groups along axes of which all others have one place are the same."""
+        return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
+
+    def _make(self, key: tuple[Axis, ...]) -> torch.distributed.ProcessGroup | None:
+        if self.size(*key) in (1, self.size(*AXES)):
             return None
         own = None
         # Every rank has to make every group, in the same order.
-        for first in range(world):
-            ranks = degrees.peers(first, axis)
+        for first in range(self.size(*AXES)):
+            ranks = self.degrees.peers(first, *key)
             if ranks[0] == first:
                 group = torch.distributed.new_group(ranks, timeout=self._timeout)
                 own = group if self.rank in ranks else own

@@ -38,6 +38,8 @@ class Dist:
     backend: str | None
     mesh: Mesh
     run_dir: RunDir
+    timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+    """How long a collective may take before the process group gives up."""
     environment_before: dict[str, str | None] = field(default_factory=dict)
     """What `setup` found of the variables that it set, put back by `close`."""
 
@@ -65,6 +67,19 @@ class Dist:
             store = torch.distributed.HashStore()
             torch.distributed.init_process_group(BACKENDS[self.device.type], store=store, rank=0, world_size=1)
 
+    def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
+        """Divide the ranks into tensor-, pipeline- and sequence-parallel groups. Collective.
+
+        Until then all ranks are data-parallel.
+
+        Raises:
+            UserError: the degrees do not divide the world.
+        """
+        degrees = Degrees.of_world(self.world_size, tp, pp, sp)
+        if degrees != self.mesh.degrees:
+            self.mesh.close()
+            self.mesh = Mesh(degrees, self.rank, self.timeout)
+
     def close(self) -> None:
         """Leave the process group together with the others."""
         if torch.distributed.is_initialized() and self.world_size > 1:
@@ -88,8 +103,8 @@ class Dist:
             _leave(self.environment_before)
 
 
-def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, run_dir: Path | None = None,
-          name: str = "run", timeout_s: float = 1800) -> Dist:
+def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
+          timeout_s: float = 1800) -> Dist:
     """Set this process up under whatever launcher started it, or alone. Collective.
 
     Args:
@@ -106,18 +121,17 @@ def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, r
     info = find_rank(os.environ)
     say_if_alone(info, os.environ)
     _check_promise(info)
-    degrees = Degrees.of_world(info.world_size, tp, pp, sp)
     timeout = datetime.timedelta(seconds=timeout_s)
     before = {name: os.environ.get(name) for name in _EXPORTED}
     try:
         chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
         _export(info)
         folder = _agree_on_run_dir(info, run_dir, name)
-        mesh = Mesh(degrees, info.rank, timeout)
+        mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
     except BaseException:
         _leave(before)
         raise
-    return Dist(info, chosen, BACKENDS[chosen.type] if info.world_size > 1 else None, mesh, folder, before)
+    return Dist(info, chosen, BACKENDS[chosen.type] if info.world_size > 1 else None, mesh, folder, timeout, before)
 
 
 def _check_promise(info: RankInfo) -> None:

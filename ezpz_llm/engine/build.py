@@ -32,7 +32,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
     adam = {"lr": lr, "betas": betas, "eps": eps}
-    if resolved.layout.engine == "torch":
+    if resolved.layout.engine == "ddp":
         from ezpz_llm.engine.torch_engine import TorchEngine
 
         return TorchEngine(model, resolved, dist, groups, adam)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(MicroStepEngine):
     """A `deepspeed.DeepSpeedEngine` behind the common interface."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
@@ -71,7 +71,7 @@ class DeepSpeedEngine(Engine):
     def _step_whole(self) -> Tensor:
         """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = norm_and_clip(self.module.parameters(), self._clip, scale)
+        norm = norm_and_clip(self.module, self._mesh, self._clip, scale)
         if self._scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()
             return torch.full_like(norm, float("inf"))
@@ -84,4 +84,4 @@ class DeepSpeedEngine(Engine):
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
-        return deepspeed_state(self._engine, self._mesh.dp_rank, self._mesh.dp_size, self._scale)
+        return deepspeed_state(self._engine, *self._mesh.place("dp", "sp"), self._scale)

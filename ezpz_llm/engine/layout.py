@@ -1,13 +1,18 @@
-"""How a model is spread over ranks, as a value (imports no torch)."""
+"""How a model is spread over ranks, as a value, and what a ds_config says of it (imports no torch)."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.engine.ds_config import OUR_BLOCK, DsConfig
+from ezpz_llm.errors import UserError, unknown
 
-DEGREES = ("tp", "pp", "sp")
+Engine = Literal["ddp", "fsdp2", "deepspeed"]
+Offload = Literal["cpu", "nvme"]
+Partition = Literal["parameters", "time"]
+
 DEGREE_NAMES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "sp": "sequence-parallel"}
 
 
@@ -15,17 +20,22 @@ DEGREE_NAMES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "sp": "seque
 class Layout:
     """One parallel layout.
 
-    `zero_stage` is None where DeepSpeed is not used; `offload_optimizer` is "cpu" where the optimizer's state and
-    its step live in host memory, else None. Degrees multiply with the data-parallel size to the number of ranks.
+    `zero_stage` is None where DeepSpeed is not used. `offload_optimizer` is "cpu" where the optimizer's state and
+    its step live in host memory, "nvme" where the state lies in files, else None; `offload_param` likewise for
+    stage 3's parameters. Degrees multiply with the data-parallel size to the number of ranks. `partition` is what
+    a pipeline's stages have equally much of. `tiled` names linear layers that are cut into tiles, (name, in, out).
     """
 
     name: str
-    engine: Literal["torch", "deepspeed"]
+    engine: Engine
     zero_stage: int | None = None
     tp: int = 1
     pp: int = 1
     sp: int = 1
-    offload_optimizer: str | None = None
+    partition: Partition = "parameters"
+    tiled: tuple[tuple[str, int, int], ...] = ()
+    offload_optimizer: Offload | None = None
+    offload_param: Offload | None = None
 
     def dp_size(self, world_size: int) -> int:
         """The number of ranks that each see their own samples.
@@ -39,3 +49,69 @@ class Layout:
                             f"sp {self.sp} = {others}", where=f"layout {self.name}",
                             instead=f"{world_size - world_size % others or others} ranks")
         return world_size // others
+
+
+def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None,
+                sp: int | None = None) -> Layout:
+    """The layout of a ds_config, with some of its degrees replaced.
+
+    Raises:
+        UserError: a value that is none, or two that contradict each other.
+    """
+    place = f"{OUR_BLOCK} in {config.path}"
+    given = {"tp": tp, "pp": pp, "sp": sp}
+    degrees = {}
+    for name, value in given.items():
+        where = place if value is None else f"--{name}"
+        value = config.ours.get(name, 1) if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"the {DEGREE_NAMES[name]} degree {name} is {json.dumps(value)}", where=where,
+                            instead="a whole number of at least 1")
+        degrees[name] = value
+    engine = _choice(config.ours.get("engine", "deepspeed"), "engine", get_args(Engine), place)
+    partition = _choice(config.ours.get("partition", "parameters"), "partition", get_args(Partition), place)
+    zero = config.values.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
+    if engine != "deepspeed" and stage:
+        raise UserError(f"engine {engine} has no ZeRO stage {stage}", where=str(config.path),
+                        instead='"engine": "deepspeed", or no zero_optimization')
+    tiled = _tiled(config.ours.get("tiled", {}), place)
+    return Layout(config.name, engine, stage if engine == "deepspeed" else None, partition=partition, tiled=tiled,
+                  offload_optimizer=_offload(config, "optimizer"), offload_param=_offload(config, "param"),
+                  **degrees)
+
+
+def _choice(value: Any, name: str, known: tuple[str, ...], where: str) -> Any:
+    if value not in known:
+        raise unknown(name, str(value), known, where=where)
+    return value
+
+
+def _tiled(block: Any, where: str) -> tuple[tuple[str, int, int], ...]:
+    """{"mlp.c_fc": [1, 4]}: by name within a block, the number of tiles along the input and along the output."""
+    def is_pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+
+    if not isinstance(block, dict) or not all(map(is_pair, block.values())):
+        raise UserError(f"tiled is {json.dumps(block)}", where=where,
+                        instead='{"mlp.c_fc": [1, 4]}: tiles along the input and along the output')
+    return tuple((name, *value) for name, value in block.items())
+
+
+def _offload(config: DsConfig, what: str) -> Offload | None:
+    """Where a ds_config puts the optimizer's state, or the parameters."""
+    zero = config.values.get("zero_optimization", {})
+    key = f"offload_{what}"
+    device = zero.get(key, {}).get("device", "none")
+    if what == "optimizer" and zero.get("cpu_offload"):
+        device = "cpu"
+    if device in ("none", None):
+        return None
+    _choice(device, f"{key}.device", ("none", *get_args(Offload)), str(config.path))
+    least = 1 if what == "optimizer" else 3
+    if zero.get("stage", 0) < least:
+        raise UserError(f"{key} needs ZeRO stage {least} or more; this is stage {zero.get('stage', 0)}",
+                        where=str(config.path), instead=f'"stage": 3, or no {key}')
+    return device

@@ -10,16 +10,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ezpz_llm.engine.batch import Batch, solve_batch
-from ezpz_llm.engine.ds_config import OUR_BLOCK, DsConfig, load
+from ezpz_llm.engine.ds_config import DsConfig, load
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
-from ezpz_llm.engine.layout import DEGREE_NAMES, DEGREES, Layout
+from ezpz_llm.engine.layout import Layout, read_layout
 from ezpz_llm.engine.ops import refuse_unbuilt
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.rundir import RunDir, write_json
 
 COMMAND_LINE = "command line"
 PRECISIONS = ("fp32", "bf16", "fp16")
-ENGINES = ("torch", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Resolved:
 
 def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None, micro_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
-            device: str | None = None, sources: Mapping[str, str] | None = None,
-            default_micro_batch: int = 4) -> Resolved:
+            device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
+            sources: Mapping[str, str] | None = None, default_micro_batch: int = 4) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
     Args:
@@ -70,6 +69,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         global_batch, micro_batch, accumulation: in sequences; None where the run does not say.
         precision: "fp32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
+        tp, pp, sp: degrees in place of the ds_config's.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
 
@@ -79,7 +79,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     sources = sources or {}
     config = load(ds_config)
     wishes = read_wishes(config)
-    layout = _layout(config)
+    layout = read_layout(config, tp=tp, pp=pp, sp=sp)
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
     batch, used = _batch(numbers, wishes, config, sources, layout.dp_size(world_size), default_micro_batch)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
@@ -95,35 +95,9 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
             refuse_unbuilt("cpu_adam", needed_by=f"layout {layout.name}")
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
     elif wishes.rest:
-        wishes.notes.append(f"engine torch does not read {', '.join(wishes.rest)} of {config.path.name}")
+        wishes.notes.append(f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}")
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
                     tuple(wishes.notes))
-
-
-def _layout(config: DsConfig) -> Layout:
-    place = f"{OUR_BLOCK} in {config.path}"
-    engine = config.ours.get("engine", "deepspeed")
-    if engine not in ENGINES:
-        raise unknown("engine", str(engine), ENGINES, where=place)
-    for degree in DEGREES:
-        value = config.ours.get(degree, 1)
-        if value != 1 or isinstance(value, bool):
-            raise UserError(f"the {DEGREE_NAMES[degree]} degree {degree} is {value}; supported: 1", where=place,
-                            instead=f'"{degree}": 1')
-    zero = config.values.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
-    if engine == "torch":
-        if stage:
-            raise UserError(f"engine torch has no ZeRO stage {stage}", where=str(config.path),
-                            instead='"engine": "deepspeed", or no zero_optimization')
-        return Layout(config.name, "torch")
-    offloaded = zero.get("offload_optimizer", {}).get("device") == "cpu" or bool(zero.get("cpu_offload"))
-    if offloaded and stage == 0:
-        raise UserError("ZeRO stage 0 keeps the optimizer's state on the device", where=str(config.path),
-                        instead='offload_optimizer with "stage": 1, 2 or 3')
-    return Layout(config.name, "deepspeed", stage, offload_optimizer="cpu" if offloaded else None)
 
 
 def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping[str, str]) -> tuple[Any, str]:

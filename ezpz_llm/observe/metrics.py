@@ -139,9 +139,9 @@ class MetricsLog:
     def _reduce(self) -> list[list[float]]:
         """(loss, norm) of every pending step, averaged over ranks in one collective.
 
-        The mean is over all ranks: peers of a tensor- or pipeline-parallel group hold equal values, so it is the
-        mean over data-parallel ranks. Sums are in double precision, where a sum of floats is exact and so does not
-        depend on the order in which a backend adds.
+        The mean is over all ranks: tensor-parallel peers hold equal values, and what pipeline and sequence-parallel
+        peers hold are parts that average to the loss. Sums are in double precision, where a sum of floats is exact
+        and so does not depend on the order in which a backend adds.
         """
         stacked = torch.stack(self._values)
         if self._dist.world_size == 1:

@@ -31,6 +31,9 @@ class TrainConfig:
     tokenizer: str | None = _value(None, "bytes, char or gpt2 (default: the corpus's own)")
 
     ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
+    tp: int | None = _value(None, "tensor-parallel degree, if not the ds_config's own")
+    pp: int | None = _value(None, "pipeline-parallel degree, if not the ds_config's own")
+    sp: int | None = _value(None, "sequence-parallel degree, if not the ds_config's own")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _value(
         "auto", "auto is bf16 where the device computes in it, else fp32")
     global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")

@@ -62,7 +62,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     resolved = resolve(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                        micro_batch=config.micro_batch, accumulation=config.accumulation,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
-                       device=device or config.device, sources=sources)
+                       device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
+                       sources=sources)
     config = replace(config, **resolved.adam)
     sources.update({name: resolved.sources[name] for name in resolved.adam})
     _check_numbers(replace(config, clip=resolved.clip), {**sources, "clip": resolved.sources["clip"]})

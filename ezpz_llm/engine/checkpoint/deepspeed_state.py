@@ -6,15 +6,16 @@ once, as they are after a step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ezpz_llm.engine.checkpoint import moments
-from ezpz_llm.engine.checkpoint.index import whole
-from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
+from ezpz_llm.engine.checkpoint.slices import EngineState, Slice, cut
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
 from ezpz_llm.errors import UserError
+from ezpz_llm.model.placement import placement_of
 
 if TYPE_CHECKING:
     from ezpz_llm.engine.precision import LossScale
@@ -39,10 +40,9 @@ class _ZeroState(EngineState):
     def __init__(self, engine: Any, scale: LossScale | None) -> None:
         super().__init__(scale)
         self.zero = engine.optimizer
-        self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        # Stage 3 empties a parameter's own shape; the real one is then in ds_shape.
-        self.shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-                       for parameter, name in self.names.items()}
+        self.placed = {parameter: placement_of(name, parameter)
+                       for name, parameter in engine.module.named_parameters()}
+        self.shapes = {at.name: at.shape for at in self.placed.values()}
 
     @property
     def optimizer_step(self) -> int:
@@ -55,12 +55,10 @@ class _ZeroState(EngineState):
     def _refresh_model(self) -> None:
         raise NotImplementedError
 
-    def _slice(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
-               numel: int) -> Slice:
-        name = self.names[parameter]
-        shape = self.shapes[name]
-        return Slice(name, shape, whole(shape), start, start + numel,
-                     {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()})
+    def _cut(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
+             numel: int) -> Iterator[Slice]:
+        tensors = {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()}
+        return cut(self.placed[parameter], start, start + numel, tensors)
 
 
 class PartitionedOptimizer(_ZeroState):
@@ -68,15 +66,15 @@ class PartitionedOptimizer(_ZeroState):
 
     def slices(self) -> list[Slice]:
         inner = self.zero.optimizer
-        result = []
+        result: list[Slice] = []
         for group, parameters, flat in zip(inner.param_groups, self.zero.bit16_groups,
                                            self.zero.single_partition_of_fp32_groups, strict=True):
             tensors = moments.storage(inner, group, flat)
             for parameter in parameters:
                 mapping = parameter._hp_mapping  # None where no element of the parameter lies in this partition
                 if mapping is not None:
-                    result.append(self._slice(parameter, mapping.lp_fragment_address.start, tensors,
-                                              mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel))
+                    result += self._cut(parameter, mapping.lp_fragment_address.start, tensors,
+                                        mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
         return result
 
     def _refresh_model(self) -> None:
@@ -95,7 +93,7 @@ class PartitionedParameters(_ZeroState):
 
     def slices(self) -> list[Slice]:
         inner = self.zero.optimizer
-        result = []
+        result: list[Slice] = []
         for number, (parameters, flat) in enumerate(zip(self.zero.fp16_groups,
                                                         self.zero.fp32_partitioned_groups_flat, strict=True)):
             group = inner.param_groups[self.zero.sub_group_to_group_id[number]]
@@ -106,7 +104,7 @@ class PartitionedParameters(_ZeroState):
                 start = size * self.zero._get_param_partition_rank(parameter)
                 numel = min(size, parameter.ds_numel - start)
                 if numel > 0:
-                    result.append(self._slice(parameter, start, tensors, offset, numel))
+                    result += self._cut(parameter, start, tensors, offset, numel)
                 offset += size
         return result
 
