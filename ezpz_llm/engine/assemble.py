@@ -10,6 +10,9 @@ from ezpz_llm.engine.layout import Layout
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.partition import stage_bounds
+from ezpz_llm.model.pipeline import PipelineStage
+from ezpz_llm.model.placement import place, placement_of
 
 
 def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int) -> nn.Module:
@@ -20,6 +23,16 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int) -> nn.M
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)
-    model.to_empty(device="cpu")
+    if layout.pp > 1:
+        model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
+    give_storage(model)
     init_weights(model, config, seed)
     return model
+
+
+def give_storage(model: nn.Module) -> None:
+    """Move a model from the meta device to the host. Its parameters, which are new ones then, lie where they did."""
+    placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        place(parameter, placed[name])

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 from ezpz_llm.engine.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.model.partition import Partition
 
 Engine = Literal["ddp", "fsdp2", "deepspeed"]
 Offload = Literal["cpu", "nvme"]
-Partition = Literal["parameters", "time"]
 
 DEGREE_NAMES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "sp": "sequence-parallel"}
 

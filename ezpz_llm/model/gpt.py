@@ -166,11 +166,21 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Rotation | None]:
         """What the first block receives: activations (B, T, C), and the rotation where positions are rotary."""
-        check_length(self.config, first + tokens.shape[1])
-        x = self.transformer["wte"](tokens)
-        if self.config.position == "learned":
-            x = x + self.transformer["wpe"](torch.arange(first, first + tokens.shape[1], device=tokens.device))
-        return self.transformer["drop"](x), rotation_of(self.config, tokens.shape[1], tokens.device, first)
+        return (embed(self.config, self.transformer, tokens, first),
+                rotation_of(self.config, tokens.shape[1], tokens.device, first))
+
+
+def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int = 0) -> Tensor:
+    """Tokens (B, T) to activations (B, T, C), by the embeddings and the dropout among a model's parts.
+
+    Raises:
+        UserError: when the sequence exceeds the model's block size.
+    """
+    check_length(config, first + tokens.shape[1])
+    x = parts["wte"](tokens)
+    if config.position == "learned":
+        x = x + parts["wpe"](torch.arange(first, first + tokens.shape[1], device=tokens.device))
+    return parts["drop"](x)
 
 
 def check_length(config: ModelConfig, length: int) -> None:
