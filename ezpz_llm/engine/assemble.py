@@ -31,7 +31,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int) -> nn.M
 
 
 def give_storage(model: nn.Module) -> None:
-    """Move a model from the meta device to the host. Its parameters, which are new ones then, lie where they did."""
+    """Move a model from the meta device to the host; its parameters, new ones then, lie where the old ones did."""
     placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():

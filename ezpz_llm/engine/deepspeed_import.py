@@ -24,6 +24,8 @@ def import_deepspeed(device_type: str) -> ModuleType:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Else the first process group on CPUs compiles this op; nothing in training uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Left by a tensor- or pipeline-parallel engine that this process built before.
+    deepspeed.utils.groups.mpu = None
     return deepspeed
 
 

@@ -1,7 +1,7 @@
-"""Activation checkpointing: computing activations twice instead of keeping them (Chen et al. 2016, arXiv:1604.06174).
+"""Activation checkpointing: compute activations twice instead of keeping them (Chen et al. 2016, arXiv:1604.06174).
 
-A block whose activations are recomputed keeps only its input until the backward pass, which runs the block's forward
-pass again, with the same random numbers, before it computes gradients.
+A block whose activations are recomputed keeps only its input until the backward pass, which runs the block's
+forward pass again, with the same random numbers, before it computes gradients.
 """
 
 from __future__ import annotations
