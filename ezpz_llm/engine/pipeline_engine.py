@@ -55,7 +55,7 @@ class PipelineEngine(Engine):
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh, dist.device)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                             model=pipeline, optimizer=make_adamw(groups, adam, dist.device),
-                                            config=dict(resolved.deepspeed))[0]
+                                            config=_config(resolved, model))[0]
         schedule = deepspeed.runtime.pipe.schedule.TrainSchedule(self.batch.accumulation, self.layout.pp,
                                                                  dist.mesh.pp_rank)
         self._instructions = [instruction for step in schedule for instruction in step]
@@ -121,6 +121,20 @@ class PipelineEngine(Engine):
             whole = GPT(self.module.config)
         state.shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
         return state
+
+
+def _config(resolved: Resolved, stage: PipelineStage) -> dict[str, Any]:
+    """What DeepSpeed gets, with buckets that keep both copies of a tied table the same to the last bit.
+
+    They start equal and get the same summed gradient, which each stage then reduces over its data-parallel ranks.
+    In which order a backend adds depends on an element's place in its bucket; a bucket of the table's size holds
+    the table alone, in both stages.
+    """
+    config = dict(resolved.deepspeed)
+    if stage.table is not None:
+        config["zero_optimization"] = {**config["zero_optimization"],
+                                       "reduce_bucket_size": stage.table.weight.numel()}
+    return config
 
 
 def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Callable[[Tensor], Tensor], mesh: Mesh,
