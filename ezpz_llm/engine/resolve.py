@@ -12,9 +12,13 @@ from typing import Any
 from ezpz_llm.engine.batch import Batch, solve_batch
 from ezpz_llm.engine.ds_config import DsConfig, load
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
-from ezpz_llm.engine.layout import Layout, read_layout
+from ezpz_llm.engine.layout import DEGREE_NAMES, Layout, read_layout
+from ezpz_llm.engine.legal import Case
+from ezpz_llm.engine.nearest import settle
 from ezpz_llm.engine.ops import refuse_unbuilt
 from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.resources import data_dir
 from ezpz_llm.rundir import RunDir, write_json
 
 COMMAND_LINE = "command line"
@@ -28,7 +32,7 @@ class Resolved:
     `precision` is "auto" as long as the device that decides it is not known. `clip` is the largest gradient norm, 0
     for none. `deepspeed` is what DeepSpeed gets, None where it is not used. `adam` holds what the user's ds_config
     says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, warmup_steps) and the command line does
-    not.
+    not; `recompute` likewise which blocks' activations it wants recomputed.
     """
 
     layout: Layout
@@ -39,6 +43,7 @@ class Resolved:
     adam: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    recompute: int | None = None
 
     def write(self, run_dir: RunDir) -> None:
         """Write layout.json, and deepspeed.json where DeepSpeed is used."""
@@ -61,7 +66,8 @@ class Resolved:
 def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None, micro_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
             device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
-            sources: Mapping[str, str] | None = None, default_micro_batch: int = 4) -> Resolved:
+            model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
+            default_micro_batch: int = 4) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
     Args:
@@ -70,6 +76,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         precision: "fp32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
+        model: the shape that is to be divided; None where it is no GPT.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
 
@@ -79,9 +86,19 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     sources = sources or {}
     config = load(ds_config)
     wishes = read_wishes(config)
-    layout = read_layout(config, tp=tp, pp=pp, sp=sp)
+    degrees = {"tp": tp, "pp": pp, "sp": sp}
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
-    batch, used = _batch(numbers, wishes, config, sources, layout.dp_size(world_size), default_micro_batch)
+
+    def batch_of(dp_size: int) -> _Solved:
+        return _batch(numbers, wishes, config, sources, dp_size, default_micro_batch)
+
+    layout, notes = settle(Case(read_layout(config, **degrees), world_size, model,
+                                batch=lambda dp_size: batch_of(dp_size).batch,
+                                shipped=config.path.parent == data_dir("ds_configs")),
+                           _origins(degrees, config, sources))
+    solved = batch_of(layout.dp_size(world_size))
+    batch, used = solved.batch, solved.used
+    notes = (*wishes.notes, *notes, *solved.notes)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
     chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
@@ -89,6 +106,9 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     check_precision(chosen_precision, used["precision"], device)
     adam = {name: value for name, value in wishes.adam.items() if sources.get(name) != COMMAND_LINE}
     used.update(dict.fromkeys(adam, str(config.path)))
+    recompute = wishes.recompute if sources.get("recompute") != COMMAND_LINE else None
+    if recompute is not None:
+        used["recompute"] = str(config.path)
     deepspeed = None
     if layout.engine == "deepspeed":
         if layout.offload_optimizer == "cpu":
@@ -97,7 +117,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     elif wishes.rest:
         wishes.notes.append(f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}")
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
-                    tuple(wishes.notes))
+                    tuple(wishes.notes), recompute)
 
 
 def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping[str, str]) -> tuple[Any, str]:
@@ -108,8 +128,17 @@ def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping
     return given, source
 
 
+@dataclass(frozen=True)
+class _Solved:
+    """A batch, where each of its numbers came from, and which of them gave way."""
+
+    batch: Batch
+    used: dict[str, str]
+    notes: tuple[str, ...]
+
+
 def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, sources: Mapping[str, str],
-           dp_size: int, default_micro_batch: int) -> tuple[Batch, dict[str, str]]:
+           dp_size: int, default_micro_batch: int) -> _Solved:
     """The batch by precedence: a number of lower precedence that contradicts two of higher gives way."""
     typed = {name: value for name, value in numbers.items()
              if value is not None and sources.get(name, COMMAND_LINE) == COMMAND_LINE}
@@ -119,6 +148,7 @@ def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, 
         levels.append((source, {name: value for name, value in others.items() if sources[name] == source}))
     known: dict[str, int] = {}
     used: dict[str, str] = {}
+    notes = []
     for source, level in levels:
         # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
         for name in BATCH_KEYS:
@@ -127,14 +157,14 @@ def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, 
             if len(known) == 2 and set(used.values()) != {source}:
                 if getattr(_solve(known, used, dp_size, default_micro_batch), name) != level[name]:
                     stronger = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
-                    wishes.notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
+                    notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
                 continue
             known[name], used[name] = level[name], source
     batch = _solve(known, used, dp_size, default_micro_batch)
     given = " and ".join(used) or "the default"
     for name in BATCH_KEYS:
         used.setdefault(name, f"follows from {given}")
-    return batch, used
+    return _Solved(batch, used, tuple(notes))
 
 
 def _solve(known: Mapping[str, int], used: Mapping[str, str], dp_size: int, default_micro_batch: int) -> Batch:

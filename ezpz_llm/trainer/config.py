@@ -63,6 +63,7 @@ class TrainConfig:
     profile: bool = _value(True, "profile the host side of the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on rank 0 with torch.profiler, after the warm-up")
     compile: bool = _value(False, "torch.compile the blocks")
+    recompute: int = _value(0, "recompute the activations of every K-th block in the backward pass; 0 for none")
 
     seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto is the best there is")

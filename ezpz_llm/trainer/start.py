@@ -24,6 +24,7 @@ from ezpz_llm.launch.phases import LOADING, STARTING
 from ezpz_llm.model.compile import compile_blocks
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.flops import flops_per_token
+from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.observe import (
     HostProfile,
     MetricsLog,
@@ -93,6 +94,7 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     """The model in the engine of the plan's layout."""
     config = plan.config
     model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed)
+    recompute_blocks(model, config.recompute)
     if config.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         compile_blocks(model)
