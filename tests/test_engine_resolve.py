@@ -45,7 +45,7 @@ def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPat
         values = ds_config.load(name).values
         assert not {"optimizer", "scheduler", "gradient_clipping", "train_batch_size"} & values.keys()
         assert f"| `{name}` |" in purposes
-        resolved = resolve(name, world_size=8, global_batch=8, device="cpu")
+        resolved = resolve(name, world_size=8, global_batch=64, device="cpu")
         assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2"))
         assert resolved.notes == ()
 
@@ -92,7 +92,7 @@ def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tupl
     ({"ezpz_llm": {"sp": True}}, {}, ("sequence-parallel", "whole number")),
     ({"ezpz_llm": {"partition": "layers"}}, {}, ("partition", "did you mean parameters")),
     ({"ezpz_llm": {"tiled": {"mlp.c_fc": 4}}}, {}, ("tiled", "along the output")),
-    ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel.autotp_size", "delete")),
+    ({"tensor_parallel": {"autotp_size": 2}, "ezpz_llm": {"tp": 4}}, {}, ("autotp_size is 2", "is 4")),
     ({"ezpz_llm": {"engine": "dpp"}}, {}, ("did you mean ddp",)),
     ({"ezpz_llm": {"engine": "ddp"}, "zero_optimization": {"stage": 2}}, {}, ("no ZeRO stage 2",)),
     ({"zero_optimization": {"stage": 4}}, {}, ("stage is 4",)),

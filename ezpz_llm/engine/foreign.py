@@ -136,8 +136,9 @@ def translated_degrees(config: DsConfig) -> dict[str, int]:
         value = _number(value, key, config, whole=True)
         ours = config.ours.get(name, value)
         if value < 1 or ours != value:
-            found = f"{key} is {value}" if ours == value else f'{key} is {value}, and {name} in "ezpz_llm" is {ours}'
-            raise UserError(found, where=str(config.path), instead=f'"{name}": N in "ezpz_llm", and not {key}')
+            other = "" if ours == value else f', and {name} in "ezpz_llm" is {ours}'
+            raise UserError(f"{key} is {value}{other}", where=str(config.path),
+                            instead=f'"{name}": N in "ezpz_llm", and not {key}')
         if value > 1 and name not in config.ours:
             degrees[name] = value
     return degrees

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ezpz_llm.engine.ds_config import OUR_BLOCK, DsConfig
+from ezpz_llm.engine.foreign import translated_degrees
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.model.partition import Partition
 
@@ -38,32 +39,24 @@ class Layout:
     offload_param: Offload | None = None
 
     def dp_size(self, world_size: int) -> int:
-        """The number of ranks that each see their own samples.
-
-        Raises:
-            UserError: the degrees do not divide the number of ranks.
-        """
-        others = self.tp * self.pp * self.sp
-        if world_size % others:
-            raise UserError(f"{world_size} ranks cannot be divided into groups of tp {self.tp} x pp {self.pp} x "
-                            f"sp {self.sp} = {others}", where=f"layout {self.name}",
-                            instead=f"{world_size - world_size % others or others} ranks")
-        return world_size // others
+        """The number of ranks that each see their own samples; the degrees divide `world_size` (see legal.py)."""
+        return world_size // (self.tp * self.pp * self.sp)
 
 
 def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None,
                 sp: int | None = None) -> Layout:
-    """The layout of a ds_config, with some of its degrees replaced.
+    """The layout of a ds_config, with some of its degrees replaced. It may be one that cannot run: see legal.py.
 
     Raises:
         UserError: a value that is none, or two that contradict each other.
     """
     place = f"{OUR_BLOCK} in {config.path}"
     given = {"tp": tp, "pp": pp, "sp": sp}
+    theirs = translated_degrees(config)
     degrees = {}
     for name, value in given.items():
         where = place if value is None else f"--{name}"
-        value = config.ours.get(name, 1) if value is None else value
+        value = config.ours.get(name, theirs.get(name, 1)) if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"the {DEGREE_NAMES[name]} degree {name} is {json.dumps(value)}", where=where,
                             instead="a whole number of at least 1")
@@ -74,11 +67,10 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
-    if engine != "deepspeed" and stage:
-        raise UserError(f"engine {engine} has no ZeRO stage {stage}", where=str(config.path),
-                        instead='"engine": "deepspeed", or no zero_optimization')
     tiled = _tiled(config.ours.get("tiled", {}), place)
-    return Layout(config.name, engine, stage if engine == "deepspeed" else None, partition=partition, tiled=tiled,
+    # A stage that the engine has not is kept, for legal.py to find.
+    kept = stage if stage or engine == "deepspeed" else None
+    return Layout(config.name, engine, kept, partition=partition, tiled=tiled,
                   offload_optimizer=_offload(config, "optimizer"), offload_param=_offload(config, "param"),
                   **degrees)
 
@@ -110,8 +102,4 @@ def _offload(config: DsConfig, what: str) -> Offload | None:
     if device in ("none", None):
         return None
     _choice(device, f"{key}.device", ("none", *get_args(Offload)), str(config.path))
-    least = 1 if what == "optimizer" else 3
-    if zero.get("stage", 0) < least:
-        raise UserError(f"{key} needs ZeRO stage {least} or more; this is stage {zero.get('stage', 0)}",
-                        where=str(config.path), instead=f'"stage": 3, or no {key}')
     return device

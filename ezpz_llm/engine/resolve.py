@@ -115,9 +115,16 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
             refuse_unbuilt("cpu_adam", needed_by=f"layout {layout.name}")
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
     elif wishes.rest:
-        wishes.notes.append(f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}")
+        notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
-                    tuple(wishes.notes), recompute)
+                    notes, recompute)
+
+
+def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:
+    """Where the values that make a layout came from."""
+    return {**dict.fromkeys(("engine", "stage", "tiled", "offload_optimizer", "offload_param"), str(config.path)),
+            **{name: str(config.path) if degrees[name] is None else sources.get(name, COMMAND_LINE)
+               for name in DEGREE_NAMES}}
 
 
 def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping[str, str]) -> tuple[Any, str]:
@@ -194,7 +201,7 @@ def check_precision(precision: str | None, source: str, device: str | None) -> N
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,
                    device: str | None) -> dict[str, Any]:
     """Exactly what DeepSpeed gets: the user's blocks and the run's numbers."""
-    zero = {"stage": layout.zero_stage, **rest.get("zero_optimization", {})}
+    zero = {**rest.get("zero_optimization", {}), "stage": layout.zero_stage}
     if device == "cpu":
         zero["overlap_comm"] = False  # on CPUs there is no stream to overlap on
     return {

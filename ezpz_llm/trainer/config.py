@@ -24,6 +24,8 @@ class TrainConfig:
     n_kv_head: int | None = _value(None, "key/value heads, if not the model's own")
     n_embd: int | None = _value(None, "width, if not the model's own")
     block_size: int | None = _value(None, "context length in tokens, if not the model's own")
+    vocab_multiple: int | None = _value(None, "the embedding's rows are padded to a multiple of this, if not the "
+                                              "model's own")
     dropout: float | None = _value(None, "dropout probability, if not the model's own")
     bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
 
@@ -72,4 +74,5 @@ class TrainConfig:
 
 
 FIELDS = {field.name: field for field in fields(TrainConfig)}
-MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "dropout", "bias")
+MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_multiple",
+                   "dropout", "bias")
