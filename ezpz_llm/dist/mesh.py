@@ -25,6 +25,7 @@ class Mesh:
         self.dp_rank, self.tp_rank, self.pp_rank, self.sp_rank = (place[axis] for axis in ("dp", "tp", "pp", "sp"))
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
         self._groups: dict[tuple[Axis, ...], torch.distributed.ProcessGroup | None] = {}
+        self._alone: torch.distributed.ProcessGroup | None = None
         for axes in (*((axis,) for axis in AXES), *_COMBINED):
             key = self._key(axes)
             if key not in self._groups:
@@ -38,6 +39,18 @@ class Mesh:
         """
         return self._groups[self._key(axes)]
 
+    def real_group(self, *axes: Axis) -> torch.distributed.ProcessGroup:
+        """The same for libraries that take no None: the world's own group, or one of this rank alone."""
+        group = self.group(*axes)
+        if group is not None:
+            return group
+        if self.size(*axes) > 1:
+            return torch.distributed.group.WORLD
+        if self._alone is None:
+            self._alone = torch.distributed.new_group([self.rank], timeout=self._timeout,
+                                                      use_local_synchronization=True)
+        return self._alone
+
     def size(self, *axes: Axis) -> int:
         """The number of ranks in such a group."""
         return math.prod(getattr(self.degrees, axis) for axis in axes)
@@ -49,10 +62,11 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the groups, so that another mesh can take this one's place. Collective."""
-        for group in self._groups.values():
+        for group in (*self._groups.values(), self._alone):
             if group is not None:
                 torch.distributed.destroy_process_group(group)
         self._groups.clear()
+        self._alone = None
 
     def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The axes that count: two groups along axes of which all others have one place are the same."""

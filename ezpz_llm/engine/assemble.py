@@ -7,6 +7,7 @@ from torch import nn
 
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.layout import Layout
+from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
@@ -23,8 +24,12 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int) -> nn.M
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)
+    if layout.tp > 1:
+        tensor_parallel.apply(model, mesh.group("tp"), mesh.tp_rank, mesh.tp_size)
     if layout.pp > 1:
         model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
+        if layout.tp > 1 and model.is_last:
+            tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)
     give_storage(model)
     init_weights(model, config, seed)
     return model

@@ -17,6 +17,7 @@ from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.mpu import ModelParallelUnit, mark_divided
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.resolve import Resolved
@@ -43,8 +44,10 @@ class DeepSpeedEngine(MicroStepEngine):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_adamw(groups, adam, dist.device)
+        mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
+        mark_divided(model)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
-                                            optimizer=optimizer, config=dict(resolved.deepspeed))[0]
+                                            optimizer=optimizer, mpu=mpu, config=dict(resolved.deepspeed))[0]
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
