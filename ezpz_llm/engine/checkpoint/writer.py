@@ -89,8 +89,10 @@ def _write_shard(folder: Path, rank: int, training: EngineState, device: torch.d
     name = shard_name(rank)
     tensors, pieces = {}, []
     for part in owned(training.slices()):
-        tensors.update({f"{kind}/{part.name}": part.tensors[kind] for kind in KINDS})
-        pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=part.name)))
+        # A rank may hold several boxes of one parameter.
+        key = part.name if f"{KINDS[0]}/{part.name}" not in tensors else f"{part.name}/{len(pieces)}"
+        tensors.update({f"{kind}/{key}": part.tensors[kind] for kind in KINDS})
+        pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
     tensors.update({f"rng/{source}": value for source, value in rng.capture(device).items()})
     return write_tensors(folder / name, tensors), pieces
 
