@@ -21,6 +21,7 @@ from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.engine.mpu import mark_divided
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.resolve import Resolved
@@ -50,6 +51,7 @@ class PipelineEngine(Engine):
         self._stages = dist.mesh.degrees.peers(dist.rank, "pp")
         self._scale = LossScale() if resolved.precision == "fp16" else None
         self._targets: Tensor | None = None
+        mark_divided(model)
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh, dist.device)
