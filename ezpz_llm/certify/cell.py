@@ -18,10 +18,12 @@ from ezpz_llm.certify.compare import compare, gather
 from ezpz_llm.certify.memory import held, living_storages
 from ezpz_llm.certify.plants import find_plant
 from ezpz_llm.certify.reference import Reference, read_reference, seed_checkpoint
+from ezpz_llm.certify.textbook import textbook
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, release, train
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.memory import memory_per_rank
 from ezpz_llm.engine.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig, parameter_count
 
@@ -58,6 +60,8 @@ def certify_cell(cell: Cell, root: Path, steps: int, dist: Dist) -> dict[str, An
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
                       "zero_by_symmetry": reference.symmetric},
         "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
+        "arithmetic": [asdict(part) for part in memory_per_rank(layout, config, cell.world)],
+        "textbook": textbook(layout, config, resolved.batch),
         "by_parameter": {kind: {one.what: [one.value, one.bound] for one in found[kind]}
                          for kind in ("gradient", "weight")},
         "seconds": time.perf_counter() - began,

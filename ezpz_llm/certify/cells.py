@@ -63,7 +63,7 @@ def resolve_cell(cell: Cell, device: str | None) -> Resolved:
     pipeline = layout_of(cell.layout).pp > 1
     return resolve(cell.layout, world_size=cell.world, global_batch=recipe.GLOBAL_BATCH, clip=recipe.CLIP,
                    accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
-                   precision=cell.dtype, device=device)
+                   precision=cell.dtype, device=device, model=recipe.model_config(cell.model))
 
 
 def all_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],

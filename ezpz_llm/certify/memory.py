@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.engine.base import Engine
 
@@ -42,6 +43,10 @@ def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:
 def _known(engine: Engine) -> dict[str, list[Any]]:
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     gradients = [parameter.grad for parameter in engine.module.parameters()]
+    zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
+    # Stages 1 and 2 keep them by group, stage 3 as one flat buffer.
+    gradients += tree_leaves((getattr(zero, "averaged_gradients", None),
+                              getattr(zero, "grad_partitions_flat_buffer", None)))
     slices = engine.training_state().slices()
     return {
         "parameters": [*parameters, *engine.module.parameters()],
@@ -52,7 +57,7 @@ def _known(engine: Engine) -> dict[str, list[Any]]:
 
 
 def _add(found: dict[int, int], tensor: Any) -> None:
-    if tensor is None or tensor.is_meta or tensor.layout != torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
         return
     try:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()

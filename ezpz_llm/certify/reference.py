@@ -132,13 +132,20 @@ def _values(engine: Engine, kind: str) -> dict[str, Tensor]:
 def _other_sums(seed: int) -> Iterator[None]:
     """Every linear layer adds its products in another order, as the sum of two halves that are rounded apart.
 
-    So does a layout that divides a sum over ranks or tiles. The shuffle is a new one for each shape.
+    Forward these are halves of the inputs, backward halves of the outputs: so does a layout that divides a layer
+    over ranks or tiles by rows or by columns. The shuffle is another one for each shape.
     """
     def shuffled(self: nn.Linear, x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 2 ** 32 + self.in_features)
-        halves = torch.randperm(self.in_features, generator=generator).to(x.device).chunk(2)
-        first, second = (functional.linear(x[..., part], self.weight[:, part]) for part in halves)
-        return first + second if self.bias is None else first + second + self.bias
+        generator = torch.Generator().manual_seed(seed)
+        columns, rows = (torch.randperm(size, generator=generator).to(x.device)
+                         for size in (self.in_features, self.out_features))
+        outputs = []
+        for these in rows.chunk(2):
+            first, second = (functional.linear(x[..., part], self.weight[these][:, part])
+                             for part in columns.chunk(2))
+            outputs.append(first + second)
+        y = torch.cat(outputs, dim=-1)[..., rows.argsort()]
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     plain = nn.Linear.forward
     nn.Linear.forward = shuffled
