@@ -2,8 +2,8 @@
 
     mpiexec -n 2 python3 tests/pipeline_ranks.py FOLDER gpt2:fp32:ddp gpt2:fp32:pp2 llama:bf16:pp2+recompute …
 
-A run is a shape, a precision and a layout with options: `ddp` is one process on its own, `ppN` and `ppN_tpN` take
-all ranks. Rank 0 writes FOLDER/<run>.json, colons as dashes.
+A run is a shape, a precision and a layout with options: `ddp` is one process on its own, others take all ranks,
+`ppN` and `ppN_tpN` with these degrees. Rank 0 writes FOLDER/<run>.json, colons as dashes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Run:
         degrees = {axis: int(size) for axis, size in re.findall(r"(pp|tp)(\d)", self.layout)}
         self.dist.arrange(**degrees)
         self.accumulation = ACCUMULATION * 2 ** self.options.count("small")
-        source = "pp2" if degrees else "ddp"
+        source = "pp2" if degrees else self.layout
         self.resolved = resolve(source, world_size=self.dist.world_size, clip=CLIP, accumulation=self.accumulation,
                                 global_batch=GLOBAL_BATCH * (3 if "wide" in self.options else 1),
                                 precision=self.precision, **degrees)

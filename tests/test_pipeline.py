@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ezpz_llm.engine import checkpoint
+from ezpz_llm.engine.resolve import resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import MODELS, get_model_config, parameter_count
 from ezpz_llm.model.gpt import GPT
@@ -24,6 +27,7 @@ from ezpz_llm.model.partition import Weights, balance, part_weights, stage_bound
 from ezpz_llm.model.pipeline import PipelineStage
 from ezpz_llm.model.placement import placement_of
 from ezpz_llm.model.recompute import recompute_blocks
+from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 SCRIPT = Path(__file__).with_name("pipeline_ranks.py")
 STEPS, ACCUMULATION = 8, 4
@@ -149,10 +153,33 @@ def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
     assert kept[2] == pytest.approx((kept[0] + kept[1]) / 2, rel=0.02)
 
 
+@pytest.mark.parametrize(("block", "recompute", "refused"), [
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, 1, None),
+    ({"pipeline": {"activation_checkpoint_interval": 0}, "activation_checkpointing": {"profile": False}}, 0, None),
+    ({}, None, None),
+    ({"pipeline": {"activation_checkpoint_interval": 2}}, None, "--recompute K is for every K-th block"),
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, None, "whole and on the device"),
+])
+def test_activation_checkpointing_of_a_file_is_taken_over_or_refused(
+        tmp_path: Path, block: dict, recompute: int | None, refused: str | None) -> None:
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
+    if refused is not None:
+        with pytest.raises(UserError, match=refused):
+            resolve(str(path), world_size=2)
+        return
+    resolved = resolve(str(path), world_size=2)
+    assert resolved.recompute == recompute
+    assert "activation_checkpointing" not in resolved.deepspeed
+    assert not resolved.deepspeed.get("pipeline")
+    assert resolve(str(path), world_size=2, sources={"recompute": "command line"}).recompute is None
+
+
 # Two ranks
 
 PIPELINES = ("gpt2:fp32:pp2", "gpt2:fp32:pp2+recompute", "gpt2:bf16:pp2", "llama:fp32:pp2",
              "llama:bf16:pp2+recompute-half", "llama:fp32:pp2+time")
+RECOMPUTED = ("gpt2:fp32:zero1+recompute", "llama:fp32:zero3+recompute")
 RESUMED = ("gpt2:fp32:pp2=>gpt2:fp32:ddp", "gpt2:fp32:ddp=>gpt2:fp32:pp2", "llama:fp32:pp2=>llama:fp32:pp2+time")
 
 
@@ -162,7 +189,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     references = [f"{shape}:{precision}:ddp" for shape in ("gpt2", "llama") for precision in ("fp32", "bf16")]
     dropped = ["gpt2:fp32:pp2+dropout", "gpt2:fp32:pp2+dropout+recompute"]
     scaled = ["gpt2:fp16:ddp+overflow", "gpt2:fp16:pp2+overflow"]
-    return folder, run_ranks(folder, 2, [*references, *PIPELINES, *dropped, *RESUMED, *scaled,
+    return folder, run_ranks(folder, 2, [*references, *PIPELINES, *RECOMPUTED, *dropped, *RESUMED, *scaled,
                                          "gpt2:fp32:pp2+untied"])
 
 
@@ -179,6 +206,11 @@ def test_two_stages_are_one_process(two_ranks: tuple[Path, str], run: str) -> No
     assert ours["logits_agree"]
     assert min(theirs["norms"]) > 0.5  # clipping is at work
     assert theirs["losses"][-1] < theirs["losses"][0]
+
+
+@pytest.mark.parametrize("run", RECOMPUTED)
+def test_other_engines_recompute_too(two_ranks: tuple[Path, str], run: str) -> None:
+    assert_same(two_ranks[0], run, f"{run.split(':')[0]}:fp32:ddp")
 
 
 def test_every_instruction_that_computes_is_timed(two_ranks: tuple[Path, str]) -> None:
@@ -248,6 +280,32 @@ def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
 
 def test_a_checkpoint_changes_every_degree(four_ranks: Path) -> None:
     assert_same(four_ranks, "gpt2:fp32:pp2_tp2=>gpt2:fp32:pp4", "gpt2:fp32:ddp")
+
+
+def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    small = ["--n-layer", "4", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
+             "--sample-tokens", "9", "--accumulation", "4", "--profile", "false", "--recompute", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
+         "ezpz_llm.train", "--ds-config", "pp2", "--steps", "20", "--eval-every", "10", *small],
+        env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = list(read_lines(RunDir(run_dir).metrics))
+    assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert lines[-1]["val_loss"] == pytest.approx(lines[-1]["loss"], abs=0.5)
+    record = read_record(RunDir(run_dir))
+    assert record["config"]["recompute"] == 2
+    bubble = record["summary"]["bubble"]
+    assert bubble["expected"] == pytest.approx(1 / 5)  # p = 2, m = 4
+    assert len(bubble["idle"]) == 2
+    # Stages of two cores that do other things too idle longer, and hardly ever less.
+    assert all(0.1 < idle < 0.9 for idle in bubble["idle"])
+    assert re.search(r"Pipeline stages idle .*: \d+\.\d%, \d+\.\d%; .*\n.* is 20\.0%", done.stdout)
+    assert "sample after step 20" in done.stdout
+    assert (run_dir / "plots" / "loss.txt").exists()
+    assert checkpoint.find(run_dir).name == "step-00000020"
 
 
 def test_tables_agree_to_the_last_bit_over_three_pipelines(tmp_path: Path) -> None:
