@@ -72,7 +72,7 @@ def train(engine: Engine, dist: Dist, first: int, last: int) -> tuple[list[float
     losses, norms = [], []
     for step in range(first, last):
         mine = [part.chunk(dist.mesh.dp_size)[dist.mesh.dp_rank].chunk(ACCUMULATION) for part in batch(step)]
-        loss, norm = engine.train_step(zip(*mine, strict=True), 2e-3 * (1 + math.cos(math.pi * step / STEPS)),
+        loss, norm = engine.train_step(zip(*mine, strict=True), 5e-4 * (1 + math.cos(math.pi * step / STEPS)),
                                        lambda phase: nullcontext())
         losses.append(mean(loss, dist))
         norms.append(norm.item())
@@ -110,8 +110,8 @@ def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[st
         cache[reference] = (losses, norms, *evaluated(engine))
     engine = make_engine(dist, layout, 2, config, precision)
     if "unmarked" in options:
-        for name, parameter in engine.module.named_parameters():
-            parameter.tensor_model_parallel &= "c_fc" not in name
+        for parameter in engine.module.parameters():
+            parameter.tensor_model_parallel = False
     losses, norms = train(engine, dist, 0, STEPS)
     loss_sum, logits = evaluated(engine)
     expected = cache[reference]
@@ -127,7 +127,7 @@ def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[st
 
 def replicated_agree(engine: Engine) -> bool:
     """Whether what tensor-parallel peers both hold whole is bit-identical there."""
-    mine = {(piece.name, piece.start): piece.tensors["param"].clone() for piece in engine.training_state().slices()
+    mine = {(piece.name, piece.start): piece.tensors["weight"].clone() for piece in engine.training_state().slices()
             if piece.box == whole(piece.shape)}
     held = everyone(mine)
     first = torch_dist.get_rank() // 2 * 2
