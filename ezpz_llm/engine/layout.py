@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.engine.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.engine.foreign import translated_degrees
 from ezpz_llm.errors import UserError, unknown
@@ -41,6 +42,14 @@ class Layout:
     def dp_size(self, world_size: int) -> int:
         """The number of ranks that each see their own samples; the degrees divide `world_size` (see legal.py)."""
         return world_size // (self.tp * self.pp * self.sp)
+
+    def describe(self, world_size: int) -> str:
+        """The name, with all degrees where one besides the data-parallel is above 1: "3d: pp 2 x dp 2 x tp 2"."""
+        if self.tp * self.pp * self.sp == 1:
+            return self.name
+        degrees = Degrees(self.dp_size(world_size), self.tp, self.pp, self.sp)
+        sizes = [(axis, getattr(degrees, axis)) for axis in AXES]
+        return f"{self.name}: " + " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1 or axis == "dp")
 
 
 def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None,

@@ -56,10 +56,13 @@ class Resolved:
     def explain(self) -> str:
         """What was decided and by whom, a line each."""
         batch = self.batch
-        values = {"layout": self.layout.name, "precision": self.precision, "global_batch": batch.global_batch,
-                  "micro_batch": batch.micro_batch, "accumulation": batch.accumulation, "clip": self.clip or "none",
-                  **self.adam}
-        lines = [f"{name:<14}{value!s:<16}{self.sources.get(name, '')}".rstrip() for name, value in values.items()]
+        world_size = batch.dp_size * self.layout.tp * self.layout.pp * self.layout.sp
+        values = {"layout": self.layout.describe(world_size), "precision": self.precision,
+                  "global_batch": batch.global_batch, "micro_batch": batch.micro_batch,
+                  "accumulation": batch.accumulation, "clip": self.clip or "none", **self.adam}
+        width = max(len(str(value)) for value in values.values())
+        lines = [f"{name:<14}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
+                 for name, value in values.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
