@@ -43,11 +43,11 @@ def certified(kept: dict[str, Any]) -> str:
     versions = kept["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
     lines = [
-        f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]} as "
-        "certify has it, in fp32, in the largest world that was certified, on rank 0: memory is parameters, gradients "
-        "and optimizer (and DeepSpeed's copy of its share), by the engine's own tensors at the end of the last "
-        "backward pass; buckets and other buffers come after the plus sign. Collectives count the whole buffer's "
-        "bytes. The textbook's bytes are of the same step.",
+        f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]}",
+        "as certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters,",
+        "gradients and optimizer (with DeepSpeed's copy of its share), by the tensors that live when the last",
+        "backward pass has ended; buckets and other buffers come after the plus sign. Collectives count the bytes",
+        "of whole buffers; the textbook's are of the same step.",
         "", "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER),
         *("| " + " | ".join(_row(name, results, kept)) + " |" for name in sorted(layouts)), ""]
     return "\n".join(lines)

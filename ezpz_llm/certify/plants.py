@@ -111,16 +111,14 @@ def _early_sync(engine: Engine, dist: Dist) -> None:
     engine.forward = forward
 
 
-def _unmarked_tp(model: Any, dist: Dist, layout: Layout) -> None:
-    """What tensor-parallel ranks hold parts of is no longer told from what they all hold."""
+def _unmarked_tp(engine: Engine, dist: Dist) -> None:
+    """The norm no longer tells what tensor-parallel ranks hold parts of from what they all hold."""
     from ezpz_llm.model.placement import place, placement_of
 
-    for name, parameter in model.named_parameters():
-        for mark in ("tensor_model_parallel", "model_parallel"):
-            if hasattr(parameter, mark):
-                delattr(parameter, mark)
-        if layout.zero_stage == 0:
-            place(parameter, replace(placement_of(name, parameter), primary=True))
+    for name, parameter in engine.module.named_parameters():
+        parameter.tensor_model_parallel = False  # which DeepSpeed's norms read
+        if engine.layout.zero_stage == 0:
+            place(parameter, replace(placement_of(name, parameter), primary=True))  # which ours reads
 
 
 def _stale_optimizer(engine: Engine, dist: Dist) -> None:
@@ -206,7 +204,7 @@ _ALL = (
     Plant("early-sync", "gradients are reduced after the first micro-step only", ("gradient", "norm"),
           _ddp_replicas, engine=_early_sync),
     Plant("unmarked-tp", "the gradient norm does not know which parameters are divided over ranks", ("norm",),
-          _tensor_parallel, model=_unmarked_tp),
+          _tensor_parallel, engine=_unmarked_tp),
     Plant("stale-optimizer", "the optimizer's step count is an earlier run's", ("loss", "weight"),
           engine=_stale_optimizer),
     Plant("wrong-mask", "attention sees what follows", ("loss", "gradient"), engine=_wrong_mask),

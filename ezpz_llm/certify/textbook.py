@@ -15,12 +15,12 @@ _FP32 = 4
 def textbook(layout: Layout, model: ModelConfig, batch: Batch) -> dict[str, int]:
     """Bytes of the buffers of one step on the rank with most parameters, by kind, activations in fp32.
 
-    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced whole; in ZeRO stages 1 and 2 reduce-scattered,
-    and new parameters gathered; in stage 3 (and FSDP) parameters are gathered in both passes of each micro-step.
-    Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the activations a layer in each pass,
-    one after the embedding, one before the head. Pipeline (Huang et al. 2019, arXiv:1811.06965): the activations sent
-    to the next stage or received, and their gradient. Sequence parallel (Jacobs et al. 2023, arXiv:2309.14509):
-    queries, keys, values and the product exchanged all to all in each pass.
+    Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced whole; in ZeRO stages 1 and 2
+    reduce-scattered, and new parameters gathered; in stage 3 (and FSDP) parameters are gathered in both passes of
+    each micro-step. Tensor parallel (Shoeybi et al. 2019, arXiv:1909.08053): two all-reduces of the activations a
+    layer in each pass, one after the embedding, one before the head. Pipeline (Huang et al. 2019,
+    arXiv:1811.06965): the activations sent to the next stage or received, and their gradient. Sequence parallel
+    (Jacobs et al. 2023, arXiv:2309.14509): queries, keys, values and the product exchanged all to all in each pass.
     """
     found: Counter[str] = Counter()
     weights = _FP32 * max(held_parameters(layout, model, stage) for stage in range(layout.pp))

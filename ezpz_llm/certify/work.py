@@ -8,12 +8,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.certify.cells import Cell
-from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.dist import Heartbeat
 from ezpz_llm.launch.phases import EVALUATING, TRAINING
 from ezpz_llm.rundir import append_line, read_lines, write_json
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
 
 COLLECTIVE_TIMEOUT_S = 240.0
 """How long a rank waits for another; a whole reference is computed in that time."""
