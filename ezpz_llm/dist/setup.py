@@ -12,7 +12,8 @@ from types import TracebackType
 import torch
 
 from ezpz_llm.dist.alone import say_if_alone
-from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.stacks import answer_with_stacks
@@ -65,7 +66,8 @@ class Dist:
         """Make a process group for a single process too, for engines that cannot do without."""
         if not torch.distributed.is_initialized():
             store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(BACKENDS[self.device.type], store=store, rank=0, world_size=1)
+            torch.distributed.init_process_group(DEVICES[self.device.type].collectives, store=store, rank=0,
+                                                 world_size=1)
 
     def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
         """Divide the ranks into tensor-, pipeline- and sequence-parallel groups. Collective.
@@ -131,7 +133,8 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     except BaseException:
         _leave(before)
         raise
-    return Dist(info, chosen, BACKENDS[chosen.type] if info.world_size > 1 else None, mesh, folder, timeout, before)
+    backend = DEVICES[chosen.type].collectives if info.world_size > 1 else None
+    return Dist(info, chosen, backend, mesh, folder, timeout, before)
 
 
 def _check_promise(info: RankInfo) -> None:
@@ -153,7 +156,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
         error = found
     else:
         # Before the meeting: a host without the interface may not even reach the others.
-        require_interfaces(BACKENDS[device.type], info.rank, os.environ)
+        require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
     store, address, port = meet(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     if error is None:
@@ -162,9 +165,9 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
         except UserError as found:
             error = found
     raise_together(store, info, error)
-    torch.distributed.init_process_group(BACKENDS[device.type], store=store, rank=info.rank,
+    torch.distributed.init_process_group(DEVICES[device.type].collectives, store=store, rank=info.rank,
                                          world_size=info.world_size, timeout=timeout,
-                                         device_id=device if device.type == "cuda" else None)
+                                         device_id=device if DEVICES[device.type].bound else None)
     return device
 
 

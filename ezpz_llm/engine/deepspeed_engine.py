@@ -43,7 +43,7 @@ class DeepSpeedEngine(MicroStepEngine):
             load_op("cpu_adam")
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
-            optimizer = make_adamw(groups, adam, dist.device)
+            optimizer = make_adamw(groups, adam)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,

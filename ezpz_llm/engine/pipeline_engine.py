@@ -57,7 +57,7 @@ class PipelineEngine(Engine):
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh, dist.device)
         # On CPUs the fused kernel rounds a buffer's last few elements in another way than the others, and the
         # copies of a tied table lie at different places of their buffers.
-        optimizer = make_adamw(groups, adam, dist.device, fused=dist.device.type != "cpu" or not model.config.tied)
+        optimizer = make_adamw(groups, adam, fused=dist.device.type != "cpu" or not model.config.tied)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                             model=pipeline, optimizer=optimizer,
                                             config=_config(resolved, model))[0]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.batch import Batch, solve_batch
 from ezpz_llm.engine.ds_config import DsConfig, load
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
@@ -196,19 +197,20 @@ def check_precision(precision: str | None, source: str, device: str | None) -> N
     """
     if precision is not None and precision not in PRECISIONS:
         raise unknown("precision", precision, ("auto", *PRECISIONS), where=source)
-    if precision == "fp16" and device == "cpu":
-        raise UserError("fp16 on a CPU: its matrix products are about a hundred times slower than fp32 there",
-                        where=f"precision ({source})", instead="--precision bf16 or fp32")
+    if precision == "fp16" and device in DEVICES and not DEVICES[device].fp16:
+        raise UserError(f"fp16 on a {device.upper()}: its matrix products are about a hundred times slower than "
+                        "fp32 there", where=f"precision ({source})", instead="--precision bf16 or fp32")
 
 
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,
                    device: str | None) -> dict[str, Any]:
     """Exactly what DeepSpeed gets: the user's blocks and the run's numbers."""
     zero = {**rest.get("zero_optimization", {}), "stage": layout.zero_stage}
-    if device == "cpu":
-        zero["overlap_comm"] = False  # on CPUs there is no stream to overlap on
+    if device in DEVICES and not DEVICES[device].overlaps:
+        zero["overlap_comm"] = False
     return {
-        "train_batch_size": batch.global_batch,
+        # To DeepSpeed the ranks of a sequence are data-parallel ones with samples of their own.
+        "train_batch_size": batch.global_batch * layout.sp,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
         # Stage 0 is clipped by the engine itself, which needs the norm that DeepSpeed does not give there.

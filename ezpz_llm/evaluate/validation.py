@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ezpz_llm.data.samples import IGNORED
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.errors import UserError
 
@@ -30,8 +31,9 @@ def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
     Raises:
         UserError: when no token counts.
     """
-    # float64 makes the order of summation, and with it the number of ranks, invisible; Apple's GPUs have none.
-    total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    # float64 makes the order of summation, and with it the number of ranks, invisible; some devices have none.
+    dtype = torch.float64 if DEVICES[device.type].float64 else torch.float32
+    total = torch.zeros((), dtype=dtype, device=device)
     count = 0
     with torch.no_grad():
         for tokens, targets in batches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"samples a rank and micro-step (the ds_config's, or {DEFAULT_BATCH})")
     made.add_argument("--seed", type=int, default=0, metavar="N",
                       help="of the weights, the map to be found and the samples (%(default)s)")
-    made.add_argument("--device", default="auto", choices=("auto", "cuda", "xpu", "mps", "cpu"),
+    made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
                       help="where to compute; the backend follows (%(default)s)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
     made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
