@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ezpz_llm.dist.mesh import Mesh
+from ezpz_llm.engine import sequence_parallel, tiled
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
@@ -16,16 +17,23 @@ from ezpz_llm.model.pipeline import PipelineStage
 from ezpz_llm.model.placement import place, placement_of
 
 
-def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int) -> nn.Module:
+def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu") -> nn.Module:
     """Build the plain model, cut it as the layout says, and give what is left its first values.
 
     Until then nothing has storage: a rank never holds more than its own part, and one whole parameter at a time.
     Every layout starts from exactly the single-process values.
+
+    Args:
+        device_type: of the device that will compute; the model itself is built on the host.
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)
     if layout.tp > 1:
         tensor_parallel.apply(model, mesh.group("tp"), mesh.tp_rank, mesh.tp_size)
+    if layout.sp > 1:
+        sequence_parallel.apply(model, mesh, device_type)
+    if layout.tiled:
+        tiled.apply(model, layout.tiled, device_type)
     if layout.pp > 1:
         model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
         if layout.tp > 1 and model.is_last:

@@ -36,6 +36,10 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         from ezpz_llm.engine.torch_engine import TorchEngine
 
         return TorchEngine(model, resolved, dist, groups, adam)
+    if resolved.layout.engine == "fsdp2":
+        from ezpz_llm.engine.fsdp2_engine import Fsdp2Engine
+
+        return Fsdp2Engine(model, resolved, dist, groups, adam)
     if resolved.layout.pp > 1:
         from ezpz_llm.engine.pipeline_engine import PipelineEngine
 

@@ -1,4 +1,4 @@
-"""The gradient norm and clipping of engines that hold whole gradients on every data-parallel rank."""
+"""The gradient norm and clipping of engines that leave them to us."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ezpz_llm.model.placement import placement_of
 def norm_and_clip(module: nn.Module, mesh: Mesh, clip: float, loss_scale: float = 1.0) -> Tensor:
     """Undo the loss scale and scale gradients down to a global norm of at most `clip` (0: no clipping), in place.
 
-    Collective over the ranks that hold different parts of the model. What several of them hold counts once.
+    For gradients that data-parallel ranks hold alike. Collective over the ranks that hold different parts of the
+    model. What several of them hold counts once.
 
     Returns:
         The global 2-norm before clipping, without the loss scale, 0-d on the device. No host synchronisation.
@@ -27,10 +28,24 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, clip: float, loss_scale: float 
         norm = square.sqrt() / loss_scale
     else:
         norm = torch.linalg.vector_norm(norms) / loss_scale
+    _clip(grads, norm, clip, loss_scale)
+    return norm
+
+
+def divided_norm_and_clip(grads: list[Tensor], mesh: Mesh, clip: float, loss_scale: float = 1.0) -> Tensor:
+    """The same for gradients that are divided over data-parallel ranks. Collective over them."""
+    square = torch.stack(torch._foreach_norm(grads)).square().sum()
+    if mesh.size("dp", "sp") > 1:
+        torch.distributed.all_reduce(square, group=mesh.group("dp", "sp"))
+    norm = square.sqrt() / loss_scale
+    _clip(grads, norm, clip, loss_scale)
+    return norm
+
+
+def _clip(grads: list[Tensor], norm: Tensor, clip: float, loss_scale: float) -> None:
     if clip > 0:
         # The same small term as torch.nn.utils.clip_grad_norm_ and DeepSpeed have.
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
         torch._foreach_mul_(grads, factor)
     elif loss_scale != 1.0:
         torch._foreach_mul_(grads, 1.0 / loss_scale)
-    return norm

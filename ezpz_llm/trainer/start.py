@@ -93,7 +93,7 @@ def open_data(options: Options, dist: Dist) -> TokenData:
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     """The model in the engine of the plan's layout."""
     config = plan.config
-    model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed)
+    model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type)
     recompute_blocks(model, config.recompute)
     if config.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
