@@ -63,6 +63,16 @@ def test_a_group_that_crosses_hosts_is_warned_about_and_what_is_offered_has_none
     assert explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2", "--tp", "1").stderr == ""
 
 
+def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs/layouts.md").read_text()
+    shown = re.findall(r"\$ launch --dry-run --explain (.*)\n((?:(?!\$|```).*\n)*)", page)
+    assert len(shown) == 2
+    for words, lines in shown:
+        done = explained(tmp_path, *words.split())
+        said = (done.stdout + done.stderr).splitlines()
+        assert all(line.strip() == "…" or line in said for line in lines.splitlines()), lines
+
+
 def test_a_pbs_job_and_a_group_as_large_as_the_job(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text("n1\nn1\nn2\nn2\n")

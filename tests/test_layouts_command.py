@@ -35,6 +35,7 @@ def test_every_layout_has_its_purpose(capsys: pytest.CaptureFixture[str]) -> Non
     lines = printed(capsys).splitlines()
     assert sorted(line.split()[0] for line in lines) == ds_config.names()
     assert all(len(line.split()) > 4 for line in lines)
+    assert any(line.startswith("tiled ") and "gathered one at a time" in line for line in lines)
     assert sorted(json.loads(printed(capsys, "--json"))) == ds_config.names()
 
 

@@ -18,8 +18,9 @@ from ezpz_llm.engine.layout import Layout
 from ezpz_llm.engine.legal import Case, examine
 from ezpz_llm.engine.nearest import choices, is_legal, selection, settle, shipped_layouts, words
 from ezpz_llm.engine.resolve import Resolved, resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.model.config import MODELS, ModelConfig
+from ezpz_llm.resources import data_dir
 from ezpz_llm.train import main
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -178,6 +179,13 @@ def test_a_mistake_ends_the_check_with_one_message(capsys: pytest.CaptureFixture
     assert "ZeRO stage 3, which divides them, is refused" in message
     assert "tp2_zero3.json, pp from command line" in message
     assert "instead: --ds-config pp2_tp2 or --pp 1" in message
+
+
+def test_the_page_shows_the_message(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs/layouts.md").read_text()
+    words, shown = re.search(r"\$ python3 -m ezpz_llm.train (.*--check.*)\n((?:.*\n)*?)```", page).groups()
+    assert run_command(main, shlex.split(words)) == 2
+    assert capsys.readouterr().err.replace(f"{data_dir('ds_configs').parent}/", "") == shown
 
 
 def test_more_rows_are_another_model_only_when_asked_for() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from ezpz_llm.dist.degrees import Degrees
+from ezpz_llm.engine import ds_config
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.engine.legal import Case, examine
 from ezpz_llm.engine.memory import Part, memory_per_rank
@@ -42,7 +43,11 @@ class Grid:
 def purposes() -> dict[str, str]:
     """A line on each shipped layout, from the page beside the files."""
     text = (data_dir("ds_configs") / "README.md").read_text(encoding="utf-8")
-    return dict(_PURPOSE.findall(text))
+    found: dict[str, str] = {}
+    for name, purpose in _PURPOSE.findall(text):
+        if name in ds_config.names():
+            found.setdefault(name, purpose)  # a second table is of keys, one of which is called as a layout is
+    return found
 
 
 def named_layouts(model: ModelConfig, world_size: int) -> list[Named]:

@@ -52,9 +52,15 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     seed_for(options.seed, "init")
     # A ds_config's own precision counts: this is only the default.
-    return resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, precision="fp32",
-                   device=options.device, sources={"precision": "default", "clip": "default"},
-                   default_micro_batch=DEFAULT_BATCH)
+    resolved = resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, precision="fp32",
+                       device=options.device, sources={"precision": "default", "clip": "default"},
+                       default_micro_batch=DEFAULT_BATCH)
+    layout = resolved.layout
+    if layout.tp * layout.pp * layout.sp > 1 or layout.tiled:
+        raise UserError(f"layout {layout.describe(world_size)} divides the layers of a GPT, and this trains an MLP",
+                        where="--ds-config", instead="ddp, or zero0 to zero3; with a GPT: python3 -m "
+                                                     f"ezpz_llm.train --ds-config {options.ds_config}")
+    return resolved
 
 
 def refuse_used(folder: Path | str) -> None:
