@@ -190,7 +190,8 @@ def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
             "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
             "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
                          "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
-                         "memory": [{"total": 20, "other": 4}], "arithmetic": [{"bytes": 16, "where": "device"}],
+                         "memory": [{"parameters": 12, "gradients": 4, "other": 4}],
+                         "arithmetic": [{"bytes": 16, "where": "device"}],
                          "collectives": [{"ranks": [0, 1], "kinds": {"all_reduce": {"count": 1, "bytes": 8}}}]}]}
     write_docs(kept, page)
     page.write_text(page.read_text() + "after\n")

@@ -102,7 +102,7 @@ def _run(cell: Cell, config: ModelConfig, resolved: Resolved, dist: Dist, refere
 
 
 class _Watcher:
-    """Looks at one steady step: its collectives, and what is in memory when all gradients are there."""
+    """Looks at one steady step for the most that is in memory, and at the next for its collectives."""
 
     def __init__(self, engine: Engine, before: dict[int, int]) -> None:
         self.engine, self.before = engine, before
@@ -118,8 +118,12 @@ class _Watcher:
             yield
 
     def span(self, phase: str) -> AbstractContextManager[None]:
-        if self._looking and phase == "optimizer" and not self.memory:
-            self.memory = held(self.engine, self.before)
+        if self._looking and phase in ("backward", "optimizer"):
+            # Whole gradients may live until they are reduced, shares of them from then on: the most of each counts.
+            # Activations, which live when a backward pass begins, are no engine's: others are those at the end.
+            now = held(self.engine, self.before)
+            self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
+                           for kind, size in now.items()}
         return nullcontext()
 
 

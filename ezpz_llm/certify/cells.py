@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ezpz_llm.certify import recipe
 from ezpz_llm.engine import ds_config
@@ -61,9 +61,15 @@ def resolve_cell(cell: Cell, device: str | None) -> Resolved:
         UserError: it cannot run.
     """
     pipeline = layout_of(cell.layout).pp > 1
-    return resolve(cell.layout, world_size=cell.world, global_batch=recipe.GLOBAL_BATCH, clip=recipe.CLIP,
-                   accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
-                   precision=cell.dtype, device=device, model=recipe.model_config(cell.model))
+    resolved = resolve(cell.layout, world_size=cell.world, global_batch=recipe.GLOBAL_BATCH, clip=recipe.CLIP,
+                       accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
+                       precision=cell.dtype, device=device, model=recipe.model_config(cell.model))
+    if resolved.deepspeed is None:
+        return resolved
+    zero = resolved.deepspeed["zero_optimization"]
+    scaled = {key: min(zero.get(key, most), most) for key, most in recipe.SCALED.items()
+              if resolved.layout.zero_stage == 3 or not key.startswith("stage3")}
+    return replace(resolved, deepspeed={**resolved.deepspeed, "zero_optimization": {**zero, **scaled}})
 
 
 def all_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],

@@ -45,9 +45,9 @@ def certified(kept: dict[str, Any]) -> str:
     lines = [
         f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]}",
         "as certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters,",
-        "gradients and optimizer (with DeepSpeed's copy of its share), by the tensors that live when the last",
-        "backward pass has ended; buckets and other buffers come after the plus sign. Collectives count the bytes",
-        "of whole buffers; the textbook's are of the same step.",
+        "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets",
+        "and other buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's",
+        "are of the same step. DeepSpeed's buckets and thresholds are scaled down with the model.",
         "", "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER),
         *("| " + " | ".join(_row(name, results, kept)) + " |" for name in sorted(layouts)), ""]
     return "\n".join(lines)
@@ -92,7 +92,7 @@ def _certified(name: str, mine: list[dict[str, Any]], kept: dict[str, Any]) -> s
 def _memory(one: dict[str, Any]) -> str:
     measured = one["memory"][0]
     arithmetic = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
-    own = measured["total"] - measured["other"]
+    own = sum(size for kind, size in measured.items() if kind != "other")
     return f"{own:,} / {arithmetic:,} (+{measured['other']:,}) on {one['world']}"
 
 

@@ -37,7 +37,7 @@ def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:
         for tensor in tensors:
             _add(addresses, tensor)
         kinds[kind] = sum(left.pop(address, 0) for address in addresses)
-    return {**kinds, "other": sum(left.values()), "total": sum(now.values())}
+    return {**kinds, "other": sum(left.values())}
 
 
 def _known(engine: Engine) -> dict[str, list[Any]]:

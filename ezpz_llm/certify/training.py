@@ -41,7 +41,7 @@ class Trajectory:
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
                 sabotage: Callable[[torch.nn.Module], None] | None = None) -> Engine:
     """The model with its first values in the engine of a layout; `sabotage` sees the model before the engine."""
-    model = assemble(config, resolved.layout, dist.mesh, recipe.SEED)
+    model = assemble(config, resolved.layout, dist.mesh, recipe.SEED, dist.device.type)
     if sabotage is not None:
         sabotage(model)
     return build_engine(model, resolved, dist, lr=recipe.PEAK_LR, betas=recipe.BETAS, eps=recipe.EPS,
