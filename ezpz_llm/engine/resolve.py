@@ -16,7 +16,7 @@ from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
 from ezpz_llm.engine.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.engine.legal import Case
 from ezpz_llm.engine.nearest import settle
-from ezpz_llm.engine.ops import refuse_unbuilt
+from ezpz_llm.engine.ops import needed_ops, refuse_unbuilt
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.resources import data_dir
@@ -115,8 +115,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         used["recompute"] = str(config.path)
     deepspeed = None
     if layout.engine == "deepspeed":
-        if layout.offload_optimizer == "cpu":
-            refuse_unbuilt("cpu_adam", needed_by=f"layout {layout.name}")
+        refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
     elif wishes.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
