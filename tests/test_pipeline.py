@@ -153,6 +153,24 @@ def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
     assert kept[2] == pytest.approx((kept[0] + kept[1]) / 2, rel=0.02)
 
 
+def test_recomputed_blocks_can_be_compiled() -> None:
+    config = get_model_config("tiny-gpt2", n_layer=2, n_embd=64)
+    tokens = torch.randint(0, config.vocab_size, (2, 64))
+    losses = []
+    for every in (0, 1):
+        model = GPT(config)
+        init_weights(model, config, 3)
+        recompute_blocks(model, every)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for block in model.transformer["h"]:
+            block.compile(backend="aot_eager")  # traced as by any backend, in less time
+        losses.append(model(tokens, tokens).item())
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
 @pytest.mark.parametrize(("block", "recompute", "refused"), [
     ({"pipeline": {"activation_checkpoint_interval": 1}}, 1, None),
     ({"pipeline": {"activation_checkpoint_interval": 0}, "activation_checkpointing": {"profile": False}}, 0, None),
