@@ -35,9 +35,10 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str,
     return code, said, {f"{one['layout']} {one['dtype']}": one for one in results}
 
 
-# Of rank 0, by kind: how many in a step, and the bytes of their buffers. Weights of tiny-gpt2 are 841,216 bytes here,
-# of tiny-llama 1,009,920; activations of a micro-step B T C 4 bytes. Gradients fill several buckets.
 GPT2, LLAMA = 841_216, 1_009_920
+"""Bytes of the weights."""
+
+# Of rank 0, by kind: how many in a step, and the bytes of their buffers. Gradients fill several buckets.
 ISSUED = {
     "ddp": {"all_reduce": (1, LLAMA)},
     "zero0": {"all_reduce": (1, GPT2)},

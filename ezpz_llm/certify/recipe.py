@@ -31,7 +31,7 @@ SCALED = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000,
           "stage3_param_persistence_threshold": 1_000, "stage3_prefetch_bucket_size": 20_000,
           "stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 20_000}
 """The most elements that DeepSpeed puts in a bucket, or keeps gathered. What is usual is more than these models
-are, and would leave untested that gradients fill several buckets, and that stage 3 gathers and lets go of parameters."""
+are, and would leave untested that gradients fill several buckets and that stage 3 gathers and releases."""
 
 HELD_OUT = 2 ** 20
 """Stands for the step whose batch is never trained on."""
