@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
                       help="where to compute (%(default)s)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
     made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
-    made.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
+    made.add_argument("--world-size", type=int, metavar="N", help="the number of ranks, for --check under launch")
     return made
 
 
