@@ -128,7 +128,7 @@ class MetricsLog:
         """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective.
 
         Ranks of a synchronous step all take equally long, since the fast ones wait for the slow one inside backward
-        or optimizer: what tells them apart is the time in data and forward. (ZeRO-3 gathers parameters in forward,
+        or optimizer: what tells them apart is the time in data and forward. (Divided layers communicate in forward,
         which blurs it.)
         """
         if self._dist.world_size == 1 or not self._before_collectives:
