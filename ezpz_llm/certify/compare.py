@@ -30,14 +30,15 @@ def compare(engine: Engine, config: ModelConfig, reference: Reference, kind: str
         the whole parameter; "copy", the largest 2-norm over what one rank holds, whoever owns it, with that "rank";
         infinite where a value is not a number.
     """
-    slices = engine.training_state().slices()
+    state = engine.training_state()
     rows: dict[str, Row] = {}
-    for number, parts in enumerate((owned(slices), slices)):
-        for part in parts:
-            row = rows.setdefault(part.name, [0.0, 0.0, 0.0])
-            row[1 + number] += _squared(part, kind, scale, reference.tensors[f"{against}/{part.name}"], config)
-            if number == 0:
-                row[0] += part.numel
+    for held, own in owned(state.slices(), state.extents()):
+        row = rows.setdefault(held.name, [0.0, 0.0, 0.0])
+        whole = reference.tensors[f"{against}/{held.name}"]
+        row[2] += _squared(held, kind, scale, whole, config)
+        if own is not None:
+            row[0] += own.numel
+            row[1] += _squared(own, kind, scale, whole, config)
     return _combine(gather(dist, rows))
 
 

@@ -47,12 +47,12 @@ def _known(engine: Engine) -> dict[str, list[Any]]:
     # Stages 1 and 2 keep them by group, stage 3 as one flat buffer.
     gradients += tree_leaves((getattr(zero, "averaged_gradients", None),
                               getattr(zero, "grad_partitions_flat_buffer", None)))
-    slices = engine.training_state().slices()
+    slices = list(engine.training_state().extents())
     return {
         "parameters": [*parameters, *engine.module.parameters()],
         "gradients": gradients,
-        "moments": [part.tensors[kind] for part in slices for kind in ("exp_avg", "exp_avg_sq")],
-        "master": [part.tensors["weight"] for part in slices],
+        "moments": [part.tensors.get(kind) for part in slices for kind in ("exp_avg", "exp_avg_sq")],
+        "master": [part.tensors.get("weight") for part in slices],
     }
 
 

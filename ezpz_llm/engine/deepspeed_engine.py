@@ -6,18 +6,22 @@ reductions, its optimizer and its norms are fp32 for each stage, and a loss scal
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.mpu import ModelParallelUnit, mark_divided
+from ezpz_llm.engine.offload import uses_nvme
+from ezpz_llm.engine.ops import needed_ops
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.resolve import Resolved
@@ -39,15 +43,25 @@ class DeepSpeedEngine(MicroStepEngine):
         self._scale = LossScale() if resolved.precision == "fp16" else None
         dist.ensure_group()
         deepspeed = import_deepspeed(dist.device.type)
-        if self.layout.offload_optimizer == "cpu":
-            load_op("cpu_adam")
+        for name in needed_ops(self.layout):
+            load_op(name)
+        if self.layout.offload_optimizer is not None:
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_adamw(groups, adam)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)
+        config = deepcopy(resolved.deepspeed)
+        if uses_nvme(self.layout):
+            nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
+        if self.layout.offload_param is not None:
+            # Else DeepSpeed would do it too late for two things: the whole model would lie on the device at once, and
+            # parameters in files would be rounded to bf16 on CPUs, where its own call leaves the dtype out.
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, mpu=mpu,
+                                data_parallel_group=None if mpu is None else mpu.get_data_parallel_group())
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
-                                            optimizer=optimizer, mpu=mpu, config=dict(resolved.deepspeed))[0]
+                                            optimizer=optimizer, mpu=mpu, config=config)[0]
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last_micro_step)

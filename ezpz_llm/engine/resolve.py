@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.engine import offload
 from ezpz_llm.engine.batch import Batch, solve_batch
 from ezpz_llm.engine.ds_config import DsConfig, load
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
@@ -33,7 +34,8 @@ class Resolved:
     `precision` is "auto" as long as the device that decides it is not known. `clip` is the largest gradient norm, 0
     for none. `deepspeed` is what DeepSpeed gets, None where it is not used. `adam` holds what the user's ds_config
     says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, warmup_steps) and the command line does
-    not; `recompute` likewise which blocks' activations it wants recomputed.
+    not; `recompute` likewise which blocks' activations it wants recomputed. `nvme_path` is the folder that was
+    named for offloaded files; None leaves them in the run directory.
     """
 
     layout: Layout
@@ -45,6 +47,7 @@ class Resolved:
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     recompute: int | None = None
+    nvme_path: str | None = None
 
     def write(self, run_dir: RunDir) -> None:
         """Write layout.json, and deepspeed.json where DeepSpeed is used."""
@@ -71,7 +74,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
             device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
             model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
-            default_micro_batch: int = 4) -> Resolved:
+            nvme_path: str | None = None, default_micro_batch: int = 4) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
     Args:
@@ -81,6 +84,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
         model: the shape that is to be divided; None where it is no GPT.
+        nvme_path: the folder for state that a layout offloads to files, on each node.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
 
@@ -117,10 +121,14 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     if layout.engine == "deepspeed":
         refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
+        deepspeed["zero_optimization"] = offload.complete(deepspeed["zero_optimization"], layout, model, world_size,
+                                                          str(config.path))
     elif wishes.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
+    nvme_path, used["nvme_path"] = _choose("nvme_path", nvme_path, offload.wished_path(config), config, sources)
+    notes += offload.place(layout, nvme_path, used["nvme_path"])
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
-                    notes, recompute)
+                    notes, recompute, nvme_path)
 
 
 def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:

@@ -36,6 +36,8 @@ class TrainConfig:
     tp: int | None = _value(None, "tensor-parallel degree, if not the ds_config's own")
     pp: int | None = _value(None, "pipeline-parallel degree, if not the ds_config's own")
     sp: int | None = _value(None, "sequence-parallel degree, if not the ds_config's own")
+    nvme_path: str | None = _value(None, "folder on each node's own disk for what zero3_nvme keeps in files "
+                                         "(default: the run directory)")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _value(
         "auto", "auto is bf16 where the device computes in it, else fp32")
     global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")

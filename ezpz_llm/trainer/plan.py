@@ -63,7 +63,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                        micro_batch=config.micro_batch, accumulation=config.accumulation,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
                        device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
-                       model=model, sources=sources)
+                       nvme_path=config.nvme_path, model=model, sources=sources)
     config = replace(config, **resolved.adam)
     sources.update({name: resolved.sources[name] for name in resolved.adam})
     if resolved.recompute is not None:

@@ -7,6 +7,7 @@ once, as they are after a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ import torch
 from ezpz_llm.engine.checkpoint import moments
 from ezpz_llm.engine.checkpoint.slices import EngineState, Slice, cut
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
-from ezpz_llm.errors import UserError
 from ezpz_llm.model.placement import placement_of
 
 if TYPE_CHECKING:
@@ -82,36 +82,54 @@ class PartitionedOptimizer(_ZeroState):
 
 
 class PartitionedParameters(_ZeroState):
-    """Stage 3: each parameter is cut evenly over the ranks (the last part padded), then laid out in sub-groups."""
+    """Stage 3: each parameter is cut evenly over the ranks (the last part padded), then laid out in sub-groups.
 
-    def __init__(self, engine: Any, scale: LossScale | None) -> None:
-        super().__init__(engine, scale)
-        if self.zero.swap_optimizer:
-            raise UserError("checkpoints cannot be made of optimizer state that is offloaded to NVMe",
-                            where="zero_optimization.offload_optimizer.device",
-                            instead='"device": "cpu"')
+    A sub-group whose state lies in files is brought into memory for as long as one works on it.
+    """
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> Iterator[Slice]:
+        for number in range(len(self.zero.fp16_groups)):
+            with self._at_hand(number):
+                yield from self._sub_group(number, self._tensors(number))
+
+    def extents(self) -> Iterator[Slice]:
+        for number in range(len(self.zero.fp16_groups)):
+            yield from self._sub_group(number, {} if self._in_files(number) else self._tensors(number))
+
+    def _sub_group(self, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[Slice]:
+        offset = 0
+        for parameter in self.zero.fp16_groups[number]:
+            size = parameter.partition_numel()
+            start = size * self.zero._get_param_partition_rank(parameter)
+            numel = min(size, parameter.ds_numel - start)
+            if numel > 0:
+                yield from self._cut(parameter, start, tensors, offset, numel)
+            offset += size
+
+    def _tensors(self, number: int) -> dict[str, torch.Tensor]:
         inner = self.zero.optimizer
-        result: list[Slice] = []
-        for number, (parameters, flat) in enumerate(zip(self.zero.fp16_groups,
-                                                        self.zero.fp32_partitioned_groups_flat, strict=True)):
-            group = inner.param_groups[self.zero.sub_group_to_group_id[number]]
-            tensors = moments.storage(inner, group, flat)
-            offset = 0
-            for parameter in parameters:
-                size = parameter.partition_numel()
-                start = size * self.zero._get_param_partition_rank(parameter)
-                numel = min(size, parameter.ds_numel - start)
-                if numel > 0:
-                    result += self._cut(parameter, start, tensors, offset, numel)
-                offset += size
-        return result
+        group = inner.param_groups[self.zero.sub_group_to_group_id[number]]
+        return moments.storage(inner, group, self.zero.fp32_partitioned_groups_flat[number])
+
+    def _in_files(self, number: int) -> bool:
+        return self.zero._swappable_optimizer_subgroup(number)
+
+    @contextmanager
+    def _at_hand(self, number: int) -> Iterator[None]:
+        if not self._in_files(number):
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        finally:
+            self.zero._optimizer_states_and_gradient_swap_out(number)
 
     def _refresh_model(self) -> None:
         # As at the end of stage 3's own step: give back what is gathered, write the partitions, gather again the
         # small parameters that stay whole between steps.
         self.zero.checkpoint_event_prologue()
         for number in range(len(self.zero.fp16_groups)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(number)
+            with self._at_hand(number):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
         self.zero.checkpoint_event_epilogue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -72,8 +72,16 @@ class EngineState(ABC):
         self.scale = scale
 
     @abstractmethod
-    def slices(self) -> list[Slice]:
-        """Everything this rank holds. Moments that do not exist before the first step are made (zero)."""
+    def slices(self) -> Iterable[Slice]:
+        """Everything this rank holds. Moments that do not exist before the first step are made (zero).
+
+        Asked for between steps. Where state lies in files, the tensors of a slice are there only until the next one
+        is asked for; what was written to them by then is kept.
+        """
+
+    def extents(self) -> Iterable[Slice]:
+        """The same slices, without tensors where state lies in files: nothing is read for it."""
+        return self.slices()
 
     @property
     @abstractmethod
@@ -85,22 +93,26 @@ class EngineState(ABC):
         """Make the rest of the engine follow slices that were just written. Collective: every rank calls it."""
 
 
-def owned(slices: list[Slice]) -> list[Slice]:
-    """The part of `slices` that this rank writes: each element has one writer, and all write about equally much.
+def owned(slices: Iterable[Slice], extents: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
+    """Each slice with the part of it that this rank answers for, and writes; None where another rank does.
 
-    Ranks that hold replicas of the same slices must list them in the same order.
+    Every element has one such rank, and all answer for about equally much. Ranks that hold replicas of the same
+    slices must list them in the same order. Slices are taken one at a time, as `EngineState.slices` wants it.
+
+    Args:
+        slices, extents: of one state; `extents` twice where tensors are not needed.
     """
-    slices = [piece for piece in slices if piece.primary]
+    extents = list(extents)
     totals: Counter[int] = Counter()
-    for piece in slices:
-        totals[piece.replicas] += piece.numel
+    for piece in extents:
+        totals[piece.replicas] += piece.numel * piece.primary
     passed: Counter[int] = Counter()
-    mine = []
     for piece in slices:
+        if not piece.primary:
+            yield piece, None
+            continue
         total, offset = totals[piece.replicas], passed[piece.replicas]
         passed[piece.replicas] += piece.numel
         begin = max(total * piece.replica // piece.replicas - offset, 0)
         end = min(total * (piece.replica + 1) // piece.replicas - offset, piece.numel)
-        if begin < end:
-            mine.append(piece.part(begin, end))
-    return mine
+        yield piece, piece.part(begin, end) if begin < end else None
