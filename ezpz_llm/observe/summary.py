@@ -20,8 +20,8 @@ EVALUATION_LIMIT = 0.2
 """The share of wall time in evaluation above which the summary warns."""
 _ENOUGH_TO_LEARN = 20  # steps; fewer may end in warm-up
 
-_COMMUNICATION = ("  Communication runs inside backward and optimizer, inside forward too where layers are divided;\n"
-                  "  these spans do not separate it.\n")
+_COMMUNICATION = ("  Communication runs inside backward and optimizer, and inside forward where layers are\n"
+                  "  divided; these spans do not separate it.\n")
 
 
 @dataclass(frozen=True)
