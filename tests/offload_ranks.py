@@ -2,9 +2,9 @@
 
     mpiexec -n 2 python3 tests/offload_ranks.py FOLDER gpt2:fp32:ddp gpt2:fp32:zero3_nvme llama:bf16:zero2+offload …
 
-A run is a shape, a precision and a layout with settings of a user's own ds_config after pluses; `ddp` is one process
-on its own. Parameters are wide enough for DeepSpeed to move them into files. Rank 0 writes FOLDER/<run>.json, colons
-as dashes.
+A run is a shape, a precision and a layout with settings of a user's own ds_config after pluses; `ddp` is one
+process on its own. Parameters are wide enough for DeepSpeed to move them into files. Rank 0 writes
+FOLDER/<run>.json, colons as dashes. Two runs with an arrow between are halves, joined by a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"offload_optimizer": {"device": "cpu"}},
     "unpinned": {"offload_optimizer": {"pin_memory": False}, "offload_param": {"pin_memory": False}},
     "pieces": {"sub_group_size": 500_000, "stage3_param_persistence_threshold": 0},
-    "overlap": {"offload_optimizer": {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}},
-    "fast_init": {"offload_optimizer": {"fast_init": True}},
+    "overlap": {"offload_optimizer": {"pipeline_read": True, "pipeline_write": True}},
     "some_in_memory": {"offload_param": {"max_in_cpu": 1_000_000}},
     "only_optimizer": {"offload_param": {"device": "none"}},
     "only_parameters": {"offload_optimizer": {"device": "none"}},
@@ -124,9 +123,9 @@ class Run:
     def files(self) -> dict[str, int]:
         """Sizes of this rank's offloaded files by name, without the folder."""
         zero = self.engine._engine._config.zero_config if self.layout != "ddp" else None
-        folders = {str(block.nvme_path) for block in (zero.offload_optimizer, zero.offload_param)
+        folders = {Path(block.nvme_path) for block in (zero.offload_optimizer, zero.offload_param)
                    if block is not None and block.nvme_path is not None} if zero else set()
-        return {path.name: path.stat().st_size for folder in folders for path in sorted(Path(folder).rglob("*.swp"))}
+        return {path.name: path.stat().st_size for folder in folders for path in sorted(folder.rglob("*.swp"))}
 
 
 def result_of(dist: Dist, name: str) -> dict[str, Any]:
@@ -143,7 +142,8 @@ def resumed(dist: Dist, pair: str) -> dict[str, Any]:
     first, second = pair.split("->")
     run = Run(dist, first)
     begun = run.train(0, STEPS // 2)[0]
-    folder = checkpoint.save(run.engine, dist, RunDir(dist.run_dir.path / pair.replace(":", "-")), {"step": STEPS // 2})
+    saved = RunDir(dist.run_dir.path / pair.replace(":", "-"))
+    folder = checkpoint.save(run.engine, dist, saved, {"step": STEPS // 2})
     straight = run.train(STEPS // 2, STEPS)[0]
     del run
     gc.collect()

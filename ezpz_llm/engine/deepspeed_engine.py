@@ -55,8 +55,8 @@ class DeepSpeedEngine(MicroStepEngine):
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
         if self.layout.offload_param is not None:
-            # Else DeepSpeed would do it too late for two things: the whole model would lie on the device at once, and
-            # parameters in files would be rounded to bf16 on CPUs, where its own call leaves the dtype out.
+            # Left to DeepSpeed it would be done too late, with the whole model on the device at once, and on CPUs
+            # parameters in files would be rounded to bf16: the call that it makes there forgets the dtype.
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
             deepspeed.zero.Init(module=model, config_dict_or_path=config, mpu=mpu,
                                 data_parallel_group=None if mpu is None else mpu.get_data_parallel_group())

@@ -93,7 +93,9 @@ def pipelines_and_tensor_parallel_need_an_engine_for_it(case: Case) -> Problem |
 
 def offload_needs_deepspeeds_stages(case: Case) -> Problem | None:
     layout = case.layout
-    for what, place, least in (("offload_optimizer", layout.offload_optimizer, 1),
+    # Below stage 3 DeepSpeed takes "nvme" for host memory, without a word.
+    for what, place, least in (("offload_optimizer", layout.offload_optimizer,
+                                3 if layout.offload_optimizer == "nvme" else 1),
                                ("offload_param", layout.offload_param, 3)):
         if place is None:
             continue
@@ -101,7 +103,8 @@ def offload_needs_deepspeeds_stages(case: Case) -> Problem | None:
             return Problem(f"engine {layout.engine} offloads nothing, {what} is DeepSpeed's", ("engine", what),
                            ("offload", "engine"))
         if (layout.zero_stage or 0) < least:
-            return Problem(f"{what} needs ZeRO stage {least} or more; this is stage {layout.zero_stage or 0}",
+            return Problem(f"{what} {'to NVMe ' if place == 'nvme' else ''}needs ZeRO stage {least}"
+                           f"{' or more' if least < 3 else ''}; this is stage {layout.zero_stage or 0}",
                            ("stage", what), ("stage", "offload"))
     return None
 

@@ -13,6 +13,7 @@ SWAPPED_FROM = 1 << 20
 """Bytes from which on DeepSpeed moves a rank's part of a parameter, or a sub-group's state, into a file."""
 
 _READ_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+_OVERLAP = ("pipeline_read", "pipeline_write")
 _BLOCKS = ("offload_optimizer", "offload_param")
 
 
@@ -41,43 +42,50 @@ def place(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
     Raises:
         UserError: a folder is named, and nothing is kept in files.
     """
-    if not uses_nvme(layout):
-        if path is not None:
-            raise UserError(f"nvme_path is {path}, and layout {layout.name} keeps nothing in files", where=source,
-                            instead="--ds-config zero3_nvme, or no nvme_path")
+    if not uses_nvme(layout) and path is not None:
+        raise UserError(f"nvme_path is {path}, and layout {layout.name} keeps nothing in files", where=source,
+                        instead="--ds-config zero3_nvme, or no nvme_path")
+    if not uses_nvme(layout) or path is not None:
         return ()
-    if path is not None:
-        return (f"offloaded state lies in files in {path} of each node, removed at the end",)
     return ("offloaded state lies in files in the run directory, removed at the end; a node's own disk is faster: "
             "--nvme-path DIR",)
 
 
 def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, world_size: int,
              where: str) -> dict[str, Any]:
-    """The block "zero_optimization" without paths, which each rank fills in, and with buffers that hold the model.
+    """The block "zero_optimization" without paths, which each rank fills in, and with buffers that suffice.
 
     Raises:
-        UserError: a buffer_size of the user's that the largest parameter does not fit in.
+        UserError: a value of the user's that DeepSpeed would fail with in the middle of a step.
     """
     zero = {**zero, **{block: {key: value for key, value in zero[block].items() if key != "nvme_path"}
                        for block in _BLOCKS if block in zero}}
-    if layout.offload_param != "nvme":
-        return zero
-    for key in _READ_AHEAD:
-        if zero.setdefault(key, 0) != 0:
-            raise UserError(f"{key} is {zero[key]} and parameters lie in files", where=where,
-                            instead="delete the key: DeepSpeed runs out of buffers where it reads parameters ahead, "
-                                    "or keeps them, beyond the layer that it computes")
-    if model is None:
-        return zero
-    ranks = world_size // (layout.tp * layout.pp)
-    needed = max(-(-_largest_parameter(model) // (layout.tp * ranks)), SWAPPED_FROM // 4)
-    given = zero["offload_param"].setdefault("buffer_size", needed)
-    if given < needed:
-        raise UserError(f"offload_param.buffer_size is {given:.0f} elements; a rank's part of the largest "
-                        f"parameter has {needed}", where=where,
-                        instead="delete the key: it then follows from the model")
+    if layout.offload_optimizer == "nvme":
+        block = zero["offload_optimizer"]
+        # For the sub-group at hand, the one that is read ahead, and the one that is still being written.
+        _at_least(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
+                  "a sub-group has weights, gradients and two moments")
+    if layout.offload_param == "nvme":
+        for key in _READ_AHEAD:
+            if zero.setdefault(key, 0) != 0:
+                raise UserError(f"{key} is {zero[key]} and parameters lie in files", where=where,
+                                instead="delete the key: DeepSpeed runs out of buffers where it reads parameters "
+                                        "ahead of the layer that it computes, or keeps them")
+        # A layer's weight and bias, and a table's that is used twice.
+        _at_least(zero["offload_param"], "buffer_count", 5, where, "a layer's parameters are read together")
+        if model is not None:
+            divided_by = layout.tp * world_size // (layout.tp * layout.pp)
+            _at_least(zero["offload_param"], "buffer_size",
+                      max(-(-_largest_parameter(model) // divided_by), SWAPPED_FROM // 4), where,
+                      "a buffer holds a rank's part of the largest parameter")
     return zero
+
+
+def _at_least(block: dict[str, Any], key: str, least: int, where: str, why: str) -> None:
+    """Set what is not given to the least that works, and refuse less."""
+    if block.setdefault(key, least) < least:
+        raise UserError(f"{key} is {block[key]:.0f} and must be at least {least}: {why}", where=where,
+                        instead="delete the key: it then follows from the rest")
 
 
 def _largest_parameter(model: ModelConfig) -> int:

@@ -63,7 +63,8 @@ class Resolved:
         world_size = batch.dp_size * self.layout.tp * self.layout.pp * self.layout.sp
         values = {"layout": self.layout.describe(world_size), "precision": self.precision,
                   "global_batch": batch.global_batch, "micro_batch": batch.micro_batch,
-                  "accumulation": batch.accumulation, "clip": self.clip or "none", **self.adam}
+                  "accumulation": batch.accumulation, "clip": self.clip or "none",
+                  **({"nvme_path": self.nvme_path} if self.nvme_path else {}), **self.adam}
         width = max(len(str(value)) for value in values.values())
         lines = [f"{name:<14}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
                  for name, value in values.items()]
