@@ -68,8 +68,11 @@ def resolve_cell(cell: Cell, device: str | None) -> Resolved:
         return resolved
     zero = resolved.deepspeed["zero_optimization"]
     scaled = {key: min(zero.get(key, most), most) for key, most in recipe.SCALED.items()
-              if resolved.layout.zero_stage == 3 or not key.startswith("stage3")}
-    return replace(resolved, deepspeed={**resolved.deepspeed, "zero_optimization": {**zero, **scaled}})
+              if resolved.layout.zero_stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}
+    deepspeed = {**resolved.deepspeed, "zero_optimization": {**zero, **scaled}}
+    if "aio" in deepspeed:
+        deepspeed["aio"] = {**deepspeed["aio"], "block_size": recipe.SMALLEST_FILE}
+    return replace(resolved, deepspeed=deepspeed)
 
 
 def all_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],

@@ -29,9 +29,12 @@ PEAK_LR, FLOOR_LR = 2e-3, 2e-4
 _SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size": 96, "vocab_multiple": 32}
 SCALED = {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000,
           "stage3_param_persistence_threshold": 1_000, "stage3_prefetch_bucket_size": 20_000,
-          "stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 20_000}
+          "stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 20_000, "sub_group_size": 100_000}
 """The most elements that DeepSpeed puts in a bucket, or keeps gathered. What is usual is more than these models
 are, and would leave untested that gradients fill several buckets and that stage 3 gathers and releases."""
+SMALLEST_FILE = 4096
+"""Bytes from which on parameters and optimizer state go to files, where a layout has them there; DeepSpeed's own
+least, 1 MiB, is more than any of these has."""
 
 HELD_OUT = 2 ** 20
 """Stands for the step whose batch is never trained on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,8 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.engine.resolve import Resolved
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.model.config import ModelConfig
@@ -44,8 +46,25 @@ def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
     model = assemble(config, resolved.layout, dist.mesh, recipe.SEED, dist.device.type)
     if sabotage is not None:
         sabotage(model)
-    return build_engine(model, resolved, dist, lr=recipe.PEAK_LR, betas=recipe.BETAS, eps=recipe.EPS,
-                        param_groups=decay_groups(model, recipe.WEIGHT_DECAY))
+    with _small_files(dist) if uses_nvme(resolved.layout) else nullcontext():
+        return build_engine(model, resolved, dist, lr=recipe.PEAK_LR, betas=recipe.BETAS, eps=recipe.EPS,
+                            param_groups=decay_groups(model, recipe.WEIGHT_DECAY))
+
+
+@contextmanager
+def _small_files(dist: Dist) -> Iterator[None]:
+    """Let DeepSpeed move parameters of these models' sizes into files, which its constant keeps it from."""
+    import_deepspeed(dist.device.type)
+    from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
+
+    before = optimizer_utils.MIN_AIO_BYTES
+    for module in (optimizer_utils, partitioned_param_swapper):
+        module.MIN_AIO_BYTES = recipe.SMALLEST_FILE
+    try:
+        yield
+    finally:
+        for module in (optimizer_utils, partitioned_param_swapper):
+            module.MIN_AIO_BYTES = before
 
 
 def own_rows(dist: Dist) -> Rows:
