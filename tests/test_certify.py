@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from ezpz_llm.certify.cells import Cell, divide, natural_worlds, quick_cells, re
 from ezpz_llm.certify.docs import BEGIN, END, write_docs
 from ezpz_llm.certify.options import parser, plan
 from ezpz_llm.certify.plants import PLANTS
-from ezpz_llm.certify.report import all_passed, closing
+from ezpz_llm.certify.report import all_passed, as_json, closing
 from ezpz_llm.certify.textbook import textbook
 from ezpz_llm.engine import ds_config
 from ezpz_llm.errors import UserError
@@ -162,6 +163,13 @@ def test_a_missing_op_is_no_pass() -> None:
     assert not all_passed([{"passed": True}], [missing])
     assert "MISSING: ddp on 1 ranks: not built (type:" in closing([], [missing])
     assert not all_passed([], [])
+
+
+def test_a_record_is_json_with_a_line_a_result() -> None:
+    kept = {"passed": True, "results": [{"layout": "ddp", "losses": [1.0, 2.0]}, {"layout": "zero1"}]}
+    assert json.loads(as_json(kept)) == kept
+    assert as_json(kept).count("\n") == 7
+    assert json.loads(as_json({"passed": False, "results": []})) == {"passed": False, "results": []}
 
 
 def test_every_fault_that_was_asked_for_can_be_planted() -> None:

@@ -15,7 +15,7 @@ from ezpz_llm.certify.options import Work, parser, plan
 from ezpz_llm.certify.work import results
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.launch.ranks import ALONE, find_rank
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, update_record, write_json
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, update_record, write_atomic
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
     kept = report.record(work, found, environment, command, time.perf_counter() - began)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(path), kept)
+        write_atomic(Path(path), report.as_json(kept))
     update_record(run_dir, certify={"passed": kept["passed"], "command": command})
     print(report.verdict_table(found, rich=sys.stdout.isatty()))
     print(report.closing(found, work.skipped))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,9 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
+    quiet = dict.fromkeys(name for one in results for name in one.get("reference", {}).get("zero_by_symmetry", ()))
+    if quiet:
+        lines.append(f"without a gradient, by symmetry, and so judged by the losses: {', '.join(quiet)}")
     failed = sum(not one["passed"] for one in results)
     missing = sum(not one.illegal for one in skipped)
     lines.append(f"{len(results) - failed} of {len(results)} are the same maths as one process"
@@ -68,9 +72,12 @@ def title(one: Result) -> str:
 def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
            seconds: float) -> dict[str, Any]:
     """Everything worth keeping, but for the numbers of each parameter, which the results' file has."""
+    machine = {name: value for name, value in environment.items()
+               if name in ("versions", "platform", "device", "threads")}
+    references = {f"{one['model']} {one['dtype']}": one["reference"] for one in results if "reference" in one}
     return {
         "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
-        "passed": all_passed(results, work.skipped), "environment": environment,
+        "passed": all_passed(results, work.skipped), "environment": machine,
         "recipe": {"steps": work.steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
                    "pipeline_accumulation": recipe.PIPELINE_ACCUMULATION, "clip": recipe.CLIP,
                    "betas": recipe.BETAS, "eps": recipe.EPS, "weight_decay": recipe.WEIGHT_DECAY,
@@ -79,8 +86,17 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
         "bounds": {"rounding": bounds.ROUNDING, "k": bounds.K, "C": bounds.C, "factor": bounds.FACTOR,
                    "least_loss": bounds.LEAST_LOSS},
         "skipped": [{**vars(one.cell), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
-        "results": [{key: value for key, value in one.items() if key != "by_parameter"} for one in results],
+        "references": references,
+        "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
+                    for one in results],
     }
+
+
+def as_json(kept: dict[str, Any]) -> str:
+    """A record as text, one line a result: a matrix has hundreds."""
+    head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
+    lines = ",\n    ".join(map(json.dumps, kept["results"]))
+    return f'{head[:-2]},\n  "results": [\n    {lines}\n  ]\n}}\n'
 
 
 def _row(one: Result) -> tuple[str, ...]:
