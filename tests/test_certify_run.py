@@ -121,6 +121,18 @@ def test_a_wrong_scale_over_a_sequence_is_caught(tmp_path: Path) -> None:
     assert "2 times the reference's" in " ".join(results[0]["failures"])
 
 
+@pytest.mark.slow
+def test_a_layout_that_crashes_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}))
+    code, said, results = certify(tmp_path, "--layouts", f"{broken},ddp", "--world", "2", "--model", "tiny-gpt2",
+                                  "--dtype", "fp32")
+    assert code == 1, said
+    assert [one["passed"] for one in results] == [False, True]
+    assert "reduce_bucket_size" in " ".join(results[0]["failures"])
+    assert "1 of 2 are the same maths as one process" in said
+
+
 def test_ranks_of_a_launch_certify_what_fits_them(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", "--layouts",
                   "zero1", "--model", "tiny-gpt2", "--dtype", "fp32", "--json", "out/kept.json", timeout=120,
