@@ -39,7 +39,7 @@ STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 6, 8, 2, 0.5, 32
 SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"offload_optimizer": {"device": "cpu"}},
     "unpinned": {"offload_optimizer": {"pin_memory": False}, "offload_param": {"pin_memory": False}},
-    "pieces": {"sub_group_size": 500_000, "stage3_param_persistence_threshold": 0},
+    "pieces": {"sub_group_size": 300_000, "stage3_param_persistence_threshold": 0},
     "overlap": {"offload_optimizer": {"pipeline_read": True, "pipeline_write": True}},
     "some_in_memory": {"offload_param": {"max_in_cpu": 1_000_000}},
     "only_optimizer": {"offload_param": {"device": "none"}},
@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(shape: str) -> ModelConfig:
-    return replace(get_model_config(f"tiny-{shape}", n_layer=2, n_head=4, n_kv_head=4 if shape == "gpt2" else 2,
+    return replace(get_model_config(f"tiny-{shape}", n_layer=1, n_head=4, n_kv_head=4 if shape == "gpt2" else 2,
                                     n_embd=512, block_size=BLOCK), vocab_size=64, tied=shape == "gpt2")
 
 
@@ -98,7 +98,7 @@ class Run:
         losses, norms = [], []
         for step in range(first, stop):
             mine = sequences(step).chunk(self.dist.world_size)[self.dist.rank % self.dist.world_size]
-            rate = 1e-3 * (1 + math.cos(math.pi * step / STEPS))
+            rate = 1e-4 * (1 + math.cos(math.pi * step / STEPS))
             loss, norm = self.engine.train_step(((part[:, :-1], part[:, 1:]) for part in mine.chunk(ACCUMULATION)),
                                                 rate, lambda phase: nullcontext())
             losses.append(sum(self.gathered(loss)) / self.dist.world_size)

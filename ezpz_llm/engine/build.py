@@ -27,7 +27,12 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
     """
     check_precision(resolved.precision, resolved.sources.get("precision", "the run"), dist.device.type)
-    model.to(dist.device)
+    if resolved.layout.offload_param is None:
+        model.to(dist.device)
+    else:
+        # DeepSpeed brings parameters to the device one at a time.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(dist.device)
     model.train()
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]

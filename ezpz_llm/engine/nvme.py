@@ -47,17 +47,24 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
     blocks = {name: zero[f"offload_{name}"] for name in ("optimizer", "param")
               if zero.get(f"offload_{name}", {}).get("device") == "nvme"}
     held = -(-sum(parameter.numel() for parameter in model.parameters()) // dist.mesh.size("dp", "sp"))
-    base = dist.run_dir.path / "nvme" if named is None else Path(named).expanduser().absolute()
-    folder, error = None, None
+    base = dist.run_dir.offloaded if named is None else Path(named).expanduser().absolute()
+    remove, error = None, None
     try:
         _check_locked_memory(_locked_bytes(blocks, zero, held))
-        folder = _make_folder(base, dist.rank, sum(map(_FILES.get, blocks)) * held, owner, named is None)
+        folder = _make_folder(base, dist.rank, named is None)
+        remove = weakref.finalize(owner, _remove, folder, _lock(folder), base if named is None else None)
+        _take_room(folder / _ROOM, sum(map(_FILES.get, blocks)) * held)
     except OSError as failure:
         error = UserError(f"offloaded state cannot be kept in {base}: {failure.strerror}", where=_here(dist.rank),
                           instead="--nvme-path DIR, a writable folder on each node's own disk", exit_code=1)
     except UserError as found:
         error = found
-    raise_together(dist, error)
+    try:
+        raise_together(dist, error)
+    except UserError:
+        if remove is not None:
+            remove()
+        raise
     (folder / _ROOM).unlink()
     for block in blocks.values():
         block["nvme_path"] = str(folder)
@@ -83,17 +90,18 @@ def _check_locked_memory(size: int) -> None:
                             "ds_config of your own", exit_code=1)
 
 
-def _make_folder(base: Path, rank: int, size: int, owner: Any, is_ours: bool) -> Path:
-    """A folder that holds a file of `size` bytes, to be removed when all ranks have theirs."""
+def _make_folder(base: Path, rank: int, is_ours: bool) -> Path:
     if is_ours:
         base.mkdir(exist_ok=True)
     _sweep(base)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{rank:04d}-", dir=base))
-    weakref.finalize(owner, _remove, folder, _lock(folder), base if is_ours else None)
-    os.close(os.open(folder / _ROOM, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
-    with (folder / _ROOM).open("wb") as file:
+    return Path(tempfile.mkdtemp(prefix=f"{_prefix()}{rank:04d}-", dir=base))
+
+
+def _take_room(path: Path, size: int) -> None:
+    """Make a file in the way DeepSpeed does, past the system's cache, as large as all that it will write."""
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
+    with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
-    return folder
 
 
 def _here(rank: int) -> str:

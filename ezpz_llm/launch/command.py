@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -74,6 +75,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     except UserError as error:
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
+    shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
     _record_end(plan, exit_record(outcome))
     return outcome.code
 
