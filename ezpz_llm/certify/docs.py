@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,15 @@ def certified(kept: dict[str, Any]) -> str:
     layouts = dict.fromkeys([one["layout"] for one in results] + [one["layout"] for one in kept["skipped"]])
     versions = kept["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
-    lines = [
-        f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]}",
-        "as certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters,",
-        "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets",
-        "and other buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's",
-        "are of the same step. DeepSpeed's buckets and thresholds are scaled down with the model.",
-        "", "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER),
-        *("| " + " | ".join(_row(name, results, kept)) + " |" for name in sorted(layouts)), ""]
+    about = (
+        f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]} as "
+        "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
+        "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets and other "
+        "buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's are of the "
+        "same step. DeepSpeed's buckets and thresholds are scaled down with the model.")
+    rows = [_HEADER, ("---",) * len(_HEADER), *(_row(name, results, kept) for name in sorted(layouts))]
+    lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
+             *(f"| {' | '.join(row)} |" for row in rows), ""]
     return "\n".join(lines)
 
 
