@@ -15,9 +15,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from tensor_parallel_ranks import ACCUMULATION, CLIP, CONFIGS, GLOBAL_BATCH, STEPS, evaluated, everyone, train
-from torch import nn
+from tensor_parallel_ranks import (
+    ACCUMULATION,
+    BLOCK,
+    CLIP,
+    CONFIGS,
+    GLOBAL_BATCH,
+    STEPS,
+    batch,
+    evaluated,
+    everyone,
+    train,
+)
+from torch import Tensor, nn
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
@@ -27,10 +39,15 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.resolve import resolve
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.resources import data_dir
 from ezpz_llm.rundir import RunDir
+
+# No number of rows or columns that 2 or 4 ranks or tiles divide, but the width's.
+SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, n_kv_head=1, n_embd=20,
+                                             block_size=BLOCK, vocab_size=61, vocab_multiple=1,
+                                             intermediate_size=31)}
 
 
 def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed: int = 1337) -> Engine:
@@ -48,10 +65,10 @@ def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed
 def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[str, Any]:
     """One layout beside one process: what each gave in every step, and in evaluation afterwards."""
     precision, shape, layout, *options = run.split(":")
-    config, reference = CONFIGS[shape], f"{precision}:{shape}"
+    config, reference = SHAPES[shape], f"{precision}:{shape}"
     if reference not in cache:
         engine = make_engine(alone, "ddp", config, precision)
-        cache[reference] = (*train(engine, alone, 0, STEPS), *evaluated(engine))
+        cache[reference] = (*train(engine, alone, 0, STEPS), *evaluated(engine), after_some(engine))
     if "small" in options:
         layout = small_thresholds(layout, dist)
     engine = make_engine(dist, layout, config, precision)
@@ -69,8 +86,15 @@ def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[st
     return {"losses": [losses, expected[0]], "norms": [norms, expected[1]],
             "norms agree": len(set(map(tuple, everyone(norms)))) == 1,
             "loss_sum": [parts[0], expected[2].item()], "loss_sums agree": len(set(parts.values())) == 1,
-            "logits": apart.item(),
-            "logits shape": list(logits.shape), "gathered": peak[0]}
+            "logits": apart.item(), "logits shape": list(logits.shape),
+            "short": (after_some(engine) - expected[4]).abs().max().item(), "gathered": peak[0]}
+
+
+def after_some(engine: Engine) -> Tensor:
+    """The logits that follow 1, 7 and 31 tokens: fewer than a context has, and not as many as ranks divide."""
+    tokens, _ = batch(1001)
+    with engine.evaluating():
+        return torch.stack([engine.next_logits(tokens[:, :count]).float() for count in (1, 7, 31)])
 
 
 def small_thresholds(layout: str, dist: Dist) -> str:
@@ -109,6 +133,7 @@ def checkpoints(folder: Path, dist: Dist) -> dict[str, Any]:
         found = checkpoint.save(engine, dist, run_dir, {"step": 3, "consumed": 3 * GLOBAL_BATCH, "sample_hash": ""})
         expected = train(engine, dist, 3, 6)[0]
         engine = make_engine(dist, loaded, CONFIGS["llama"], "fp32", seed=2)
+        evaluated(engine)  # which may leave parameters gathered, with the values that are to be replaced
         checkpoint.load(found, engine, dist)
         result[f"{saved} -> {loaded}"] = [train(engine, dist, 3, 6)[0], expected]
     return result

@@ -55,4 +55,5 @@ class Fsdp2Engine(TorchEngine):
 
     def training_state(self) -> EngineState:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._divided.items()}
-        return FsdpState(self._rows, shapes, self._optimizer, *self._mesh.place("dp", "sp"), self._scale)
+        return FsdpState(self.module, self._rows, shapes, self._optimizer, *self._mesh.place("dp", "sp"),
+                         self._scale)

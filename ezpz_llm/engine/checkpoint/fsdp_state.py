@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ezpz_llm.engine.checkpoint import moments
 from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
@@ -19,15 +20,17 @@ class FsdpState(EngineState):
     """Rows of every parameter, as torch.chunk deals them: equally many to each rank, until none is left.
 
     Args:
+        module: the divided model.
         rows: by the parameter's name, what this rank holds and the optimizer steps.
         shapes: of the whole parameters.
         rank, size: among the ranks that the rows are divided over.
         scale: the loss scale of fp16, if there is one.
     """
 
-    def __init__(self, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
+    def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
                  optimizer: torch.optim.Optimizer, rank: int, size: int, scale: LossScale | None) -> None:
         super().__init__(scale)
+        self.module = module
         self.rows, self.shapes, self.optimizer = rows, shapes, optimizer
         self.rank, self.size = rank, size
 
@@ -50,3 +53,7 @@ class FsdpState(EngineState):
 
     def loaded(self, optimizer_step: int) -> None:
         moments.set_step(self.optimizer, optimizer_step)
+        # A forward pass without a backward one leaves parameters gathered, with the values from before.
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
