@@ -159,6 +159,21 @@ def tiles_name_layers(case: Case) -> Problem | None:
     return None
 
 
+def tiles_fit(case: Case) -> Problem | None:
+    model = case.model
+    if model is None:
+        return None
+    attention, mlp = model.n_embd + 2 * model.kv_width, model.intermediate_size
+    sizes = dict(zip(LINEAR_LAYERS, ((model.n_embd, attention), (model.n_embd, model.n_embd), (model.n_embd, mlp),
+                                     (model.n_embd, mlp), (mlp, model.n_embd)), strict=True))
+    for name, *parts in case.layout.tiled:
+        for number, size, side in zip(parts, sizes[name], ("in", "out"), strict=True):
+            if number > size:
+                return Problem(f"{name} cannot be cut into {number} tiles along its {side}put of {size}",
+                               ("tiled",), ("tiled",))
+    return None
+
+
 def heads_divide(case: Case) -> Problem | None:
     layout, model = case.layout, case.model
     parts = layout.tp * layout.sp
@@ -223,6 +238,7 @@ RULES: tuple[Callable[[Case], Problem | Repair | None], ...] = (
     pipelines_take_whole_sequences,
     tiles_are_stage_3s,
     tiles_name_layers,
+    tiles_fit,
     heads_divide,
     widths_divide,
     each_stage_has_a_block,
