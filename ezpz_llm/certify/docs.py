@@ -46,8 +46,9 @@ def certified(kept: dict[str, Any]) -> str:
     about = (
         f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]} as "
         "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
-        "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets and "
-        "other buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's are of the "
+        "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets "
+        "and other buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's "
+        "are of the "
         "same step. DeepSpeed's buckets and thresholds are scaled down with the model.")
     rows = [_HEADER, ("---",) * len(_HEADER), *(_row(name, results, kept) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
