@@ -48,8 +48,7 @@ def certified(kept: dict[str, Any]) -> str:
         "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
         "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets "
         "and other buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's "
-        "are of the "
-        "same step. DeepSpeed's buckets and thresholds are scaled down with the model.")
+        "are of the same step. DeepSpeed's buckets and thresholds are scaled down with the model.")
     rows = [_HEADER, ("---",) * len(_HEADER), *(_row(name, results, kept) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
              *(f"| {' | '.join(row)} |" for row in rows), ""]
