@@ -277,3 +277,12 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_a_live_one_s_is_n
     assert not left.exists()
     del owner, other
     assert list(tmp_path.glob("ezpz-llm-*")) == []
+
+
+def test_launch_removes_what_killed_ranks_left_in_the_run_directory(tmp_path: Path) -> None:
+    program = ("import os, signal; os.makedirs(os.environ['EZPZ_LLM_RUN_DIR'] + '/nvme/rank'); "
+               "os.kill(os.getpid(), signal.SIGKILL)")
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"),
+                           sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "SIGKILL" in done.stderr
+    assert not RunDir(tmp_path / "run").offloaded.exists()
