@@ -47,7 +47,8 @@ from ezpz_llm.rundir import RunDir
 # No number of rows or columns that 2 or 4 ranks or tiles divide, but the width's.
 SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, n_kv_head=1, n_embd=20,
                                              block_size=BLOCK, vocab_size=61, vocab_multiple=1,
-                                             intermediate_size=31)}
+                                             intermediate_size=31),
+          "wide": get_model_config("tiny-llama", n_layer=2, block_size=BLOCK, vocab_size=60)}
 
 
 def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed: int = 1337) -> Engine:
@@ -102,7 +103,8 @@ def small_thresholds(layout: str, dist: Dist) -> str:
     values = json.loads((data_dir("ds_configs") / f"{layout}.json").read_text())
     values["zero_optimization"].update(stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=0,
                                        stage3_max_reuse_distance=0)
-    path = dist.run_dir.path / f"{layout}.json"
+    path = dist.run_dir.path / f"rank{dist.rank}" / f"{layout}.json"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(values))
     return str(path)
 

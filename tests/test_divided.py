@@ -15,7 +15,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("divided_ranks.py")
 STAGES = ("ddp,sp2", "zero0,sp2", "sp2", "zero2,sp2", "zero3,sp2", "fsdp2,sp2")
 TWO = ["fp32:gpt2:fsdp2", "fp32:llama:fsdp2", "bf16:gpt2:fsdp2", "fp32:gpt2:tiled", "fp32:llama:tiled:small",
-       "bf16:llama:tiled", "bf16:gpt2:sp2", "fp32:odd:fsdp2", "fp32:odd:tiled"]
+       "bf16:llama:tiled", "bf16:gpt2:sp2", "fp32:odd:fsdp2", "fp32:odd:tiled",
+       "fp32:wide:tiled"]
 TWO += [f"fp32:{shape}:{layout}" for shape, layout in zip(("gpt2", "llama") * 3, STAGES, strict=True)]
 OTHERS = ["fp32:llama:zero3:small", "fp32:gpt2:sp2:summed", "checkpoints"]
 FOUR = ["fp32:gpt2:fsdp2", "fp32:llama:sp2", "fp32:llama:zero3,sp2", "fp32:gpt2:zero1,sp2,tp2"]
@@ -85,6 +86,11 @@ def test_a_tile_is_the_most_that_is_gathered_of_a_tiled_layer(two: dict[str, Any
     whole, tiled = two["fp32:llama:zero3:small"], two["fp32:llama:tiled:small"]
     assert (whole["gathered"], tiled["gathered"]) == (96 * 32, 64 * 32)
     assert largest([whole["losses"][0], tiled["losses"][0]]) <= LOSS_BOUND["fp32"]
+
+
+def test_the_layout_as_shipped_gathers_tile_by_tile(two: dict[str, Any]) -> None:
+    # Of blocks of 128 wide: c_attn's 256 x 128, more than any tile, and four norms, which are kept whole.
+    assert two["fp32:wide:tiled"]["gathered"] == 256 * 128 + 4 * 128
 
 
 def test_states_pass_between_layouts(two: dict[str, Any]) -> None:
