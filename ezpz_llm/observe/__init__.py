@@ -9,7 +9,6 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "bubble": ("Bubble", "BubbleMeter"),
     "environment": ("run_environment",),
     "metrics": ("MetricsLog", "Straggler"),
     "peaks": ("Peak", "peak_flops"),

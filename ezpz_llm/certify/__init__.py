@@ -1,1 +1,0 @@
-"""Is every parallel layout the same maths as one process? What `certify` compares, and how closely."""
