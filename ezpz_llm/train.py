@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from ezpz_llm.errors import run_command
-from ezpz_llm.trainer.options import dump, parse
+from ezpz_llm.launch.precheck import read_places
+from ezpz_llm.trainer.account import account, warning
+from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
 
 
@@ -16,11 +20,20 @@ def main(argv: Sequence[str]) -> int:
         print(dump(options.config), end="")
         return 0
     if options.check:
-        check_run(options, options.world_size or 1)
-        return 0
+        return _check(options)
     from ezpz_llm.trainer.run import run
 
     return run(options)
+
+
+def _check(options: Options) -> int:
+    """Find what is wrong; say what will be on standard output, and what one may not want on standard error."""
+    plan = check_run(options, options.world_size or 1)
+    places = read_places(os.environ)
+    print(account(plan, places))
+    if text := warning(plan, options, places):
+        print(text, file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: in
     config = get_model_config("tiny-gpt2", n_layer=2, n_head=3, n_embd=width, block_size=BLOCK,
                               vocab_size=VOCABULARY, dropout=dropout)
     model = GPT(config)
-    init_weights(model, seed)
+    init_weights(model, model.config, seed)
     resolved = resolve(layout, world_size=dist.world_size, global_batch=GLOBAL_BATCH, micro_batch=2,
                        precision="fp32", clip=1.0)
     return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,

@@ -13,6 +13,8 @@ _FIXTURES = (*_SETTLED, "wide_cluster")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-faults", action="store_true", help="write docs/faults.md (test_cluster_faults.py)")
+    parser.addoption("--write-layouts-page", action="store_true",
+                     help="write docs/layouts_command.md (test_layouts_command.py)")
     parser.addoption("--write-matrix", action="store_true",
                      help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
 

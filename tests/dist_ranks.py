@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
     wanted = json.loads(argv[0])
     own = wanted.pop("device_of_rank", {}).get(str(find_rank(os.environ).rank))
-    failing = wanted.pop("fail", None)
+    failing, tp = wanted.pop("fail", None), wanted.pop("tp", 1)
     if "run_dir" in wanted:
         wanted["run_dir"] = Path(wanted["run_dir"])
     before = dict(os.environ)
@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
             raise ValueError("planted")
         import torch
 
+        dist.arrange(tp=tp)
         mesh, sums = dist.mesh, {}
         for axis in ("dp", "tp"):
             value = torch.tensor(10.0 ** dist.rank)

@@ -60,7 +60,7 @@ def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> 
     resolved = resolve(source, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
                        accumulation=ACCUMULATION, precision=precision)
     model = GPT(CONFIGS["llama" if "llama" in options else "gpt2"])
-    init_weights(model, 1337)
+    init_weights(model, model.config, 1337)
     engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                           param_groups=decay_groups(model, 0.1))
     if "undivided" in options:
@@ -89,9 +89,9 @@ def train(dist: Dist, name: str, precision: str) -> dict:
         norms.append(gathered(engine.step(2e-3 * (1 + math.cos(math.pi * step / STEPS))), dp_size))
         losses.append(sum(gathered(total, dp_size)) / dp_size)
     held_out = sequences(torch.Generator().manual_seed(STEPS))
-    with engine.evaluating() as module:
-        modes = [module.training]
-        evaluated = gathered(module(held_out[:, :-1], held_out[:, 1:]), dp_size)
+    with engine.evaluating():
+        modes = [engine.module.training]
+        evaluated = gathered(engine.module(held_out[:, :-1], held_out[:, 1:]), dp_size)
     return {"losses": losses, "norms": [norm[0] for norm in norms], "evaluated": evaluated[0],
             "norms_agree": all(len(set(norm)) == 1 for norm in norms), "ranks_agree": len(set(evaluated)) == 1,
             "rounds": rounds[0], "training": [*modes, engine.module.training], "skipped": engine.skipped_steps,

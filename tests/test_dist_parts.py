@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
-from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity, device_index
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.meeting import raise_together
 from ezpz_llm.dist.mesh import AXES, Degrees
@@ -111,7 +112,8 @@ def test_more_ranks_than_devices_are_named():
 
 
 def test_the_device_decides_the_backend():
-    assert BACKENDS == {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
+    collectives = {kind: traits.collectives for kind, traits in DEVICES.items()}
+    assert collectives == {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
     info = RankInfo(0, 1, 0, 1, 0, "test")
     assert choose_device("cpu", info) == torch.device("cpu")
     assert device_identity(torch.device("cpu")) is None

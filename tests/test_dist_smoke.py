@@ -203,7 +203,7 @@ def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
 
 def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
     (tmp_path / "still.json").write_text(json.dumps({
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "torch"}}))
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "ddp"}}))
     done = run(sys.executable, *COMMAND, "--steps", "10", "--ds-config", "still.json", "--run-dir", "out",
                folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -212,6 +212,7 @@ def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
 
 @pytest.mark.parametrize(("options", "found"), [
     (["--ds-config", "zero7"], "unknown ds_config 'zero7'"),
+    (["--ds-config", "tp2"], "layout tp2: dp 1 x tp 2 divides the layers of a GPT"),
     (["--steps", "3"], "3 iterations are too few"),
     (["--batch", "0"], "a micro batch of 0 sequences"),
     (["--seed", "-1"], "seed -1 is out of range"),

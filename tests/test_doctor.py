@@ -167,6 +167,18 @@ def test_a_missing_compiler_is_named(cache: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
+def test_missing_libaio_is_named_before_anything_is_built(cache: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) echo "error: no libaio.h" >&2; exit 1;; esac\n'
+                        'exec c++ "$@"\n')
+    compiler.chmod(0o755)
+    done = run_doctor("--build-ops", "async_io", CXX=str(compiler))
+    assert done.returncode == 1
+    assert "error: no libaio.h" in done.stderr
+    assert "apt-get install libaio-dev" in done.stderr
+    assert not ops.ops_dir().exists()
+
+
 def test_a_build_that_fails_leaves_nothing_to_wait_for(cache: Path) -> None:
     """The compiler is `false`: the reason is shown, the log kept, no lock left."""
     done = run_doctor("--build-ops", "cpu_adam", CXX="false", timeout=120)
@@ -209,7 +221,7 @@ def test_an_op_is_built_with_progress_and_then_found(cache: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "building cpu_adam: 5 s" in done.stdout
     assert ops.is_built("cpu_adam")
-    again = run_doctor("--build-ops")
+    again = run_doctor("--build-ops", "cpu_adam")
     assert again.stdout.startswith("cpu_adam is built")
     load = "from ezpz_llm.engine.deepspeed_import import *; import_deepspeed('cpu'); load_op('cpu_adam'); " \
            "import torch, deepspeed; deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3))])"

@@ -17,7 +17,8 @@ from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir
 
-SHIPPED = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer")
+SHIPPED = ("3d", "ddp", "fsdp2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3", "zero0",
+           "zero1", "zero2", "zero3", "zero3_nvme", "zero3_offload_all", "zero3_offload_optimizer")
 
 
 @pytest.fixture
@@ -44,9 +45,9 @@ def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPat
         values = ds_config.load(name).values
         assert not {"optimizer", "scheduler", "gradient_clipping", "train_batch_size"} & values.keys()
         assert f"| `{name}` |" in purposes
-        resolved = resolve(name, world_size=2, global_batch=8, device="cpu")
-        assert (resolved.deepspeed is None) == (name == "ddp")
-        assert resolved.notes == ()
+        resolved = resolve(name, world_size=8, global_batch=64, device="cpu")
+        assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2"))
+        assert bool(resolved.notes) == (name == "zero3_nvme")  # where its files go
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -86,16 +87,18 @@ def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tupl
 
 
 @pytest.mark.parametrize(("values", "given", "words"), [
-    ({"ezpz_llm": {"tp": 2}}, {}, ("tensor-parallel", "supported: 1")),
-    ({"ezpz_llm": {"pp": 2}}, {}, ("pipeline-parallel", "supported: 1")),
-    ({"ezpz_llm": {"sp": 2}}, {}, ("sequence-parallel", "supported: 1")),
-    ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel.autotp_size", "delete")),
-    ({"ezpz_llm": {"engine": "tourch"}}, {}, ("did you mean torch",)),
-    ({"ezpz_llm": {"engine": "torch"}, "zero_optimization": {"stage": 2}}, {}, ("no ZeRO stage 2",)),
+    ({"ezpz_llm": {"tp": 0}}, {}, ("tensor-parallel", "at least 1")),
+    ({"ezpz_llm": {"pp": "2"}}, {}, ("pipeline-parallel", "whole number")),
+    ({"ezpz_llm": {"sp": True}}, {}, ("sequence-parallel", "whole number")),
+    ({"ezpz_llm": {"partition": "layers"}}, {}, ("partition", "did you mean parameters")),
+    ({"ezpz_llm": {"tiled": {"mlp.c_fc": 4}}}, {}, ("tiled", "along the output")),
+    ({"tensor_parallel": {"autotp_size": 2}, "ezpz_llm": {"tp": 4}}, {}, ("autotp_size is 2", "is 4")),
+    ({"ezpz_llm": {"engine": "dpp"}}, {}, ("did you mean ddp",)),
+    ({"ezpz_llm": {"engine": "ddp"}, "zero_optimization": {"stage": 2}}, {}, ("no ZeRO stage 2",)),
     ({"zero_optimization": {"stage": 4}}, {}, ("stage is 4",)),
     ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, ("stage 0",)),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, ('"none" or "cpu"',)),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, {}, ("offload_param.device",)),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}}, {}, ('"none" or "cpu" or',)),
+    ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, ("needs ZeRO stage 3",)),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, ("dynamic", "loss_scale")),
     ({"fp16": {"enabled": True}}, {"device": "cpu"}, ("fp16 on a CPU",)),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, ("both bf16 and fp16",)),
@@ -198,7 +201,8 @@ def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
     assert json.loads(run_dir.deepspeed.read_text()) == resolved.deepspeed
     layout = json.loads(run_dir.layout.read_text())
     assert layout["layout"] == {"name": "zero2", "engine": "deepspeed", "zero_stage": 2, "tp": 1, "pp": 1, "sp": 1,
-                                "offload_optimizer": None}
+                                "partition": "parameters", "tiled": [], "offload_optimizer": None,
+                                "offload_param": None}
     assert layout["batch"]["micro_batch"] == 4
     assert layout["sources"]["micro_batch"] == "follows from global_batch and accumulation"
     text = resolved.explain()
@@ -236,7 +240,7 @@ def test_deepspeed_reads_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
                          (zero["offload_param"], DeepSpeedZeroOffloadParamConfig)):
         fields = {field.alias or name for name, field in model.model_fields.items()}
         assert set(known) == fields - {"tensor_parallel", "mpu", "tp_group"}, model.__name__
-    for name in SHIPPED[1:]:
+    for name in ("zero0", "zero1", "zero2", "zero3", "zero3_nvme", "zero3_offload_all", "tiled"):
         resolved = resolve(name, world_size=1, global_batch=8, clip=1.0)
         parsed = DeepSpeedConfig(json.loads(json.dumps(resolved.deepspeed)))
         assert parsed.zero_optimization_stage == resolved.layout.zero_stage

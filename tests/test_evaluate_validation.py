@@ -13,12 +13,14 @@ import torch
 
 from ezpz_llm.data.samples import ValidationWindows, validation_windows
 from ezpz_llm.data.shards import TokenStream
+from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 
 CPU = torch.device("cpu")
+ALONE = Mesh(Degrees(1), 0)
 LENGTH = 16
 PREDICTIONS = (5, 60, 11 * LENGTH - 3)
 """Windows: 1, 4 and 11, the last one short; for three ranks with micro batch 2 uneven shares, empty ones too."""
@@ -51,23 +53,23 @@ def test_it_is_the_mean_over_all_tokens_for_any_micro_batch_and_repeats_to_the_b
         return model(tokens, targets, reduction="sum")
 
     for micro_batch in (1, 4, 16):
-        loss, count = validation_loss(forward, windows.batches(micro_batch), device=CPU)
+        loss, count = validation_loss(forward, windows.batches(micro_batch), device=CPU, mesh=ALONE)
         assert count == PREDICTIONS[2]
         assert loss == pytest.approx(expected, rel=1e-7)
-        assert validation_loss(forward, windows.batches(micro_batch), device=CPU) == (loss, count)
+        assert validation_loss(forward, windows.batches(micro_batch), device=CPU, mesh=ALONE) == (loss, count)
 
 
 def test_no_tokens_is_an_error():
     for nothing in ([], [(np.zeros((1, 4), np.int64), np.full((1, 4), -100))]):
         with pytest.raises(UserError, match="no tokens"):
-            validation_loss(lambda tokens, targets: torch.zeros(()), nothing, device=CPU)
+            validation_loss(lambda tokens, targets: torch.zeros(()), nothing, device=CPU, mesh=ALONE)
 
 
 RANK = """
 import json, pathlib, sys
 import torch
 sys.path.insert(0, sys.argv[1])
-from test_evaluate_validation import CPU, PREDICTIONS, small_model, validation_loss, windows_of
+from test_evaluate_validation import CPU, Degrees, Mesh, PREDICTIONS, small_model, validation_loss, windows_of
 
 folder, rank, size = pathlib.Path(sys.argv[2]), int(sys.argv[3]), 3
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -82,7 +84,7 @@ def forward(tokens, targets):
 for predictions in PREDICTIONS:
     calls = 0
     batches = windows_of(folder, predictions).batches(2, rank, size)
-    answers.append([*validation_loss(forward, batches, device=CPU, dp_size=size), calls])
+    answers.append([*validation_loss(forward, batches, device=CPU, mesh=Mesh(Degrees(size), rank)), calls])
 print(json.dumps(answers))
 torch.distributed.destroy_process_group()
 """
@@ -92,7 +94,7 @@ def test_three_ranks_with_uneven_shares_agree_with_one(tmp_path):
     model, alone = small_model(), []
     for predictions in PREDICTIONS:
         batches = windows_of(tmp_path, predictions).batches(2)
-        alone.append(validation_loss(lambda x, y: model(x, y, reduction="sum"), batches, device=CPU))
+        alone.append(validation_loss(lambda x, y: model(x, y, reduction="sum"), batches, device=CPU, mesh=ALONE))
 
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-c", RANK, os.path.dirname(__file__), str(tmp_path)]

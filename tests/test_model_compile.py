@@ -20,7 +20,7 @@ def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
     config = get_model_config(name, block_size=32)
     model, compiled = GPT(config), GPT(config)
     for candidate in (model, compiled):
-        init_weights(candidate, 0)
+        init_weights(candidate, candidate.config, 0)
     compile_blocks(compiled)
     assert list(compiled.state_dict()) == list(model.state_dict())
     counters.clear()

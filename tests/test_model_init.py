@@ -15,7 +15,7 @@ from ezpz_llm.model.init import init_weights, initial_std
 
 def initialised(config, seed=1337):
     model = GPT(config)
-    init_weights(model, seed)
+    init_weights(model, model.config, seed)
     return model
 
 
@@ -102,14 +102,14 @@ def test_values_do_not_depend_on_random_state_or_on_the_order_of_construction():
     torch.manual_seed(1)
     model = GPT(config)
     state = torch.get_rng_state()
-    init_weights(model, 7)
+    init_weights(model, model.config, 7)
     assert torch.equal(torch.get_rng_state(), state)
 
     torch.manual_seed(2)
     other = GPT(config)
     turned = torch.nn.ModuleDict(dict(reversed(list(other.transformer.items()))))
     other.transformer = turned
-    init_weights(other, 7)
+    init_weights(other, other.config, 7)
     expected = dict(model.named_parameters())
     assert [name for name, _ in other.named_parameters()] != list(expected)
     assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())

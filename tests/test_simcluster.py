@@ -66,8 +66,11 @@ def test_commands_signals_and_power(host_cluster: Cluster, tmp_path: Path) -> No
     done = host_cluster.run("sh", "-c", 'echo "$1"; hostname; pwd; exit 7', "-", "a b;c", node="n3", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, f"a b;c\nn3\n{tmp_path}\n")
     assert host_cluster.run("ssh", "n2", "hostname").stdout == "n2\n"
-    sleeping = host_cluster.start(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)",
-                                  node="n1", WHOSE="sleeper")
+    # Its own handler: Python installs none where the tests themselves run with SIGINT ignored, as in a shell's
+    # background.
+    program = ("import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+               "print(1, flush=True); time.sleep(600)")
+    sleeping = host_cluster.start(sys.executable, "-c", program, node="n1", WHOSE="sleeper")
     assert sleeping.stdout.readline() == "1\n"
     [(_, words)] = host_cluster.processes("WHOSE=sleeper")["n1"]
     assert words.startswith(sys.executable)

@@ -12,7 +12,7 @@ from ezpz_llm.dist.heartbeat import Heartbeat
 
 __all__ = ["Degrees", "Dist", "Heartbeat", "Mesh"]
 
-_LAZY = {"Degrees": "mesh", "Mesh": "mesh", "Dist": "setup"}
+_LAZY = {"Degrees": "degrees", "Mesh": "mesh", "Dist": "setup"}
 
 
 def __getattr__(name: str) -> Any:

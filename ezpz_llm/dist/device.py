@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.launch.ranks import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-BACKENDS = {"cuda": "nccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
-"""ROCm's devices are called cuda in torch, and RCCL nccl."""
 
 
 def choose_device(asked: str | None, info: RankInfo) -> torch.device:
@@ -25,13 +23,13 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
         UserError: an unknown type, none of that type, or fewer devices than ranks on this host.
     """
     kind = _best() if asked in (None, "auto") else asked
-    if kind not in BACKENDS:
-        raise unknown("device", kind, [*BACKENDS, "auto"], where="--device")
+    if kind not in DEVICES:
+        raise unknown("device", kind, [*DEVICES, "auto"], where="--device")
     count = _count(kind)
     if count == 0:
         raise UserError(f"no {kind} device is visible to this process", where="--device",
                         instead="--device cpu, or a reservation with devices")
-    if kind in ("cpu", "mps"):
+    if not DEVICES[kind].own:
         return torch.device(kind)
     device = torch.device(kind, device_index(kind, count, info))
     torch.get_device_module(device).set_device(device)
@@ -53,7 +51,7 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
 
 
 def _best() -> str:
-    return next(kind for kind in BACKENDS if _count(kind))
+    return next(kind for kind in DEVICES if _count(kind))
 
 
 def _count(kind: str) -> int:
@@ -67,7 +65,7 @@ def _count(kind: str) -> int:
 
 def device_identity(device: torch.device) -> str | None:
     """What tells this physical device from its neighbours; None where ranks may share it, or torch cannot tell."""
-    if device.type not in ("cuda", "xpu"):
+    if not DEVICES[device.type].own:
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
     if uuid := getattr(properties, "uuid", None):

@@ -3,56 +3,15 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
-from typing import Literal
+import math
 
 import torch
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.dist.degrees import AXES, Axis, Degrees
 
-Axis = Literal["pp", "dp", "sp", "tp"]
-AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")
-"""From the outermost to the innermost: tensor-parallel peers are neighbours, so that they share a node."""
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """The size of each kind of group; their product is the world size."""
-
-    dp: int
-    tp: int = 1
-    pp: int = 1
-    sp: int = 1
-
-    @classmethod
-    def of_world(cls, world_size: int, tp: int = 1, pp: int = 1, sp: int = 1) -> Degrees:
-        """The degrees in a world of this size; data parallel is what the others leave.
-
-        Raises:
-            UserError: they do not divide the world.
-        """
-        others = tp * pp * sp
-        if others < 1 or world_size % others:
-            raise UserError(f"tp {tp} x pp {pp} x sp {sp} = {others} does not divide {world_size} ranks",
-                            instead=f"a multiple of {max(others, 1)} ranks")
-        return cls(world_size // others, tp, pp, sp)
-
-    def coordinates(self, rank: int) -> dict[Axis, int]:
-        """The place of a rank along each axis."""
-        place: dict[Axis, int] = {}
-        for axis in reversed(AXES):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return place
-
-    def peers(self, rank: int, axis: Axis) -> list[int]:
-        """The ranks that differ from `rank` along `axis` only, in order, `rank` among them."""
-        stride = 1
-        for inner in reversed(AXES):
-            if inner == axis:
-                break
-            stride *= getattr(self, inner)
-        first = rank - self.coordinates(rank)[axis] * stride
-        return [first + place * stride for place in range(getattr(self, axis))]
+_COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
+"""Groups along several axes: who holds the same parameters; who together holds a whole model, and who sees other
+tokens or other layers."""
 
 
 class Mesh:
@@ -65,24 +24,61 @@ class Mesh:
         place = degrees.coordinates(rank)
         self.dp_rank, self.tp_rank, self.pp_rank, self.sp_rank = (place[axis] for axis in ("dp", "tp", "pp", "sp"))
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
-        self._groups = {axis: self._make(axis) for axis in AXES}
+        self._groups: dict[tuple[Axis, ...], torch.distributed.ProcessGroup | None] = {}
+        self._alone: torch.distributed.ProcessGroup | None = None
+        for axes in (*((axis,) for axis in AXES), *_COMBINED):
+            key = self._key(axes)
+            if key not in self._groups:
+                self._groups[key] = self._make(key)
 
-    def group(self, axis: Axis) -> torch.distributed.ProcessGroup | None:
-        """This rank's group along an axis; None where it is the whole world, or this rank alone.
+    def group(self, *axes: Axis) -> torch.distributed.ProcessGroup | None:
+        """This rank's group along one axis, or along several that belong together ("dp", "sp").
 
-        To torch None is the whole world: look at the size before communicating.
+        None where it is the whole world, or this rank alone. To torch None is the whole world: look at the size
+        before communicating.
         """
-        return self._groups[axis]
+        return self._groups[self._key(axes)]
 
-    def _make(self, axis: Axis) -> torch.distributed.ProcessGroup | None:
-        degrees = self.degrees
-        world = degrees.dp * degrees.tp * degrees.pp * degrees.sp
-        if getattr(degrees, axis) in (1, world):
+    def real_group(self, *axes: Axis) -> torch.distributed.ProcessGroup:
+        """The same for libraries that take no None: the world's own group, or one of this rank alone."""
+        group = self.group(*axes)
+        if group is not None:
+            return group
+        if self.size(*axes) > 1:
+            return torch.distributed.group.WORLD
+        if self._alone is None:
+            self._alone = torch.distributed.new_group([self.rank], timeout=self._timeout,
+                                                      use_local_synchronization=True)
+        return self._alone
+
+    def size(self, *axes: Axis) -> int:
+        """The number of ranks in such a group."""
+        return math.prod(getattr(self.degrees, axis) for axis in axes)
+
+    def place(self, *axes: Axis) -> tuple[int, int]:
+        """This rank's number in such a group, and the number of ranks in it."""
+        ranks = self.degrees.peers(self.rank, *axes)
+        return ranks.index(self.rank), len(ranks)
+
+    def close(self) -> None:
+        """Leave the groups, so that another mesh can take this one's place. Collective."""
+        for group in (*self._groups.values(), self._alone):
+            if group is not None:
+                torch.distributed.destroy_process_group(group)
+        self._groups.clear()
+        self._alone = None
+
+    def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """The axes that count: two groups along axes of which all others have one place are the same."""
+        return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
+
+    def _make(self, key: tuple[Axis, ...]) -> torch.distributed.ProcessGroup | None:
+        if self.size(*key) in (1, self.size(*AXES)):
             return None
         own = None
         # Every rank has to make every group, in the same order.
-        for first in range(world):
-            ranks = degrees.peers(first, axis)
+        for first in range(self.size(*AXES)):
+            ranks = self.degrees.peers(first, *key)
             if ranks[0] == first:
                 group = torch.distributed.new_group(ranks, timeout=self._timeout)
                 own = group if self.rank in ranks else own

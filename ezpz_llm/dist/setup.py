@@ -12,7 +12,8 @@ from types import TracebackType
 import torch
 
 from ezpz_llm.dist.alone import say_if_alone
-from ezpz_llm.dist.device import BACKENDS, choose_device, claim_device, device_identity
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.stacks import answer_with_stacks
@@ -38,6 +39,8 @@ class Dist:
     backend: str | None
     mesh: Mesh
     run_dir: RunDir
+    timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+    """How long a collective may take before the process group gives up."""
     environment_before: dict[str, str | None] = field(default_factory=dict)
     """What `setup` found of the variables that it set, put back by `close`."""
 
@@ -63,7 +66,21 @@ class Dist:
         """Make a process group for a single process too, for engines that cannot do without."""
         if not torch.distributed.is_initialized():
             store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(BACKENDS[self.device.type], store=store, rank=0, world_size=1)
+            torch.distributed.init_process_group(DEVICES[self.device.type].collectives, store=store, rank=0,
+                                                 world_size=1)
+
+    def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
+        """Divide the ranks into tensor-, pipeline- and sequence-parallel groups. Collective.
+
+        Until then all ranks are data-parallel.
+
+        Raises:
+            UserError: the degrees do not divide the world.
+        """
+        degrees = Degrees.of_world(self.world_size, tp, pp, sp)
+        if degrees != self.mesh.degrees:
+            self.mesh.close()
+            self.mesh = Mesh(degrees, self.rank, self.timeout)
 
     def close(self) -> None:
         """Leave the process group together with the others."""
@@ -88,8 +105,8 @@ class Dist:
             _leave(self.environment_before)
 
 
-def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, run_dir: Path | None = None,
-          name: str = "run", timeout_s: float = 1800) -> Dist:
+def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
+          timeout_s: float = 1800) -> Dist:
     """Set this process up under whatever launcher started it, or alone. Collective.
 
     Args:
@@ -106,18 +123,18 @@ def setup(*, device: str | None = None, tp: int = 1, pp: int = 1, sp: int = 1, r
     info = find_rank(os.environ)
     say_if_alone(info, os.environ)
     _check_promise(info)
-    degrees = Degrees.of_world(info.world_size, tp, pp, sp)
     timeout = datetime.timedelta(seconds=timeout_s)
     before = {name: os.environ.get(name) for name in _EXPORTED}
     try:
         chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
         _export(info)
         folder = _agree_on_run_dir(info, run_dir, name)
-        mesh = Mesh(degrees, info.rank, timeout)
+        mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
     except BaseException:
         _leave(before)
         raise
-    return Dist(info, chosen, BACKENDS[chosen.type] if info.world_size > 1 else None, mesh, folder, before)
+    backend = DEVICES[chosen.type].collectives if info.world_size > 1 else None
+    return Dist(info, chosen, backend, mesh, folder, timeout, before)
 
 
 def _check_promise(info: RankInfo) -> None:
@@ -139,7 +156,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
         error = found
     else:
         # Before the meeting: a host without the interface may not even reach the others.
-        require_interfaces(BACKENDS[device.type], info.rank, os.environ)
+        require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
     store, address, port = meet(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     if error is None:
@@ -148,9 +165,9 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
         except UserError as found:
             error = found
     raise_together(store, info, error)
-    torch.distributed.init_process_group(BACKENDS[device.type], store=store, rank=info.rank,
+    torch.distributed.init_process_group(DEVICES[device.type].collectives, store=store, rank=info.rank,
                                          world_size=info.world_size, timeout=timeout,
-                                         device_id=device if device.type == "cuda" else None)
+                                         device_id=device if DEVICES[device.type].bound else None)
     return device
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +16,16 @@ from ezpz_llm.engine.layout import Layout
 if TYPE_CHECKING:
     from ezpz_llm.engine.checkpoint.slices import EngineState
 
+Span = Callable[[str], AbstractContextManager[None]]
+"""Times what happens inside: "forward", "backward" or "optimizer"."""
+
 
 class Engine(ABC):
-    """A model in training: forward and backward once a micro batch, step once a step.
+    """A model in training.
 
-    `module` is the plain model, whose parameters the engine may have partitioned; calling it is right in
-    evaluation only, and then on every rank. Its forward pass has the engine's precision wherever it is called.
-    `skipped_steps` counts the steps whose fp16 gradients overflowed, which changed nothing but the loss scale.
+    `module` is the part of the plain model that this rank computes, whose parameters the engine may have
+    partitioned. Its forward pass has the engine's precision wherever it is called. `skipped_steps` counts the steps
+    whose fp16 gradients overflowed, which changed nothing but the loss scale.
     """
 
     module: nn.Module
@@ -30,6 +33,45 @@ class Engine(ABC):
     layout: Layout
     batch: Batch
     skipped_steps: int = 0
+
+    @abstractmethod
+    def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
+                   span: Span) -> tuple[Tensor, Tensor]:
+        """One optimizer step with this learning rate on `batch.accumulation` micro batches.
+
+        Args:
+            micro_batches: this rank's; each has the arguments of the model's forward pass, tokens and targets.
+
+        Returns:
+            This rank's part of the loss, whose mean over all ranks is the loss of the step; and the global gradient
+            norm before clipping, infinite for a skipped fp16 step. Both 0-d on the device.
+        """
+
+    @abstractmethod
+    def training_state(self) -> EngineState:
+        """What a checkpoint holds of this rank. Collective."""
+
+    def loss_sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of a batch, or this rank's part of it, 0-d; all ranks of a model's copy make the call."""
+        return self.module(tokens, targets, reduction="sum")
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Logits (B, V) of the token after (B, T), the same on every rank; all ranks make the call."""
+        return self.module(tokens, last_only=True)[:, -1]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients inside; training mode again afterwards."""
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train()
+
+
+class MicroStepEngine(Engine):
+    """An engine that takes one micro batch at a time, forward and backward."""
 
     @abstractmethod
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
@@ -45,25 +87,18 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, lr: float) -> Tensor:
-        """Clip, update with this learning rate, and forget the gradients.
+        """Clip, update with this learning rate, and forget the gradients; the global gradient norm before."""
 
-        Returns:
-            The global gradient norm before clipping, 0-d on the device; infinite for a skipped fp16 step.
-        """
-
-    @abstractmethod
-    def training_state(self) -> EngineState:
-        """What a checkpoint holds of this rank."""
-
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """The module in evaluation mode without gradients; in training mode again afterwards.
-
-        Every rank must make the same calls inside: a forward pass may be collective.
-        """
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                yield self.module
-        finally:
-            self.module.train()
+    def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
+                   span: Span) -> tuple[Tensor, Tensor]:
+        accumulation = self.batch.accumulation
+        loss = torch.zeros((), device=self.device)
+        for index, inputs in enumerate(micro_batches):
+            with span("forward"):
+                micro_loss = self.forward(*inputs, last_micro_step=index == accumulation - 1)
+            with span("backward"):
+                self.backward(micro_loss)
+            loss += micro_loss.detach() / accumulation
+        with span("optimizer"):
+            norm = self.step(lr)
+        return loss, norm

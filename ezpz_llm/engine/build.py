@@ -27,15 +27,28 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
     """
     check_precision(resolved.precision, resolved.sources.get("precision", "the run"), dist.device.type)
-    model.to(dist.device)
+    if resolved.layout.offload_param is None:
+        model.to(dist.device)
+    else:
+        # DeepSpeed brings parameters to the device one at a time.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(dist.device)
     model.train()
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
     adam = {"lr": lr, "betas": betas, "eps": eps}
-    if resolved.layout.engine == "torch":
+    if resolved.layout.engine == "ddp":
         from ezpz_llm.engine.torch_engine import TorchEngine
 
         return TorchEngine(model, resolved, dist, groups, adam)
+    if resolved.layout.engine == "fsdp2":
+        from ezpz_llm.engine.fsdp2_engine import Fsdp2Engine
+
+        return Fsdp2Engine(model, resolved, dist, groups, adam)
+    if resolved.layout.pp > 1:
+        from ezpz_llm.engine.pipeline_engine import PipelineEngine
+
+        return PipelineEngine(model, resolved, dist, groups, adam)
     from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(model, resolved, dist, groups, adam)

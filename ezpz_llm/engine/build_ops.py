@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from ezpz_llm.dist import Heartbeat
-from ezpz_llm.engine.ops import OPS, build_lock, building_dir, built_library, is_built, ops_dir
+from ezpz_llm.engine.ops import BUILT_ON, OPS, build_lock, building_dir, built_library, is_built, ops_dir
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.launch.phases import BUILDING
 
@@ -24,10 +26,12 @@ _PROGRESS_S = 5.0
 
 
 def build(name: str) -> None:
-    """Compile one op into the cache, unless it is there. Says what it does on standard output.
+    """Compile one op, and what it is built on, into the cache, unless they are there. Says what it does on
+    standard output.
 
     Raises:
-        UserError: an unknown op, no compiler or ninja, another build of it under way, a compilation that fails.
+        UserError: an unknown op, no compiler, ninja or library, another build of it under way, a compilation that
+            fails.
     """
     if name not in OPS:
         raise unknown("op", name, OPS, where="--build-ops")
@@ -35,6 +39,11 @@ def build(name: str) -> None:
         print(f"{name} is built: {built_library(name) or 'part of the installed DeepSpeed'}", flush=True)
         return
     _check_tools()
+    if name == "async_io":
+        _check_libaio()
+    for other in BUILT_ON.get(name, ()):
+        if not is_built(other):
+            build(other)
     Heartbeat(os.environ).beat(BUILDING)
     with _alone(name):
         _clear(name)
@@ -53,13 +62,30 @@ def lock_holder(lock: Path) -> int | None:
 
 
 def _check_tools() -> None:
-    compiler = os.environ.get("CXX", "c++")
+    compiler = _compiler()[0]
     if shutil.which(compiler) is None:
         raise UserError(f"there is no C++ compiler ({compiler})", where="PATH",
                         instead="install g++ or load the site's compiler module; $CXX names another compiler",
                         exit_code=1)
     if shutil.which("ninja", path=_search_path()) is None:
         raise UserError("there is no ninja", where="PATH", instead="pip install ninja", exit_code=1)
+
+
+def _check_libaio() -> None:
+    """DeepSpeed's own check ends in a traceback that does not say what to install."""
+    program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*_compiler(), "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
+        done = subprocess.run(words, input=program, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError("libaio and its header, which the op async_io is made of, are not there",
+                        where=next((line for line in done.stderr.splitlines() if "error" in line), None),
+                        instead="apt-get install libaio-dev (dnf install libaio-devel); without root, set CPATH "
+                                "and LIBRARY_PATH to a copy of it", exit_code=1)
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
 
 
 def _search_path() -> str:
@@ -101,7 +127,9 @@ def _clear(name: str) -> None:
 def _compile(name: str) -> None:
     """Let DeepSpeed's builder compile the op in a process of its own, then move it into place whole."""
     log = ops_dir() / f"{name}.log"
+    loads = "".join(f"load_op({other!r}); " for other in BUILT_ON.get(name, ()))
     program = (f"from deepspeed.accelerator import get_accelerator as a; "
+               f"from ezpz_llm.engine.deepspeed_import import load_op; {loads}"
                f"a().create_op_builder({OPS[name]!r}).load(verbose=True)")
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(building_dir()), "PATH": _search_path()}
     print(f"building {name} (the compiler's output: {log})", flush=True)

@@ -6,17 +6,22 @@ reductions, its optimizer and its norms are fp32 for each stage, and a loss scal
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine import nvme
+from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.mpu import ModelParallelUnit, mark_divided
+from ezpz_llm.engine.offload import uses_nvme
+from ezpz_llm.engine.ops import needed_ops
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.resolve import Resolved
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(MicroStepEngine):
     """A `deepspeed.DeepSpeedEngine` behind the common interface."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
@@ -38,13 +43,25 @@ class DeepSpeedEngine(Engine):
         self._scale = LossScale() if resolved.precision == "fp16" else None
         dist.ensure_group()
         deepspeed = import_deepspeed(dist.device.type)
-        if self.layout.offload_optimizer == "cpu":
-            load_op("cpu_adam")
+        for name in needed_ops(self.layout):
+            load_op(name)
+        if self.layout.offload_optimizer is not None:
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
-            optimizer = make_adamw(groups, adam, dist.device)
+            optimizer = make_adamw(groups, adam)
+        mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
+        mark_divided(model)
+        config = deepcopy(resolved.deepspeed)
+        if uses_nvme(self.layout):
+            nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
+        if self.layout.offload_param is not None:
+            # Left to DeepSpeed it would be done too late, with the whole model on the device at once, and on CPUs
+            # parameters in files would be rounded to bf16: the call that it makes there forgets the dtype.
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, mpu=mpu,
+                                data_parallel_group=None if mpu is None else mpu.get_data_parallel_group())
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
-                                            optimizer=optimizer, config=dict(resolved.deepspeed))[0]
+                                            optimizer=optimizer, mpu=mpu, config=config)[0]
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
@@ -71,7 +88,7 @@ class DeepSpeedEngine(Engine):
     def _step_whole(self) -> Tensor:
         """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = norm_and_clip(self.module.parameters(), self._clip, scale)
+        norm = norm_and_clip(self.module, self._mesh, self._clip, scale)
         if self._scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()
             return torch.full_like(norm, float("inf"))
@@ -84,4 +101,4 @@ class DeepSpeedEngine(Engine):
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
-        return deepspeed_state(self._engine, self._mesh.dp_rank, self._mesh.dp_size, self._scale)
+        return deepspeed_state(self._engine, *self._mesh.place("dp", "sp"), self._scale)

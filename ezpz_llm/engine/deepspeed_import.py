@@ -8,7 +8,9 @@ import os
 import warnings
 from types import ModuleType
 
-from ezpz_llm.engine.ops import built_library, refuse_unbuilt
+from ezpz_llm.engine.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
+
+_SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
 
 
 def import_deepspeed(device_type: str) -> ModuleType:
@@ -24,24 +26,35 @@ def import_deepspeed(device_type: str) -> ModuleType:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Else the first process group on CPUs compiles this op; nothing in training uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Left by a tensor- or pipeline-parallel engine that this process built before.
+    deepspeed.utils.groups.mpu = None
     return deepspeed
 
 
 def load_op(name: str) -> None:
     """Let DeepSpeed find a compiled op where `doctor --build-ops` put it, without asking a compiler.
 
+    What it is built on must be loaded before.
+
     DeepSpeed's own way would take the op's lock and run ninja on every rank, and compile where nothing is built.
 
     Raises:
         UserError: it is not built for this Python, torch and processor.
     """
-    refuse_unbuilt(name)
+    refuse_unbuilt([name])
     library = built_library(name)
     if library is None:
         return  # compiled into this installation of DeepSpeed
     from deepspeed.ops.op_builder.builder import OpBuilder
 
+    if name in OpBuilder._loaded_ops:
+        return
     spec = importlib.util.spec_from_file_location(name, library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     OpBuilder._loaded_ops[name] = module
+    if name in _SHARED:
+        # DeepSpeed's loader finds the module just named, and makes its symbols known to the ops built on it.
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().create_op_builder(OPS[name]).load()

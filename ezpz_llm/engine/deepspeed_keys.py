@@ -80,7 +80,7 @@ DEEPSPEED_KEYS: Keys = _block(
                          "tp_gather_partition_size enable_cuda_graph"),
     tensor_parallel=_TENSOR_PARALLEL, compile=_COMPILE, autotuning=_AUTOTUNING)
 
-OUR_KEYS: Keys = _block("engine tp pp sp")
+OUR_KEYS: Keys = _block("engine tp pp sp partition tiled")
 """The block "ezpz_llm", for what DeepSpeed has no key for."""
 
 REMOVED: Mapping[str, str] = {

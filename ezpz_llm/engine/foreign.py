@@ -18,6 +18,10 @@ from ezpz_llm.errors import UserError
 BATCH_KEYS = {"global_batch": "train_batch_size", "micro_batch": "train_micro_batch_size_per_gpu",
               "accumulation": "gradient_accumulation_steps"}
 _OPTIMIZERS = ("adamw", "adam")
+_DEGREES = {"tp": ("tensor_parallel.autotp_size", "our own tensor-parallel layers and not AutoTP's"),
+            "pp": ("pipeline.stages", "stages of our own blocks"),
+            "sp": ("sequence_parallel_size", "sequence parallel over the mesh and not by DeepSpeed's own groups")}
+"""DeepSpeed's names of our degrees, and what a run does in place of what DeepSpeed would."""
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
            "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16"}
 
@@ -48,16 +52,28 @@ _RULES = (
     _Rule("zero_optimization.zero_quantized_gradients", _OFF, "it needs an op that is compiled during the run"),
     _Rule("zero_optimization.zenflow", _OFF, "it does not compute the same steps as the other layouts"),
     _Rule("zero_optimization.legacy_stage1", _OFF, "DeepSpeed has removed it"),
-    _Rule("zero_optimization.cpu_offload_param", _OFF, "parameters stay on the device"),
-    _Rule("zero_optimization.offload_param.device", ("none", None), "parameters stay on the device"),
-    _Rule("zero_optimization.offload_optimizer.device", ("none", "cpu", None),
-          "optimizer state is offloaded to host memory"),
+    _Rule("zero_optimization.cpu_offload_param", _OFF,
+          "write \"offload_param\": {\"device\": \"cpu\"} in its place"),
+    _Rule("zero_optimization.offload_optimizer.device", ("none", "cpu", "nvme", None),
+          "optimizer state is offloaded to host memory or files"),
     _Rule("zero_optimization.offload_optimizer.super_offload", _OFF, "optimizer state is offloaded whole"),
     _Rule("zero_optimization.offload_optimizer.ratio", (1, None), "optimizer state is offloaded whole"),
-    _Rule("tensor_parallel.autotp_size", (0, 1, None), "DeepSpeed would split the model's layers on its own"),
-    _Rule("sequence_parallel_size", (1, None), "the sequence-parallel degree supported here is 1"),
+    _Rule("zero_optimization.offload_optimizer.fast_init", _OFF, "DeepSpeed's buffers are too small for it"),
+    _Rule("aio.use_gds", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("tensor_parallel.tp", (None,), "the degree is tensor_parallel.autotp_size, or tp in \"ezpz_llm\""),
+    _Rule("data_parallel_size", (None,), "it follows from the number of ranks and the other degrees"),
+    _Rule("pipeline.partition", ("parameters", "best", None),
+          "stages are divided evenly by parameters, or by \"partition\": \"time\" in \"ezpz_llm\""),
+    _Rule("pipeline.seed_layers", _OFF, "first values are those of a single process in every layout"),
+    _Rule("pipeline.pipe_partitioned", _OFF, "tensor-parallel ranks hand on whole activations"),
+    _Rule("pipeline.grad_partitioned", _OFF, "tensor-parallel ranks hand on whole gradients"),
     _Rule("compile.deepcompile", _OFF, "--compile compiles the model's blocks"),
     _Rule("data_efficiency.enabled", _OFF, "the order of samples is a function of the seed"),
+    _Rule("pipeline.activation_checkpoint_interval", (0, 1, None),
+          "activations are kept or recomputed block by block; --recompute K is for every K-th block"),
+    *(_Rule(f"activation_checkpointing.{key}", _OFF, "recomputed blocks keep their input, whole and on the device")
+      for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                  "synchronize_checkpoint_boundary", "profile")),
     _Rule("hybrid_engine.enabled", _OFF, "it is for generation during training"),
     _Rule("autotuning.enabled", _OFF, "it starts runs of its own"),
     _Rule("expert_parallel.enabled", _OFF, "the models have no experts"),
@@ -74,6 +90,7 @@ class Wishes:
     clip: float | None = None
     precision: str | None = None
     adam: dict[str, float] = field(default_factory=dict)
+    recompute: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -98,9 +115,36 @@ def read_wishes(config: DsConfig) -> Wishes:
     wishes.precision = _precision(rest, wishes, config)
     _optimizer(rest.pop("optimizer", None) or {}, wishes, config)
     _scheduler(rest.pop("scheduler", None) or {}, wishes, config)
-    for key in ("communication_data_type", "data_types", "tensor_parallel", "sequence_parallel_size"):
-        rest.pop(key, None)  # what passed the rules says what is done anyhow
+    wishes.recompute = rest.get("pipeline", {}).pop("activation_checkpoint_interval", None)
+    for name, value in translated_degrees(config).items():
+        key, what = _DEGREES[name]
+        wishes.notes.append(f"{key} {value} of {config.path.name} is our {name} {value}: {what}")
+    for key in ("activation_checkpointing", "communication_data_type", "data_types", "pipeline", "tensor_parallel",
+                "sequence_parallel_size"):
+        rest.pop(key, None)  # what passed the rules says what is done anyhow, or is our own layers' to do
     return wishes
+
+
+def translated_degrees(config: DsConfig) -> dict[str, int]:
+    """Degrees above 1 that a ds_config gives by DeepSpeed's own keys, by our names.
+
+    Raises:
+        UserError: a value that is none, or another one than the block "ezpz_llm" gives.
+    """
+    degrees = {}
+    for name, (key, _) in _DEGREES.items():
+        value = _look_up(config.values, key)
+        if value in (_ABSENT, None, "auto") or (value == 0 and name == "tp"):
+            continue
+        value = _number(value, key, config, whole=True)
+        ours = config.ours.get(name, value)
+        if value < 1 or ours != value:
+            other = "" if ours == value else f', and {name} in "ezpz_llm" is {ours}'
+            raise UserError(f"{key} is {value}{other}", where=str(config.path),
+                            instead=f'"{name}": N in "ezpz_llm", and not {key}')
+        if value > 1 and name not in config.ours:
+            degrees[name] = value
+    return degrees
 
 
 def _refuse(config: DsConfig) -> None:

@@ -9,14 +9,29 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.resources import cache_dir
 
-OPS = {"cpu_adam": "CPUAdamBuilder"}
-"""The ops that the shipped layouts need, with the name of DeepSpeed's builder."""
+if TYPE_CHECKING:
+    from ezpz_llm.engine.layout import Layout
+
+OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
+"""The ops that the shipped layouts need, with the name of DeepSpeed's builder; each after those it is built on."""
+
+BUILT_ON = {"async_io": ("pin_memory",)}
+"""The ops that must be loaded before another one: async_io takes its page-locked memory from pin_memory."""
+
+
+def needed_ops(layout: Layout) -> tuple[str, ...]:
+    """The ops that a layout cannot run without."""
+    needed = ("cpu_adam",) if layout.offload_optimizer else ()
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
+        needed += (*BUILT_ON["async_io"], "async_io")
+    return needed
 
 
 def ops_dir() -> Path:
@@ -51,17 +66,20 @@ def build_lock(name: str) -> Path:
     return building_dir() / name / "lock"
 
 
-def refuse_unbuilt(name: str, needed_by: str | None = None) -> None:
-    """Raise if the op is not there.
+def refuse_unbuilt(names: Sequence[str], needed_by: str | None = None) -> None:
+    """Raise if one of the ops is not there.
 
     Raises:
-        UserError: says how to build it, and names the lock of a build that goes on or was killed.
+        UserError: says how to build what is missing, and names the locks of builds that go on or were killed.
     """
-    if is_built(name):
+    missing = [name for name in names if not is_built(name)]
+    if not missing:
         return
-    unfinished = f"; a build was begun and has not ended ({build_lock(name)})" if build_lock(name).exists() else ""
-    raise UserError(f"DeepSpeed's compiled op {name} is not built for this Python, torch and processor{unfinished}",
-                    where=needed_by, instead=f"ezpz-llm doctor --build-ops {name}")
+    locks = [str(build_lock(name)) for name in missing if build_lock(name).exists()]
+    unfinished = f"; a build was begun and has not ended ({', '.join(locks)})" if locks else ""
+    what = f"op {missing[0]} is" if len(missing) == 1 else f"ops {', '.join(missing)} are"
+    raise UserError(f"DeepSpeed's compiled {what} not built for this Python, torch and processor{unfinished}",
+                    where=needed_by, instead=f"ezpz-llm doctor --build-ops {' '.join(missing)}")
 
 
 def _version(name: str) -> str:

@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-_FUSED = ("cuda", "xpu", "cpu", "mps")
-"""Devices with a fused AdamW in every torch from 2.6 on."""
 
-
-def make_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], device: torch.device) -> torch.optim.AdamW:
-    """Torch's AdamW over parameters on `device`, in one fused kernel where the device has it."""
-    return torch.optim.AdamW(groups, fused=device.type in _FUSED, **adam)
+def make_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], fused: bool = True) -> torch.optim.AdamW:
+    """Torch's AdamW, in one fused kernel unless that is not wanted."""
+    return torch.optim.AdamW(groups, fused=fused, **adam)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

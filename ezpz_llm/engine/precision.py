@@ -9,11 +9,13 @@ fp16: as bf16 with float16, and a dynamic loss scale.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,11 +23,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def native_precision(device: torch.device) -> str:
     """What "auto" means: bf16 on devices that multiply matrices in it, else fp32."""
-    if device.type == "cpu":
-        return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if device.type == "xpu" else "fp32"
+    known = DEVICES[device.type].bf16
+    return "bf16" if known == "yes" or (known == "ask" and _BF16_UNITS[device.type]()) else "fp32"
+
+
+_BF16_UNITS: dict[str, Callable[[], bool]] = {
+    "cpu": lambda: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    "cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
+}
+"""How devices are asked whose kind does not say it."""
 
 
 def autocast_forward(module: nn.Module, device: torch.device, precision: str) -> None:

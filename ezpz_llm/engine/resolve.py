@@ -9,17 +9,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.engine import offload
 from ezpz_llm.engine.batch import Batch, solve_batch
-from ezpz_llm.engine.ds_config import OUR_BLOCK, DsConfig, load
+from ezpz_llm.engine.ds_config import DsConfig, load
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
-from ezpz_llm.engine.layout import DEGREE_NAMES, DEGREES, Layout
-from ezpz_llm.engine.ops import refuse_unbuilt
+from ezpz_llm.engine.layout import DEGREE_NAMES, Layout, read_layout
+from ezpz_llm.engine.legal import Case
+from ezpz_llm.engine.nearest import settle
+from ezpz_llm.engine.ops import needed_ops, refuse_unbuilt
 from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.resources import data_dir
 from ezpz_llm.rundir import RunDir, write_json
 
 COMMAND_LINE = "command line"
 PRECISIONS = ("fp32", "bf16", "fp16")
-ENGINES = ("torch", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Resolved:
     `precision` is "auto" as long as the device that decides it is not known. `clip` is the largest gradient norm, 0
     for none. `deepspeed` is what DeepSpeed gets, None where it is not used. `adam` holds what the user's ds_config
     says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, warmup_steps) and the command line does
-    not.
+    not; `recompute` likewise which blocks' activations it wants recomputed. `nvme_path` is the folder that was
+    named for offloaded files; None leaves them in the run directory.
     """
 
     layout: Layout
@@ -40,6 +46,8 @@ class Resolved:
     adam: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    recompute: int | None = None
+    nvme_path: str | None = None
 
     def write(self, run_dir: RunDir) -> None:
         """Write layout.json, and deepspeed.json where DeepSpeed is used."""
@@ -52,17 +60,22 @@ class Resolved:
     def explain(self) -> str:
         """What was decided and by whom, a line each."""
         batch = self.batch
-        values = {"layout": self.layout.name, "precision": self.precision, "global_batch": batch.global_batch,
-                  "micro_batch": batch.micro_batch, "accumulation": batch.accumulation, "clip": self.clip or "none",
-                  **self.adam}
-        lines = [f"{name:<14}{value!s:<16}{self.sources.get(name, '')}".rstrip() for name, value in values.items()]
+        world_size = batch.dp_size * self.layout.tp * self.layout.pp * self.layout.sp
+        values = {"layout": self.layout.describe(world_size), "precision": self.precision,
+                  "global_batch": batch.global_batch, "micro_batch": batch.micro_batch,
+                  "accumulation": batch.accumulation, "clip": self.clip or "none",
+                  **({"nvme_path": self.nvme_path} if self.nvme_path else {}), **self.adam}
+        width = max(len(str(value)) for value in values.values())
+        lines = [f"{name:<14}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
+                 for name, value in values.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None, micro_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
-            device: str | None = None, sources: Mapping[str, str] | None = None,
-            default_micro_batch: int = 4) -> Resolved:
+            device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
+            model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
+            nvme_path: str | None = None, default_micro_batch: int = 4) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
     Args:
@@ -70,6 +83,9 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         global_batch, micro_batch, accumulation: in sequences; None where the run does not say.
         precision: "fp32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
+        tp, pp, sp: degrees in place of the ds_config's.
+        model: the shape that is to be divided; None where it is no GPT.
+        nvme_path: the folder for state that a layout offloads to files, on each node.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
 
@@ -79,9 +95,19 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     sources = sources or {}
     config = load(ds_config)
     wishes = read_wishes(config)
-    layout = _layout(config)
+    degrees = {"tp": tp, "pp": pp, "sp": sp}
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
-    batch, used = _batch(numbers, wishes, config, sources, layout.dp_size(world_size), default_micro_batch)
+
+    def batch_of(dp_size: int) -> _Solved:
+        return _batch(numbers, wishes, config, sources, dp_size, default_micro_batch)
+
+    layout, notes = settle(Case(read_layout(config, **degrees), world_size, model,
+                                batch=lambda dp_size: batch_of(dp_size).batch,
+                                shipped=config.path.parent == data_dir("ds_configs")),
+                           _origins(degrees, config, sources))
+    solved = batch_of(layout.dp_size(world_size))
+    batch, used = solved.batch, solved.used
+    notes = (*wishes.notes, *notes, *solved.notes)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
     chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
@@ -89,41 +115,28 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     check_precision(chosen_precision, used["precision"], device)
     adam = {name: value for name, value in wishes.adam.items() if sources.get(name) != COMMAND_LINE}
     used.update(dict.fromkeys(adam, str(config.path)))
+    recompute = wishes.recompute if sources.get("recompute") != COMMAND_LINE else None
+    if recompute is not None:
+        used["recompute"] = str(config.path)
     deepspeed = None
     if layout.engine == "deepspeed":
-        if layout.offload_optimizer == "cpu":
-            refuse_unbuilt("cpu_adam", needed_by=f"layout {layout.name}")
+        refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
+        deepspeed["zero_optimization"] = offload.complete(deepspeed["zero_optimization"], layout, model, world_size,
+                                                          str(config.path))
     elif wishes.rest:
-        wishes.notes.append(f"engine torch does not read {', '.join(wishes.rest)} of {config.path.name}")
+        notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
+    nvme_path, used["nvme_path"] = _choose("nvme_path", nvme_path, offload.wished_path(config), config, sources)
+    notes += offload.place(layout, nvme_path, used["nvme_path"])
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
-                    tuple(wishes.notes))
+                    notes, recompute, nvme_path)
 
 
-def _layout(config: DsConfig) -> Layout:
-    place = f"{OUR_BLOCK} in {config.path}"
-    engine = config.ours.get("engine", "deepspeed")
-    if engine not in ENGINES:
-        raise unknown("engine", str(engine), ENGINES, where=place)
-    for degree in DEGREES:
-        value = config.ours.get(degree, 1)
-        if value != 1 or isinstance(value, bool):
-            raise UserError(f"the {DEGREE_NAMES[degree]} degree {degree} is {value}; supported: 1", where=place,
-                            instead=f'"{degree}": 1')
-    zero = config.values.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
-    if engine == "torch":
-        if stage:
-            raise UserError(f"engine torch has no ZeRO stage {stage}", where=str(config.path),
-                            instead='"engine": "deepspeed", or no zero_optimization')
-        return Layout(config.name, "torch")
-    offloaded = zero.get("offload_optimizer", {}).get("device") == "cpu" or bool(zero.get("cpu_offload"))
-    if offloaded and stage == 0:
-        raise UserError("ZeRO stage 0 keeps the optimizer's state on the device", where=str(config.path),
-                        instead='offload_optimizer with "stage": 1, 2 or 3')
-    return Layout(config.name, "deepspeed", stage, offload_optimizer="cpu" if offloaded else None)
+def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:
+    """Where the values that make a layout came from."""
+    return {**dict.fromkeys(("engine", "stage", "tiled", "offload_optimizer", "offload_param"), str(config.path)),
+            **{name: str(config.path) if degrees[name] is None else sources.get(name, COMMAND_LINE)
+               for name in DEGREE_NAMES}}
 
 
 def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping[str, str]) -> tuple[Any, str]:
@@ -134,8 +147,17 @@ def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping
     return given, source
 
 
+@dataclass(frozen=True)
+class _Solved:
+    """A batch, where each of its numbers came from, and which of them gave way."""
+
+    batch: Batch
+    used: dict[str, str]
+    notes: tuple[str, ...]
+
+
 def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, sources: Mapping[str, str],
-           dp_size: int, default_micro_batch: int) -> tuple[Batch, dict[str, str]]:
+           dp_size: int, default_micro_batch: int) -> _Solved:
     """The batch by precedence: a number of lower precedence that contradicts two of higher gives way."""
     typed = {name: value for name, value in numbers.items()
              if value is not None and sources.get(name, COMMAND_LINE) == COMMAND_LINE}
@@ -145,6 +167,7 @@ def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, 
         levels.append((source, {name: value for name, value in others.items() if sources[name] == source}))
     known: dict[str, int] = {}
     used: dict[str, str] = {}
+    notes = []
     for source, level in levels:
         # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
         for name in BATCH_KEYS:
@@ -153,14 +176,14 @@ def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, 
             if len(known) == 2 and set(used.values()) != {source}:
                 if getattr(_solve(known, used, dp_size, default_micro_batch), name) != level[name]:
                     stronger = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
-                    wishes.notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
+                    notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
                 continue
             known[name], used[name] = level[name], source
     batch = _solve(known, used, dp_size, default_micro_batch)
     given = " and ".join(used) or "the default"
     for name in BATCH_KEYS:
         used.setdefault(name, f"follows from {given}")
-    return batch, used
+    return _Solved(batch, used, tuple(notes))
 
 
 def _solve(known: Mapping[str, int], used: Mapping[str, str], dp_size: int, default_micro_batch: int) -> Batch:
@@ -182,19 +205,20 @@ def check_precision(precision: str | None, source: str, device: str | None) -> N
     """
     if precision is not None and precision not in PRECISIONS:
         raise unknown("precision", precision, ("auto", *PRECISIONS), where=source)
-    if precision == "fp16" and device == "cpu":
-        raise UserError("fp16 on a CPU: its matrix products are about a hundred times slower than fp32 there",
-                        where=f"precision ({source})", instead="--precision bf16 or fp32")
+    if precision == "fp16" and device in DEVICES and not DEVICES[device].fp16:
+        raise UserError(f"fp16 on a {device.upper()}: its matrix products are about a hundred times slower than "
+                        "fp32 there", where=f"precision ({source})", instead="--precision bf16 or fp32")
 
 
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,
                    device: str | None) -> dict[str, Any]:
     """Exactly what DeepSpeed gets: the user's blocks and the run's numbers."""
-    zero = {"stage": layout.zero_stage, **rest.get("zero_optimization", {})}
-    if device == "cpu":
-        zero["overlap_comm"] = False  # on CPUs there is no stream to overlap on
+    zero = {**rest.get("zero_optimization", {}), "stage": layout.zero_stage}
+    if device in DEVICES and not DEVICES[device].overlaps:
+        zero["overlap_comm"] = False
     return {
-        "train_batch_size": batch.global_batch,
+        # To DeepSpeed the ranks of a sequence are data-parallel ones with samples of their own.
+        "train_batch_size": batch.global_batch * layout.sp,
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
         # Stage 0 is clipped by the engine itself, which needs the norm that DeepSpeed does not give there.

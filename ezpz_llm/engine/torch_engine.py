@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.base import MicroStepEngine
+from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
 
 
-class TorchEngine(Engine):
+class TorchEngine(MicroStepEngine):
     """Whole parameters, gradients and moments on every rank; gradients averaged once a step."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
@@ -29,11 +30,16 @@ class TorchEngine(Engine):
         self.layout, self.batch = resolved.layout, resolved.batch
         self._clip = resolved.clip
         self._mesh = dist.mesh
-        self._optimizer = make_adamw(groups, adam, dist.device)
+        self._optimizer = make_adamw(groups, adam)
         self._scale = LossScale() if resolved.precision == "fp16" else None
-        self._wrapped = model if self.batch.dp_size == 1 else DistributedDataParallel(
-            model, device_ids=None if dist.device.index is None else [dist.device.index],
-            process_group=dist.mesh.group("dp"), gradient_as_bucket_view=True)
+        self._wrapped = self._wrap(model)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self._mesh.size("dp", "sp") == 1:
+            return model
+        return DistributedDataParallel(
+            model, device_ids=None if self.device.index is None else [self.device.index],
+            process_group=self._mesh.group("dp", "sp"), gradient_as_bucket_view=True)
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         # The forward pass decides whether the backward pass reduces: the flag comes first.
@@ -48,7 +54,7 @@ class TorchEngine(Engine):
     def step(self, lr: float) -> Tensor:
         set_lr(self._optimizer, lr)
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = norm_and_clip(self.module.parameters(), self._clip, scale)
+        norm = self._norm_and_clip(scale)
         finite = True
         if self._scale is not None:
             finite = bool(torch.isfinite(norm))
@@ -61,5 +67,8 @@ class TorchEngine(Engine):
         self._optimizer.zero_grad()
         return norm
 
-    def training_state(self) -> TorchState:
-        return TorchState(self.module, self._optimizer, self._mesh.dp_rank, self._mesh.dp_size, self._scale)
+    def _norm_and_clip(self, scale: float) -> Tensor:
+        return norm_and_clip(self.module, self._mesh, self._clip, scale)
+
+    def training_state(self) -> EngineState:
+        return TorchState(self.module, self._optimizer, *self._mesh.place("dp", "sp"), self._scale)

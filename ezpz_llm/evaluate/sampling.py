@@ -11,7 +11,7 @@ from ezpz_llm.model.compile import eager
 
 
 @torch.no_grad()
-def sample(forward_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_tokens: int,
+def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_tokens: int,
            generator: torch.Generator, block_size: int, vocab_size: int, top_k: int | None = 50,
            temperature: float = 1.0) -> Tensor:
     """Extend prompts (B, T), at least one token each, to (B, T + new_tokens).
@@ -22,7 +22,7 @@ def sample(forward_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, ne
     each token costs a forward pass over its context.
 
     Args:
-        forward_logits: tokens (B, T) to logits (B, T, V), in evaluation mode (dropout off).
+        next_logits: tokens (B, T) to logits (B, V) of the token that follows, in evaluation mode (dropout off).
         block_size: the longest context that the model takes; earlier tokens fall out of sight.
         vocab_size: the tokenizer's; ids from here to V are padding and are never drawn.
         top_k: draw among the k likeliest tokens; None for all.
@@ -31,7 +31,7 @@ def sample(forward_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, ne
     ids = prompt_ids
     with eager():
         for _ in range(new_tokens):
-            logits = forward_logits(ids[:, -block_size:])[:, -1, :vocab_size].float().cpu() / temperature
+            logits = next_logits(ids[:, -block_size:])[:, :vocab_size].float().cpu() / temperature
             if top_k is None:
                 candidates = torch.arange(vocab_size).expand(len(logits), -1)
             else:

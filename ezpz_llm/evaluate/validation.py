@@ -9,36 +9,41 @@ import torch
 from torch import Tensor
 
 from ezpz_llm.data.samples import IGNORED
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.errors import UserError
 
 
 def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
-                    batches: Iterable[tuple[np.ndarray, np.ndarray]], *, device: torch.device, dp_size: int = 1,
-                    group: torch.distributed.ProcessGroup | None = None) -> tuple[float, int]:
+                    batches: Iterable[tuple[np.ndarray, np.ndarray]], *, device: torch.device,
+                    mesh: Mesh) -> tuple[float, int]:
     """Mean negative log-likelihood (nats per token) over all ranks' batches, and the number of tokens that counted.
 
-    Collective over the data-parallel `group` (None: the whole world), with one reduction at the end; every rank
-    gets the same answer. The batches are this rank's share, equally many on every rank (as `ValidationWindows`
-    deals them, padding with masked sequences), since a forward pass may be collective too.
+    Collective, with one reduction at the end; every rank gets the same answer. The batches are those of this rank's
+    data-parallel place, equally many everywhere (as `ValidationWindows` deals them, padding with masked sequences),
+    since a forward pass may be collective too.
 
     Args:
-        forward_sum: tokens and targets, both (B, T) int64 on `device`, to the summed loss, 0-d; in evaluation mode.
+        forward_sum: tokens and targets, both (B, T) int64 on `device`, to the summed loss, 0-d, in evaluation mode;
+            or this rank's part of it, where a pipeline or a sequence is divided.
         batches: tokens and targets on the host; targets of -100 do not count.
 
     Raises:
         UserError: when no token counts.
     """
-    # float64 makes the order of summation, and with it the number of ranks, invisible; Apple's GPUs have none.
-    total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    # float64 makes the order of summation, and with it the number of ranks, invisible; some devices have none.
+    dtype = torch.float64 if DEVICES[device.type].float64 else torch.float32
+    total = torch.zeros((), dtype=dtype, device=device)
     count = 0
     with torch.no_grad():
         for tokens, targets in batches:
             count += int((targets != IGNORED).sum())
             total += forward_sum(torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))
-    if dp_size > 1:
+    if mesh.size("pp", "dp", "sp") > 1:
         both = torch.stack((total, total.new_tensor(count)))
-        torch.distributed.all_reduce(both, group=group)
-        total, count = both[0], int(both[1])
+        torch.distributed.all_reduce(both, group=mesh.group("pp", "dp", "sp"))
+        # Who shares a pipeline or a sequence counted the same tokens.
+        total, count = both[0], int(both[1]) // mesh.size("pp", "sp")
     if count == 0:
         raise UserError("there are no tokens to validate on", instead="a corpus with a longer validation split")
     return total.item() / count, count

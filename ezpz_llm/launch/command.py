@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.options import Options, help_text, parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.show import details, json_text, summary
 from ezpz_llm.launch.target import run_dir_of
+
+if TYPE_CHECKING:
+    from ezpz_llm.launch.precheck import Checked
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     plan = build_plan(options, os.environ)
     if options.dry_run:
         print(json_text(plan) if options.as_json else details(plan))
-        return 0
+        return _explain(plan) if options.explain and not options.as_json and not plan.is_started else 0
     if plan.is_started:
         return _become(plan)
     return _start(plan, options, argv)
@@ -49,15 +54,15 @@ def _become(plan: LaunchPlan) -> int:
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported where ranks really start: --dry-run and --help do without.
     from ezpz_llm.launch.failures import exit_record, not_started
-    from ezpz_llm.launch.precheck import check_first
     from ezpz_llm.launch.supervise import run
-    from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record
+    from ezpz_llm.rundir import update_record
 
-    env = {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}
-    if code := check_first(plan.target, plan.command, len(plan.ranks), env):
-        return code
+    checked = _check(plan)
+    if checked.code:
+        return checked.code
     plan = _claim_run_dir(plan, options)
-    print(details(plan) if options.explain else summary(plan), file=sys.stderr, flush=True)
+    shown = f"{details(plan)}\n\n{checked.explanation}".rstrip() if options.explain else summary(plan)
+    print(shown, file=sys.stderr, flush=True)
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     if options.preflight:
         from ezpz_llm.launch.preflight import fit_for
@@ -70,8 +75,26 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     except UserError as error:
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
+    shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
     _record_end(plan, exit_record(outcome))
     return outcome.code
+
+
+def _explain(plan: LaunchPlan) -> int:
+    """What the command itself makes of the plan: its check, without a start."""
+    checked = _check(plan)
+    if checked.code == 0 and checked.explanation:
+        print(f"\n{checked.explanation}")
+    return checked.code
+
+
+def _check(plan: LaunchPlan) -> Checked:
+    from ezpz_llm.launch.precheck import check_first
+    from ezpz_llm.rundir import RUN_DIR_VARIABLE
+
+    places = list(Counter(place.host for place in plan.ranks).items())
+    return check_first(plan.target, plan.command, len(plan.ranks),
+                       {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}, places)
 
 
 def _record_end(plan: LaunchPlan, how: dict[str, object]) -> None:

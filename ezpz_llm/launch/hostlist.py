@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from itertools import product
+from collections.abc import Sequence
+from itertools import groupby, product
 
 from ezpz_llm.errors import UserError
 
@@ -12,6 +13,7 @@ ACCEPTED = "a list such as nid[001-004,007],gpu01"
 _MOST_HOSTS = 1_000_000
 """A range with more is a slip of the finger, and would fill the memory."""
 
+_NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _SEPARATORS = re.compile(r"[\s,]+")
 _WORD = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
@@ -65,6 +67,30 @@ def _expand_bracket(inside: str, text: str) -> list[str]:
 def _not_a_list(text: str) -> UserError:
     shown = text if len(text) <= 200 else f"{text[:200]}…"
     return UserError(f"not a Slurm host list: {shown!r}", instead=ACCEPTED)
+
+
+def fold_hosts(hosts: Sequence[str]) -> str:
+    """The short form of `hosts` in their order, which `expand_hosts` reads back: n[1-3],n7."""
+    found: list[tuple[str, str, str, int]] = []  # what is before the number, it, what follows, how many
+    for host in hosts:
+        match = _NUMBERED.fullmatch(host)
+        before, number, after = match.groups() if match else (host, "", "")
+        if found and number:
+            first, count = found[-1][1], found[-1][3]
+            following = f"{int(first or 0) + count:0{len(first)}d}"
+            if (found[-1][0], following, found[-1][2]) == (before, number, after) and first:
+                found[-1] = (before, first, after, count + 1)
+                continue
+        found.append((before, number, after, 1))
+    return ",".join(f"{before}{number}{after}" if count == 1 else
+                    f"{before}[{number}-{int(number) + count - 1:0{len(number)}d}]{after}"
+                    for before, number, after, count in found)
+
+
+def fold_counts(counts: Sequence[int]) -> str:
+    """The short form that `expand_counts` reads back: [2, 2, 1] as `2(x2),1`."""
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
 
 
 def expand_counts(text: str) -> list[int]:

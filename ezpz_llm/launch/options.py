@@ -66,7 +66,7 @@ _OPTIONS = (
     Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
     Option(("--dry-run",), "dry_run", "print what would run; start nothing, write nothing"),
     Option(("--json",), "as_json", "with --dry-run: print it as JSON"),
-    Option(("--explain",), "explain", "print what --dry-run prints, and then run"),
+    Option(("--explain",), "explain", "print what --dry-run prints and what the command's check says, then run"),
     Option(("-h", "--help"), "help", "print this and end"),
 )
 

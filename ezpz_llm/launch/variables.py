@@ -11,6 +11,9 @@ WORLD_SIZE_VARIABLE = "EZPZ_LLM_WORLD_SIZE"
 ENDS_AT_VARIABLE = "EZPZ_LLM_ENDS_AT"
 """When the reservation ends, in epoch seconds; unset where it is not known."""
 
+PLACES_VARIABLE = "EZPZ_LLM_PLACES"
+"""Told to a command's check alone: hosts and ranks a host in Slurm's short forms, "n[1-2] 4(x2)"."""
+
 SITE_VARIABLE = "EZPZ_LLM_SITE"
 """The site in use: a name, or the path of its file."""
 

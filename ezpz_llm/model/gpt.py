@@ -6,7 +6,7 @@ V padded vocabulary.
 The model is plain: it knows no ranks, no precision and no engine. Those are applied from outside, by replacing
 modules named in a table or by autocast. Hence three habits: a module uses only its own parameters (whoever gathers
 parameters can hook its forward), sizes of sharded dimensions are read from the tensors and not from the
-configuration, and the loss is a module.
+configuration, and the loss and the product of queries and keys are modules.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""
 
 
-def rotation_tables(length: int, head_dim: int, theta: float, device: torch.device) -> Rotation:
-    """The angles t * theta^(-2i/D) of rotary positions (Su et al. 2021, arXiv:2104.09864).
+def rotation_tables(length: int, head_dim: int, theta: float, device: torch.device, first: int = 0) -> Rotation:
+    """The angles t * theta^(-2i/D) of rotary positions t from `first` on (Su et al. 2021, arXiv:2104.09864).
 
     Computed on each forward pass, in fp32: as buffers they would be rounded by a model-wide change of dtype and
     lost on the way from a meta device.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.arange(first, first + length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -50,6 +50,20 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
+class CausalProduct(nn.Module):
+    """Scaled dot products of whole sequences, the part of attention that has no parameters."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D)."""
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=q.shape[1] != k.shape[1])
+
+
 class Attention(nn.Module):
     """Causal self-attention; `c_attn` holds queries, keys and values as parts (C, C_kv, C_kv) of its rows."""
 
@@ -57,7 +71,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.queries_per_kv = config.n_head // config.n_kv_head
-        self.dropout = config.dropout
+        self.product = CausalProduct(config.dropout)
         self.c_attn = nn.Linear(config.n_embd, config.n_embd + 2 * config.kv_width, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
@@ -68,10 +82,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        y = functional.scaled_dot_product_attention(  # (B, H, T, D)
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.queries_per_kv > 1)
-        return self.drop(self.c_proj(y.transpose(1, 2).flatten(2)))
+        return self.drop(self.c_proj(self.product(q, k, v).transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
@@ -134,29 +145,57 @@ class GPT(nn.Module):
         self._tie()
         return self
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
+                first: int = 0, last_only: bool = False) -> Tensor:
         """Tokens (B, T) to logits (B, T, V), or with targets (B, T) to the loss, 0-d in fp32.
 
         Targets of -100 are ignored.
 
+        Args:
+            first: the position of the first token, where the sequence is part of a longer one.
+            last_only: logits of the last token only, (B, 1, V).
+
         Raises:
-            UserError: when T exceeds the model's block size.
+            UserError: when the sequence exceeds the model's block size.
         """
-        x, rotation = self.embed(tokens)
+        x, rotation = self.embed(tokens, first)
         for block in self.transformer["h"]:
             x = block(x, rotation)
-        logits = self.lm_head(self.transformer["ln_f"](x))
+        logits = self.lm_head(self.transformer["ln_f"](x[:, -1:] if last_only else x))
         return logits if targets is None else self.loss(logits, targets, reduction)
 
-    def embed(self, tokens: Tensor) -> tuple[Tensor, Rotation | None]:
+    def embed(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Rotation | None]:
         """What the first block receives: activations (B, T, C), and the rotation where positions are rotary."""
-        config, length = self.config, tokens.shape[1]
-        if length > config.block_size:
-            raise UserError(f"a sequence of {length} tokens exceeds the model's context of {config.block_size}",
-                            instead=f"at most {config.block_size} tokens, or a model with a larger block_size")
-        x, rotation = self.transformer["wte"](tokens), None
-        if config.position == "learned":
-            x = x + self.transformer["wpe"](torch.arange(length, device=tokens.device))
-        else:
-            rotation = rotation_tables(length, config.head_dim, config.rope_theta, tokens.device)
-        return self.transformer["drop"](x), rotation
+        return (embed(self.config, self.transformer, tokens, first),
+                rotation_of(self.config, tokens.shape[1], tokens.device, first))
+
+
+def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int = 0) -> Tensor:
+    """Tokens (B, T) to activations (B, T, C), by the embeddings and the dropout among a model's parts.
+
+    Raises:
+        UserError: when the sequence exceeds the model's block size.
+    """
+    check_length(config, first + tokens.shape[1])
+    x = parts["wte"](tokens)
+    if config.position == "learned":
+        x = x + parts["wpe"](torch.arange(first, first + tokens.shape[1], device=tokens.device))
+    return parts["drop"](x)
+
+
+def check_length(config: ModelConfig, length: int) -> None:
+    """Refuse a sequence that has no positions in the model.
+
+    Raises:
+        UserError: it has more than block_size tokens.
+    """
+    if length > config.block_size:
+        raise UserError(f"a sequence of {length} tokens exceeds the model's context of {config.block_size}",
+                        instead=f"at most {config.block_size} tokens, or a model with a larger block_size")
+
+
+def rotation_of(config: ModelConfig, length: int, device: torch.device, first: int = 0) -> Rotation | None:
+    """The rotation of `length` positions from `first` on, None where positions are learned."""
+    if config.position == "learned":
+        return None
+    return rotation_tables(length, config.head_dim, config.rope_theta, device, first)

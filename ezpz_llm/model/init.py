@@ -12,22 +12,31 @@ import math
 
 import numpy as np
 import torch
+from torch import nn
 
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.placement import placement_of
 
 
-def init_weights(model: GPT, seed: int) -> None:
-    """Give every parameter of the whole `model` its first value, by the scheme of its configuration."""
-    parameters = dict(model.named_parameters())
+def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Give every parameter of `model` its first value, by the scheme of its configuration.
+
+    Args:
+        model: a GPT, or the part of one that a rank holds; see `ezpz_llm.model.placement`.
+    """
+    with torch.device("meta"):
+        numbers = {name: number for number, name in enumerate(sorted(dict(GPT(config).named_parameters())))}
     with torch.no_grad():
-        for index, name in enumerate(sorted(parameters)):
-            value = initial_value(model.config, name, parameters[name].shape, seed_for(seed, "init", index))
-            parameters[name].copy_(value)
+        for name, parameter in model.named_parameters():
+            at = placement_of(name, parameter)
+            value = initial_value(config, at.name, at.shape, seed_for(seed, "init", numbers[at.name]))
+            boxes = [value[tuple(slice(*side) for side in box)].flatten() for box in at.boxes]
+            parameter.copy_(torch.cat(boxes).view_as(parameter))
 
 
-def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def initial_value(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """The first value of the parameter `name`, fp32 on the host: biases 0, norms 1, matrices normal."""
     if len(shape) < 2:
         is_norm = ".ln_" in name and name.endswith(".weight")

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "bubble": ("Bubble", "BubbleMeter"),
     "environment": ("run_environment",),
     "metrics": ("MetricsLog", "Straggler"),
     "peaks": ("Peak", "peak_flops"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.observe.bubble import Bubble, BubbleMeter
 from ezpz_llm.observe.history import finite, steady, trim_history
 from ezpz_llm.observe.progress import Progress
 from ezpz_llm.observe.throughput import StepWork
@@ -63,6 +64,7 @@ class MetricsLog:
         self._values: list[torch.Tensor] = []
         self._validations: dict[int, tuple[float, int]] = {}
         self._before_collectives = array("d")
+        self._bubble = BubbleMeter(dist)
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
         self._impossible_mfu = False
         if dist.is_main:
@@ -107,6 +109,8 @@ class MetricsLog:
         lines = [self._line(step, lr, loss, norm, time) for (step, lr), (loss, norm), time
                  in zip(self._pending, values, times, strict=True)]
         self._before_collectives.extend(time.phases["data"] + time.phases["forward"] for time in times)
+        for time in times:
+            self._bubble.add(time)
         first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
         if self.non_finite_step is None:
             self.non_finite_step = first_bad
@@ -124,7 +128,7 @@ class MetricsLog:
         """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective.
 
         Ranks of a synchronous step all take equally long, since the fast ones wait for the slow one inside backward
-        or optimizer: what tells them apart is the time in data and forward. (ZeRO-3 gathers parameters in forward,
+        or optimizer: what tells them apart is the time in data and forward. (Divided layers communicate in forward,
         which blurs it.)
         """
         if self._dist.world_size == 1 or not self._before_collectives:
@@ -136,12 +140,16 @@ class MetricsLog:
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         return Straggler(slowest, seconds[slowest], statistics.median(seconds))
 
+    def bubble(self) -> Bubble | None:
+        """How long the stages of a pipeline stood idle; None without one. A collective."""
+        return self._bubble.bubble(self._work.accumulation)
+
     def _reduce(self) -> list[list[float]]:
         """(loss, norm) of every pending step, averaged over ranks in one collective.
 
-        The mean is over all ranks: peers of a tensor- or pipeline-parallel group hold equal values, so it is the
-        mean over data-parallel ranks. Sums are in double precision, where a sum of floats is exact and so does not
-        depend on the order in which a backend adds.
+        The mean is over all ranks: tensor-parallel peers hold equal values, and what pipeline and sequence-parallel
+        peers hold are parts that average to the loss. Sums are in double precision, where a sum of floats is exact
+        and so does not depend on the order in which a backend adds.
         """
         stacked = torch.stack(self._values)
         if self._dist.world_size == 1:

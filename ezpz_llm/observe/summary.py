@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.observe.bubble import Bubble
 from ezpz_llm.observe.history import Spread, finite, read_history, spread, steady
 from ezpz_llm.observe.metrics import Straggler
 from ezpz_llm.observe.progress import short_number
@@ -19,8 +20,8 @@ EVALUATION_LIMIT = 0.2
 """The share of wall time in evaluation above which the summary warns."""
 _ENOUGH_TO_LEARN = 20  # steps; fewer may end in warm-up
 
-_COMMUNICATION = ("  Communication runs inside backward and optimizer, under ZeRO-3 inside forward too;\n"
-                  "  these spans do not separate it.\n")
+_COMMUNICATION = ("  Communication runs inside backward and optimizer, and inside forward where layers are\n"
+                  "  divided; these spans do not separate it.\n")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Summary:
     mfu: float | None
     wall: dict[str, float]
     straggler: Straggler | None
+    bubble: Bubble | None
 
     def as_record(self) -> dict[str, Any]:
         """The summary as JSON for run.json."""
@@ -69,13 +71,14 @@ class Summary:
 
 
 def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
-              unigram_entropy: float | None = None, straggler: Straggler | None = None) -> Summary | None:
+              unigram_entropy: float | None = None, straggler: Straggler | None = None,
+              bubble: Bubble | None = None) -> Summary | None:
     """Summarise the steps after `first_step` from metrics.jsonl; None where this process made no step.
 
     Args:
         wall: seconds by what they were spent on, adding up to the run's wall time.
         unigram_entropy: of the corpus, in nats a token.
-        straggler: see MetricsLog.straggler.
+        straggler, bubble: see MetricsLog.
     """
     history = read_history(run_dir)
     rows = [row for row in history if row["step"] > first_step]
@@ -104,6 +107,7 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
         mfu=rates.mfu,
         wall=dict(wall),
         straggler=straggler,
+        bubble=bubble,
     )
 
 
@@ -120,11 +124,19 @@ def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) ->
         slow = summary.straggler
         text += (f"  Slowest rank in data and forward: {slow.rank}, {slow.seconds * 1e3:.1f} ms a step; "
                  f"median over ranks {slow.median_s * 1e3:.1f} ms.\n")
+    if summary.bubble is not None:
+        text += _bubble(summary.bubble)
     names, seconds = list(summary.wall), list(summary.wall.values())
     rows = [[name, f"{value:.1f}", share] for name, value, share
             in zip(names, seconds, percentages(seconds), strict=True)]
     return text + "\n" + table("Where the wall time went", ("", "seconds", "share"), rows,
                                footer=("run", f"{sum(seconds):.1f}", "100.0 %"), rich=rich)
+
+
+def _bubble(bubble: Bubble) -> str:
+    stages = ", ".join(f"{idle:.1%}" for idle in bubble.idle)
+    return (f"  Pipeline stages idle (in other, or waiting in optimizer): {stages}; {bubble.mean:.1%} on average.\n"
+            f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; a larger --accumulation lowers it.\n")
 
 
 def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -> str:

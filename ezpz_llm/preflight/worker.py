@@ -99,13 +99,13 @@ class Worker:
         import torch
         import torch.distributed as torch_dist
 
-        from ezpz_llm.dist.device import BACKENDS
+        from ezpz_llm.dist.backends import DEVICES
 
         if self._store is None:
             address, port = question["store"]
             self._store = torch_dist.TCPStore(address, port, None, False, _GROUP_TIMEOUT)
         store = torch_dist.PrefixStore(question["ask"] + question["group"], self._store)
-        torch_dist.init_process_group(BACKENDS[self._device.type], store=store, rank=question["index"],
+        torch_dist.init_process_group(DEVICES[self._device.type].collectives, store=store, rank=question["index"],
                                       world_size=question["size"], timeout=_GROUP_TIMEOUT)
         try:
             size = _CPU_BYTES if self._device.type == "cpu" else _ACCELERATOR_BYTES

@@ -49,6 +49,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def offloaded(self) -> Path:
+        """What ranks keep in files instead of memory, a folder each, while the run lasts."""
+        return self.path / "nvme"
+
+    @property
     def errors(self) -> Path:
         return self.path / "errors"
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(job: Job) -> int:
     env = {**os.environ, RUN_DIR_VARIABLE: str(job.run_dir.path)}
-    return check_first(job.target, job.options.launch.command, job.placement.world_size, env)
+    return check_first(job.target, job.options.launch.command, job.placement.world_size, env).code
 
 
 def _claim(job: Job) -> Job:

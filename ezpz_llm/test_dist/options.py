@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"samples a rank and micro-step (the ds_config's, or {DEFAULT_BATCH})")
     made.add_argument("--seed", type=int, default=0, metavar="N",
                       help="of the weights, the map to be found and the samples (%(default)s)")
-    made.add_argument("--device", default="auto", choices=("auto", "cuda", "xpu", "mps", "cpu"),
+    made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
                       help="where to compute; the backend follows (%(default)s)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
     made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
@@ -51,9 +52,15 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     seed_for(options.seed, "init")
     # A ds_config's own precision counts: this is only the default.
-    return resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, precision="fp32",
-                   device=options.device, sources={"precision": "default", "clip": "default"},
-                   default_micro_batch=DEFAULT_BATCH)
+    resolved = resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, precision="fp32",
+                       device=options.device, sources={"precision": "default", "clip": "default"},
+                       default_micro_batch=DEFAULT_BATCH)
+    layout = resolved.layout
+    if layout.tp * layout.pp * layout.sp > 1 or layout.tiled:
+        raise UserError(f"layout {layout.describe(world_size)} divides the layers of a GPT, and this trains an MLP",
+                        where="--ds-config", instead="ddp, or zero0 to zero3; with a GPT: python3 -m "
+                                                     f"ezpz_llm.train --ds-config {options.ds_config}")
+    return resolved
 
 
 def refuse_used(folder: Path | str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as torch_dist
 
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.batch import Batch
 from ezpz_llm.launch.phases import TRAINING
 from ezpz_llm.observe import HostProfile, StepTimeline
 from ezpz_llm.rundir import append_line
@@ -38,18 +40,8 @@ def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: in
         heartbeat.beat(TRAINING, step)
         if profile:
             profile.before_step(step)
-        loss = torch.zeros((), device=dist.device)
         timeline.begin_step()
-        for micro_step in range(batch.accumulation):
-            with timeline.span("data"):
-                inputs, targets = samples.take(batch.micro_batch)
-            with timeline.span("forward"):
-                micro_loss = engine.forward(inputs, targets, last_micro_step=micro_step == batch.accumulation - 1)
-            with timeline.span("backward"):
-                engine.backward(micro_loss)
-            loss += micro_loss.detach() / batch.accumulation
-        with timeline.span("optimizer"):
-            engine.step(lr)
+        loss, _ = engine.train_step(_micro_batches(samples, batch, timeline), lr, timeline.span)
         timeline.end_step()
         losses.append(loss)
         if profile:
@@ -58,6 +50,13 @@ def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: in
             lines += _flush(losses, timeline, len(lines), batch.global_batch, dist)
             losses = []
     return lines
+
+
+def _micro_batches(samples: Samples, batch: Batch, timeline: StepTimeline) -> Iterator[tuple[torch.Tensor, ...]]:
+    for _ in range(batch.accumulation):
+        with timeline.span("data"):
+            inputs = samples.take(batch.micro_batch)
+        yield inputs
 
 
 def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global_batch: int,
@@ -80,8 +79,8 @@ def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global
 
 def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
     """The loss on samples that are the same on every rank and at any time. Collective."""
-    with engine.evaluating() as module:
-        return module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
+    with engine.evaluating():
+        return engine.module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
 
 
 def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,

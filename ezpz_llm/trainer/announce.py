@@ -46,7 +46,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> s
     rows = [
         ("world", f"{dist.world_size} rank(s) ({dist.info.source}), {dist.device.type}{peak}, "
                   f"backend {dist.backend or 'none'}"),
-        ("layout", f"{plan.resolved.layout.name}, {plan.resolved.precision}"),
+        ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {plan.resolved.precision}"),
         ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "
                   f"({batch.micro_batch} a rank x {batch.accumulation} micro-steps x {batch.dp_size} ranks)"),
         ("model", f"{config.model}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "

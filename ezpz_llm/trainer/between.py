@@ -55,9 +55,8 @@ def validate(session: Session) -> None:
     engine, mesh = session.engine, session.dist.mesh
     with engine.evaluating(), eager():
         loss, tokens = validation_loss(
-            lambda inputs, targets: engine.module(inputs, targets, reduction="sum"),
-            session.validation.batches(session.batches.micro_batch, mesh.dp_rank, mesh.dp_size),
-            device=engine.device, dp_size=mesh.dp_size, group=mesh.group("dp"))
+            engine.loss_sum, session.validation.batches(session.batches.micro_batch, mesh.dp_rank, mesh.dp_size),
+            device=engine.device, mesh=mesh)
     session.metrics.record_validation(session.step, loss, tokens)
 
 
@@ -68,7 +67,7 @@ def show_sample(session: Session) -> None:
     prompt = torch.from_numpy(session.prompt)[None].to(engine.device)
     generator = torch.Generator().manual_seed(seed_for(config.seed, "sample", session.step))
     with engine.evaluating():
-        ids = sample(engine.module, prompt, new_tokens=config.sample_tokens, generator=generator,
+        ids = sample(engine.next_logits, prompt, new_tokens=config.sample_tokens, generator=generator,
                      block_size=session.plan.model.block_size, vocab_size=session.data.vocab_size)
     if session.dist.is_main:
         text = tokenizer.decode(ids[0].tolist())

@@ -24,6 +24,8 @@ class TrainConfig:
     n_kv_head: int | None = _value(None, "key/value heads, if not the model's own")
     n_embd: int | None = _value(None, "width, if not the model's own")
     block_size: int | None = _value(None, "context length in tokens, if not the model's own")
+    vocab_multiple: int | None = _value(None, "the embedding's rows are padded to a multiple of this, if not the "
+                                              "model's own")
     dropout: float | None = _value(None, "dropout probability, if not the model's own")
     bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
 
@@ -31,6 +33,11 @@ class TrainConfig:
     tokenizer: str | None = _value(None, "bytes, char or gpt2 (default: the corpus's own)")
 
     ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
+    tp: int | None = _value(None, "tensor-parallel degree, if not the ds_config's own")
+    pp: int | None = _value(None, "pipeline-parallel degree, if not the ds_config's own")
+    sp: int | None = _value(None, "sequence-parallel degree, if not the ds_config's own")
+    nvme_path: str | None = _value(None, "folder on each node's own disk for what zero3_nvme keeps in files "
+                                         "(default: the run directory)")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = _value(
         "auto", "auto is bf16 where the device computes in it, else fp32")
     global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")
@@ -60,6 +67,7 @@ class TrainConfig:
     profile: bool = _value(True, "profile the host side of the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on rank 0 with torch.profiler, after the warm-up")
     compile: bool = _value(False, "torch.compile the blocks")
+    recompute: int = _value(0, "recompute the activations of every K-th block in the backward pass; 0 for none")
 
     seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto is the best there is")
@@ -68,4 +76,5 @@ class TrainConfig:
 
 
 FIELDS = {field.name: field for field in fields(TrainConfig)}
-MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "dropout", "bias")
+MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_multiple",
+                   "dropout", "bias")

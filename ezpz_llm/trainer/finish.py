@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 
 from ezpz_llm.launch.phases import ENDING
-from ezpz_llm.observe import HostProfile, final_text, plot_run, summarise, wants_colour, where_time_went
+from ezpz_llm.observe import (
+    Bubble,
+    HostProfile,
+    Straggler,
+    final_text,
+    plot_run,
+    summarise,
+    wants_colour,
+    where_time_went,
+)
 from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.session import Session
 
@@ -15,10 +24,10 @@ def finish(session: Session) -> int:
     session.heartbeat.beat(ENDING, session.step)
     for profile in session.profiles:
         profile.close()
-    straggler = session.metrics.straggler()
+    straggler, bubble = session.metrics.straggler(), session.metrics.bubble()
     diverged = session.metrics.non_finite_step
     if session.dist.is_main:
-        report(session, straggler)
+        report(session, straggler, bubble)
     if session.stopped is not None and session.dist.is_main:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
@@ -28,11 +37,11 @@ def finish(session: Session) -> int:
     return 0 if diverged is None else 1
 
 
-def report(session: Session, straggler) -> None:
+def report(session: Session, straggler: Straggler | None, bubble: Bubble | None) -> None:
     """Print plots, tables and the closing block, and put the result into run.json."""
     run_dir = session.dist.run_dir
     summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
-                        unigram_entropy=session.data.unigram_entropy, straggler=straggler)
+                        unigram_entropy=session.data.unigram_entropy, straggler=straggler, bubble=bubble)
     colour = wants_colour()
     profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
     print("\n" + plot_run(run_dir, colour=colour))

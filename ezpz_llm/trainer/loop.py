@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ezpz_llm.launch.phases import COMPILING, TRAINING
@@ -42,26 +44,18 @@ def train_step(session: Session, step: int) -> None:
     while skipped != engine.skipped_steps:
         # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
         skipped = engine.skipped_steps
-        loss = forward_backward(session)
-        with timeline.span("optimizer"):
-            grad_norm = engine.step(rate)
+        loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
     timeline.end_step()
     session.position = session.position.advance(session.batches.global_batch)
     session.metrics.record(step + 1, loss, grad_norm, rate)
 
 
-def forward_backward(session: Session) -> torch.Tensor:
-    """Accumulate the gradients of a step's micro batches; this rank's mean loss, 0-d on the device."""
-    engine, timeline = session.engine, session.timeline
-    loss = torch.zeros((), device=engine.device)
+def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The micro batches of the next step: tokens and targets (B, T) on the device."""
+    device, timeline = session.engine.device, session.timeline
     with timeline.span("data"):
-        micro_batches = session.batches.micro_batches(session.position.consumed)
-    for index, arrays in enumerate(micro_batches):
+        arrays = session.batches.micro_batches(session.position.consumed)
+    for pair in arrays:
         with timeline.span("data"):
-            tokens, targets = (torch.from_numpy(array).to(engine.device, non_blocking=True) for array in arrays)
-        with timeline.span("forward"):
-            micro_loss = engine.forward(tokens, targets, last_micro_step=index == len(micro_batches) - 1)
-        with timeline.span("backward"):
-            engine.backward(micro_loss)
-        loss += micro_loss.detach() / len(micro_batches)
-    return loss
+            tokens, targets = (torch.from_numpy(array).to(device, non_blocking=True) for array in pair)
+        yield tokens, targets

@@ -22,7 +22,7 @@ from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
 _DEFAULT_CLIP = 1.0
 _AT_LEAST = {"steps": 1, "warmup_steps": 0, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
              "sample_tokens": 0, "save_every": -1, "keep_last": 1, "log_every": 1, "trace_steps": 0, "seed": 0,
-             "weight_decay": 0, "clip": 0, "min_lr": 0}
+             "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
@@ -62,9 +62,13 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     resolved = resolve(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                        micro_batch=config.micro_batch, accumulation=config.accumulation,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
-                       device=device or config.device, sources=sources)
+                       device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
+                       nvme_path=config.nvme_path, model=model, sources=sources)
     config = replace(config, **resolved.adam)
     sources.update({name: resolved.sources[name] for name in resolved.adam})
+    if resolved.recompute is not None:
+        config = replace(config, recompute=resolved.recompute)
+        sources["recompute"] = resolved.sources["recompute"]
     _check_numbers(replace(config, clip=resolved.clip), {**sources, "clip": resolved.sources["clip"]})
     return RunPlan(_with_schedule(config, sources), sources, model, resolved)
 

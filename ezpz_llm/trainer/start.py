@@ -14,6 +14,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine import checkpoint
+from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.checkpoint.agree import raise_together
@@ -23,8 +24,7 @@ from ezpz_llm.launch.phases import LOADING, STARTING
 from ezpz_llm.model.compile import compile_blocks
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.flops import flops_per_token
-from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.observe import (
     HostProfile,
     MetricsLog,
@@ -56,7 +56,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
     if plan.resolved.precision == "auto":
         plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
-    config, batch = plan.config, plan.resolved.batch
+    config, batch, layout = plan.config, plan.resolved.batch, plan.resolved.layout
+    dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     prompt = prompt_tokens(config, data) if config.sample_tokens else None
     validation = validation_windows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
     batches = Batches(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
@@ -90,16 +91,16 @@ def open_data(options: Options, dist: Dist) -> TokenData:
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
-    """The model, initialised alike on every rank, in the engine of the plan's layout."""
+    """The model in the engine of the plan's layout."""
     config = plan.config
-    model = GPT(plan.model)
-    init_weights(model, config.seed)
+    model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type)
+    recompute_blocks(model, config.recompute)
     if config.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         compile_blocks(model)
     engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
                           eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
-    torch.manual_seed(seed_for(config.seed, "dropout", dist.mesh.dp_rank) % 2**63)
+    torch.manual_seed(seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63)
     return engine
 
 

@@ -6,15 +6,16 @@ once, as they are after a step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ezpz_llm.engine.checkpoint import moments
-from ezpz_llm.engine.checkpoint.index import whole
-from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
+from ezpz_llm.engine.checkpoint.slices import EngineState, Slice, cut
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
-from ezpz_llm.errors import UserError
+from ezpz_llm.model.placement import placement_of
 
 if TYPE_CHECKING:
     from ezpz_llm.engine.precision import LossScale
@@ -39,10 +40,9 @@ class _ZeroState(EngineState):
     def __init__(self, engine: Any, scale: LossScale | None) -> None:
         super().__init__(scale)
         self.zero = engine.optimizer
-        self.names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        # Stage 3 empties a parameter's own shape; the real one is then in ds_shape.
-        self.shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-                       for parameter, name in self.names.items()}
+        self.placed = {parameter: placement_of(name, parameter)
+                       for name, parameter in engine.module.named_parameters()}
+        self.shapes = {at.name: at.shape for at in self.placed.values()}
 
     @property
     def optimizer_step(self) -> int:
@@ -55,12 +55,10 @@ class _ZeroState(EngineState):
     def _refresh_model(self) -> None:
         raise NotImplementedError
 
-    def _slice(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
-               numel: int) -> Slice:
-        name = self.names[parameter]
-        shape = self.shapes[name]
-        return Slice(name, shape, whole(shape), start, start + numel,
-                     {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()})
+    def _cut(self, parameter: torch.nn.Parameter, start: int, flat: dict[str, torch.Tensor], offset: int,
+             numel: int) -> Iterator[Slice]:
+        tensors = {kind: tensor[offset:offset + numel] for kind, tensor in flat.items()}
+        return cut(self.placed[parameter], start, start + numel, tensors)
 
 
 class PartitionedOptimizer(_ZeroState):
@@ -68,15 +66,15 @@ class PartitionedOptimizer(_ZeroState):
 
     def slices(self) -> list[Slice]:
         inner = self.zero.optimizer
-        result = []
+        result: list[Slice] = []
         for group, parameters, flat in zip(inner.param_groups, self.zero.bit16_groups,
                                            self.zero.single_partition_of_fp32_groups, strict=True):
             tensors = moments.storage(inner, group, flat)
             for parameter in parameters:
                 mapping = parameter._hp_mapping  # None where no element of the parameter lies in this partition
                 if mapping is not None:
-                    result.append(self._slice(parameter, mapping.lp_fragment_address.start, tensors,
-                                              mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel))
+                    result += self._cut(parameter, mapping.lp_fragment_address.start, tensors,
+                                        mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
         return result
 
     def _refresh_model(self) -> None:
@@ -84,36 +82,54 @@ class PartitionedOptimizer(_ZeroState):
 
 
 class PartitionedParameters(_ZeroState):
-    """Stage 3: each parameter is cut evenly over the ranks (the last part padded), then laid out in sub-groups."""
+    """Stage 3: each parameter is cut evenly over the ranks (the last part padded), then laid out in sub-groups.
 
-    def __init__(self, engine: Any, scale: LossScale | None) -> None:
-        super().__init__(engine, scale)
-        if self.zero.swap_optimizer:
-            raise UserError("checkpoints cannot be made of optimizer state that is offloaded to NVMe",
-                            where="zero_optimization.offload_optimizer.device",
-                            instead='"device": "cpu"')
+    A sub-group whose state lies in files is brought into memory for as long as one works on it.
+    """
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> Iterator[Slice]:
+        for number in range(len(self.zero.fp16_groups)):
+            with self._at_hand(number):
+                yield from self._sub_group(number, self._tensors(number))
+
+    def extents(self) -> Iterator[Slice]:
+        for number in range(len(self.zero.fp16_groups)):
+            yield from self._sub_group(number, {} if self._in_files(number) else self._tensors(number))
+
+    def _sub_group(self, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[Slice]:
+        offset = 0
+        for parameter in self.zero.fp16_groups[number]:
+            size = parameter.partition_numel()
+            start = size * self.zero._get_param_partition_rank(parameter)
+            numel = min(size, parameter.ds_numel - start)
+            if numel > 0:
+                yield from self._cut(parameter, start, tensors, offset, numel)
+            offset += size
+
+    def _tensors(self, number: int) -> dict[str, torch.Tensor]:
         inner = self.zero.optimizer
-        result = []
-        for number, (parameters, flat) in enumerate(zip(self.zero.fp16_groups,
-                                                        self.zero.fp32_partitioned_groups_flat, strict=True)):
-            group = inner.param_groups[self.zero.sub_group_to_group_id[number]]
-            tensors = moments.storage(inner, group, flat)
-            offset = 0
-            for parameter in parameters:
-                size = parameter.partition_numel()
-                start = size * self.zero._get_param_partition_rank(parameter)
-                numel = min(size, parameter.ds_numel - start)
-                if numel > 0:
-                    result.append(self._slice(parameter, start, tensors, offset, numel))
-                offset += size
-        return result
+        group = inner.param_groups[self.zero.sub_group_to_group_id[number]]
+        return moments.storage(inner, group, self.zero.fp32_partitioned_groups_flat[number])
+
+    def _in_files(self, number: int) -> bool:
+        return self.zero._swappable_optimizer_subgroup(number)
+
+    @contextmanager
+    def _at_hand(self, number: int) -> Iterator[None]:
+        if not self._in_files(number):
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        finally:
+            self.zero._optimizer_states_and_gradient_swap_out(number)
 
     def _refresh_model(self) -> None:
         # As at the end of stage 3's own step: give back what is gathered, write the partitions, gather again the
         # small parameters that stay whole between steps.
         self.zero.checkpoint_event_prologue()
         for number in range(len(self.zero.fp16_groups)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(number)
+            with self._at_hand(number):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
         self.zero.checkpoint_event_epilogue()

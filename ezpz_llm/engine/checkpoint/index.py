@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,19 +11,11 @@ from typing import Any
 
 from ezpz_llm.engine.checkpoint.folder import FORMAT, INDEX, read_json
 from ezpz_llm.errors import UserError
+from ezpz_llm.model.placement import Box, size
 from ezpz_llm.rundir import write_json
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 """The fp32 master weight and Adam's two moments: three tensors of one shape for each parameter."""
-
-Box = tuple[tuple[int, int], ...]
-"""An n-dimensional part of a tensor: one half-open range per dimension."""
-
-
-def whole(shape: Iterable[int]) -> Box:
-    """The box that is all of a tensor."""
-    return tuple((0, size) for size in shape)
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -88,7 +81,7 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) 
 
     Raises:
         UserError: they differ; names the first parameter that does, with both shapes. Or the checkpoint has no
-            optimizer state, or its pieces are not what this version reads: flat ranges of whole parameters.
+            optimizer state, or its pieces do not make up whole parameters.
     """
     for name in [*shapes, *index.parameters]:
         stored = index.parameters.get(name)
@@ -103,14 +96,27 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) 
         raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot go on "
                         "from it", where=str(folder), instead="resume from a checkpoint that a training run saved")
     for name, parameter in index.parameters.items():
-        stop = 0
-        for piece in parameter.pieces:
-            if piece.box != whole(parameter.shape):
-                raise UserError(f"the checkpoint's {name} is cut across ranks as {list(piece.box)}, which this "
-                                "version cannot put together", where=str(folder))
-            if piece.start != stop:
-                break
-            stop = piece.stop
-        if stop != math.prod(parameter.shape):
-            raise UserError(f"the checkpoint's index has a gap or an overlap in {name} at element {stop}",
-                            where=str(folder))
+        if (problem := _incomplete(parameter)) is not None:
+            raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
+
+
+def _incomplete(parameter: Parameter) -> str | None:
+    """What keeps the pieces from making up the parameter, each element once."""
+    boxes: dict[Box, int] = {}
+    for piece in parameter.pieces:  # sorted by box, then by start
+        at = boxes.get(piece.box, 0)
+        if piece.start != at:
+            return f"a gap or an overlap at element {at} of box {list(piece.box)}"
+        boxes[piece.box] = piece.stop
+    for box, stop in boxes.items():
+        if stop != size(box):
+            return f"a gap or an overlap at element {stop} of box {list(box)}"
+    if any(_overlap(one, other) for one, other in itertools.combinations(boxes, 2)):
+        return "boxes that overlap"
+    if sum(map(size, boxes)) != math.prod(parameter.shape):
+        return "a gap between boxes"
+    return None
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from ezpz_llm.engine.checkpoint import rng
 from ezpz_llm.engine.checkpoint.agree import raise_together
+from ezpz_llm.engine.checkpoint.boxes import common
 from ezpz_llm.engine.checkpoint.folder import STATE, read_json, read_manifest, shard_name, verify
 from ezpz_llm.engine.checkpoint.index import KINDS, Index, check_model, read_index
 from ezpz_llm.engine.checkpoint.slices import Slice
@@ -75,13 +76,15 @@ class _Files:
 def _fill(part: Slice, index: Index, files: _Files) -> None:
     """Copy what the pieces of the checkpoint have of `part` into its storage."""
     for piece in index.parameters[part.name].pieces:
-        start, stop = max(part.start, piece.start), min(part.stop, piece.stop)
-        if start >= stop:
+        pairs = list(common(part.shape, (part.box, part.start, part.stop), (piece.box, piece.start, piece.stop)))
+        if not pairs:
             continue
+        # One read a piece: runs of rows may be many and short.
+        first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
         for kind in KINDS:
-            stored = files.open(piece.file).get_slice(f"{kind}/{piece.key}")
-            values = stored[start - piece.start:stop - piece.start]
-            part.tensors[kind][start - part.start:stop - part.start].copy_(values)
+            values = files.open(piece.file).get_slice(f"{kind}/{piece.key}")[first:last]
+            for ours, theirs, length in pairs:
+                part.tensors[kind][ours:ours + length].copy_(values[theirs - first:theirs - first + length])
 
 
 def _random_states(shard: Any) -> dict[str, torch.Tensor]:

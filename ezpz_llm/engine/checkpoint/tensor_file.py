@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,14 +19,17 @@ from ezpz_llm.engine.checkpoint.folder import FileRecord
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8"}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write contiguous tensors of any device under their names, durably.
+def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> FileRecord:
+    """Write tensors of any device under their names, durably, each when its turn comes.
+
+    Args:
+        outline: by name, tensors of the same sizes and types in the same order; those of the meta device will do.
 
     Raises:
         OSError: the disk is full, or the like; the file is then incomplete.
     """
     header, offset = {}, 0
-    for name, tensor in tensors.items():
+    for name, tensor in outline.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
                         "data_offsets": [offset, offset + size]}
@@ -38,7 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
         for chunk in (len(text).to_bytes(8, "little"), text):
             file.write(chunk)
             digest.update(chunk)
-        for tensor in tensors.values():
+        for _, tensor in zip(outline, tensors, strict=True):
             data = memoryview(tensor.detach().cpu().contiguous().view(-1).numpy()).cast("B")
             file.write(data)
             digest.update(data)

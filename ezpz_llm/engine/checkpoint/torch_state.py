@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from ezpz_llm.engine.checkpoint import moments
-from ezpz_llm.engine.checkpoint.index import whole
-from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
+from ezpz_llm.engine.checkpoint.slices import EngineState, Slice, cut
+from ezpz_llm.model.placement import placement_of
 
 if TYPE_CHECKING:
     from ezpz_llm.engine.precision import LossScale
 
 
 class TorchState(EngineState):
-    """Every rank holds every parameter whole.
+    """Every data-parallel rank holds every parameter of its part of the model whole.
 
     Args:
         module: the plain model, below any wrapper.
@@ -28,19 +28,18 @@ class TorchState(EngineState):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
                  scale: LossScale | None) -> None:
         super().__init__(scale)
-        self.named = dict(module.named_parameters())
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}
+        self.placed = [(parameter, placement_of(name, parameter)) for name, parameter in module.named_parameters()]
+        self.shapes = {at.name: at.shape for _, at in self.placed}
         self.optimizer = optimizer
         self.rank, self.world_size = rank, world_size
 
     def slices(self) -> list[Slice]:
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
-        result = []
-        for name, parameter in self.named.items():
+        result: list[Slice] = []
+        for parameter, at in self.placed:
             tensors = moments.storage(self.optimizer, groups[parameter], parameter)
-            result.append(Slice(name, self.shapes[name], whole(self.shapes[name]), 0, parameter.numel(),
-                                {kind: tensor.view(-1) for kind, tensor in tensors.items()},
-                                replica=self.rank, replicas=self.world_size))
+            flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
+            result += cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
         return result
 
     @property

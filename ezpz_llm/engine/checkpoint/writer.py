@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +88,21 @@ def _together(dist: Dist, run_dir: RunDir, step: int, here: bool, action: Callab
 
 def _write_shard(folder: Path, rank: int, training: EngineState, device: torch.device) -> Written:
     name = shard_name(rank)
-    tensors, pieces = {}, []
-    for part in owned(training.slices()):
-        tensors.update({f"{kind}/{part.name}": part.tensors[kind] for kind in KINDS})
-        pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=part.name)))
-    tensors.update({f"rng/{source}": value for source, value in rng.capture(device).items()})
-    return write_tensors(folder / name, tensors), pieces
+    outline: dict[str, torch.Tensor] = {}
+    pieces = []
+    extents = list(training.extents())
+    for _, part in owned(extents, extents):
+        if part is None:
+            continue
+        # A rank may hold several boxes of one parameter.
+        key = part.name if f"{KINDS[0]}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
+        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in KINDS})
+        pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
+    states = rng.capture(device)
+    outline.update({f"rng/{source}": value for source, value in states.items()})
+    parts = (part for _, part in owned(training.slices(), extents) if part is not None)
+    state = (part.tensors[kind] for part in parts for kind in KINDS)
+    return write_tensors(folder / name, outline, chain(state, states.values())), pieces
 
 
 def _facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""The collectives that a rank issues: kind, count and bytes, as torch's process groups receive them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_KINDS = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather", "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather", "allgather_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all",
+    "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
+    "send": "send", "recv_": "recv", "recv_any_source_": "recv",
+}
+"""torch's operators (namespace c10d) with the field's names. Whichever function a library calls ends in one."""
+
+_INPUT_SECOND = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
+                           "alltoall_base_", "alltoall_"})
+"""Operators whose first argument is the output, and whose second has the bytes that count."""
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """While entered, counts what this rank issues.
+
+    Bytes are those of the whole buffer: what is reduced, what is gathered, what is divided, what is sent. Single
+    numbers (norms, overflow flags) are counted apart, under the kind "scalars".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            self._count(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        kind = _KINDS.get(name)
+        if kind is None:
+            return  # barriers and waits, which move nothing
+        buffer = args[1] if name in _INPUT_SECOND else args[0]
+        tensors = [leaf for leaf in tree_leaves(buffer) if isinstance(leaf, torch.Tensor)]
+        elements = sum(tensor.numel() for tensor in tensors)
+        entry = self.found["scalars" if elements == 1 else kind]
+        entry[0] += 1
+        entry[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """By kind, in alphabetical order: the count and the bytes."""
+        return {kind: {"count": count, "bytes": size} for kind, (count, size) in sorted(self.found.items())}
+
+
+def by_ranks(all_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ranks that issued the same, together: a list of {"ranks": […], "kinds": {…}}."""
+    return list(_grouped(all_ranks))
+
+
+def _grouped(all_ranks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    left = list(range(len(all_ranks)))
+    while left:
+        same = [rank for rank in left if all_ranks[rank] == all_ranks[left[0]]]
+        yield {"ranks": same, "kinds": all_ranks[left[0]]}
+        left = [rank for rank in left if rank not in same]

@@ -1,0 +1,96 @@
+"""Certify from a single process: one launch for each number of ranks (imports no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.certify.cells import Cell
+from ezpz_llm.certify.options import Work
+from ezpz_llm.certify.work import Job, failed_files, reference_numbers, references_of, results, results_file
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, append_line, read_record
+
+_START_S, _REFERENCE_S, _CELL_S = 120, 120, 90
+_IDLE_S = 240
+
+
+def lead(work: Work, root: Path) -> dict[str, Any]:
+    """Run everything; what `run_environment` told of the ranks. Results are in the results' file.
+
+    Raises:
+        UserError: the reference could not be computed.
+    """
+    environment: dict[str, Any] = {}
+    # The job of one rank comes first, also without cells of its own: it makes the references.
+    for world in sorted({1, *(cell.world for cell in work.cells)}):
+        cells = [cell for cell in work.cells if cell.world == world]
+        references, attempt = references_of(work.cells) if world == 1 else (), 0
+        while cells or references:
+            attempt += 1
+            folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
+            before = len(results(root))
+            code = _launch(Job(root, references, tuple(cells), work.steps, work.device), world, folder)
+            environment = environment or read_record(RunDir(folder)).get("environment", {})
+            cells, references = cells[len(results(root)) - before:], ()
+            why = _take_failure(root, code, folder)
+            if code and not references_made(root, work):
+                raise UserError(f"the reference could not be computed: {why}", where=str(folder), exit_code=1,
+                                instead=f"ezpz-llm why {folder}")
+            if cells:
+                append_line(results_file(root), _unfinished(cells[0], why))
+                print(f"{cells[0].title}: NOT the same\n    {why}", flush=True)
+                cells = cells[1:]
+    return environment
+
+
+def references_made(root: Path, work: Work) -> bool:
+    return all(reference_numbers(root, model, dtype, work.steps).is_file()
+               for model, dtype in references_of(work.cells))
+
+
+def _launch(job: Job, world: int, folder: Path) -> int:
+    """One job of ranks; its exit code."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    job_file = folder.with_suffix(".job.json")
+    job.write(job_file)
+    limit = _START_S + _REFERENCE_S * len(job.references) + _CELL_S * len(job.cells)
+    words = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(world), "--run-dir", str(folder),
+             "--timeout-idle", str(_IDLE_S), sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)]
+    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
+    print(f"{world} rank{'s' * (world > 1)}: {len(job.cells)} to certify", flush=True)
+    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        # launch ends its ranks when it is told to end.
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+            process.wait()
+
+
+def _take_failure(root: Path, code: int, folder: Path) -> str:
+    """Why a job ended early: the first rank's own error, else the exit code. The records are used up."""
+    told = []
+    for path in failed_files(root):
+        told.append(json.loads(path.read_text()))
+        path.rename(folder / path.name)
+    if told:
+        return f"{told[0]['error']} (rank {told[0]['rank']}; see {folder})"
+    return f"its ranks ended with code {code}; ezpz-llm why {folder}"
+
+
+def _unfinished(cell: Cell, why: str) -> dict[str, Any]:
+    return {**asdict(cell), "passed": False, "failures": [why], "kinds": ["error"], "worst": {}, "seconds": 0.0}

@@ -1,0 +1,67 @@
+"""The bytes of tensors that an engine holds on a rank, found by looking at every living tensor."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ezpz_llm.engine.base import Engine
+
+
+def living_storages() -> dict[int, int]:
+    """The bytes of every storage that a living tensor of this process uses, by address; fakes and meta excluded."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # Not isinstance: it would wake lazy modules and proxies that imitate classes.
+        if not issubclass(type(thing), torch.Tensor):
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            _add(found, tensor)
+    return found
+
+
+def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:
+    """Bytes of storages that were not there before, in all and of those that hold each kind.
+
+    Kinds overlap where an engine keeps one storage for two purposes; it then counts for the first of weights (the
+    model's parameters), gradients (of these), moments and master weights (what the optimizer steps).
+    """
+    now = {address: size for address, size in living_storages().items() if before.get(address) != size}
+    kinds: dict[str, int] = {}
+    left = dict(now)
+    for kind, tensors in _known(engine).items():
+        addresses: dict[int, int] = {}
+        for tensor in tensors:
+            _add(addresses, tensor)
+        kinds[kind] = sum(left.pop(address, 0) for address in addresses)
+    return {**kinds, "other": sum(left.values())}
+
+
+def _known(engine: Engine) -> dict[str, list[Any]]:
+    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    gradients = [parameter.grad for parameter in engine.module.parameters()]
+    zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
+    # Stages 1 and 2 keep them by group, stage 3 as one flat buffer.
+    gradients += tree_leaves((getattr(zero, "averaged_gradients", None),
+                              getattr(zero, "grad_partitions_flat_buffer", None)))
+    slices = list(engine.training_state().extents())
+    return {
+        "parameters": [*parameters, *engine.module.parameters()],
+        "gradients": gradients,
+        "moments": [part.tensors.get(kind) for part in slices for kind in ("exp_avg", "exp_avg_sq")],
+        "master": [part.tensors.get("weight") for part in slices],
+    }
+
+
+def _add(found: dict[int, int], tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
+        return
+    try:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    except (RuntimeError, NotImplementedError):
+        return  # tensors without storage: functional wrappers, fakes

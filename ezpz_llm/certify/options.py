@@ -1,0 +1,126 @@
+"""The command line of certify and what can be wrong with it (imports no torch)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ezpz_llm.certify import recipe
+from ezpz_llm.certify.cells import Cell, Skipped, all_cells, divide, layout_of, quick_cells
+from ezpz_llm.certify.plants import PLANTS, check_plant, find_plant
+from ezpz_llm.engine import ds_config
+from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.model.config import MODELS
+
+_DESCRIPTION = """Is every parallel layout the same maths as one process?
+
+Each starts from one checkpoint and takes the same steps on the same tokens. Compared are the loss and the gradient
+norm of each step, every parameter's first gradient, and the weights after the last step. Started alone, certify
+runs the reference and then every world that is needed, one launch each; under launch it does what fits its ranks.
+Exit code 0 only if all pass.
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to certify, and what cannot be."""
+
+    cells: tuple[Cell, ...]
+    skipped: tuple[Skipped, ...]
+    steps: int
+    device: str
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="ezpz-llm certify", allow_abbrev=False, description=_DESCRIPTION,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--layouts", default="all", metavar="all|NAME,…",
+                      help="names in ds_configs/, or paths (%(default)s)")
+    made.add_argument("--world", metavar="N,…",
+                      help="numbers of ranks (each layout's natural ones, up to 4; 8 for 3d)")
+    made.add_argument("--model", default=",".join(recipe.MODELS), metavar="NAME,…",
+                      help="shapes (%(default)s; these two in a still smaller size)")
+    made.add_argument("--dtype", default=",".join(recipe.DTYPES), metavar="NAME,…", help="(%(default)s)")
+    made.add_argument("--steps", type=int, default=recipe.STEPS, metavar="K", help="optimizer steps (%(default)s)")
+    made.add_argument("--quick", action="store_true",
+                      help="each layout once in fp32 in its smallest world of several ranks, and two in bf16")
+    made.add_argument("--plant", metavar="NAME,…",
+                      help=f"plant faults, one after the other, which must make it fail: {', '.join(PLANTS)}")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
+    made.add_argument("--write-docs", action="store_true", help="write the table of docs/layouts.md from this run")
+    made.add_argument("--device", default="auto", choices=("auto", "cuda", "xpu", "cpu"),
+                      help="where to compute (%(default)s)")
+    made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
+    made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
+    made.add_argument("--world-size", type=int, metavar="N", help="the number of ranks, for --check under launch")
+    return made
+
+
+def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
+    """What the options ask for.
+
+    Args:
+        world_size: the number of ranks where they are given: only what runs on exactly so many is kept.
+
+    Raises:
+        UserError: an unknown name, a number that makes no sense, a fault that cannot be planted, nothing to do.
+    """
+    if options.steps < 3:
+        raise UserError(f"{options.steps} steps are too few to see a steady one", where="--steps",
+                        instead="3 or more")
+    layouts = ds_config.names() if options.layouts == "all" else _words(options.layouts, "--layouts")
+    models, dtypes = _words(options.model, "--model"), _words(options.dtype, "--dtype")
+    for name in layouts:
+        layout_of(name)
+    _check_known(models, MODELS, "model", "--model")
+    _check_known(dtypes, recipe.DTYPES, "precision", "--dtype")
+    worlds = _worlds(options.world)
+    if world_size is not None:
+        if worlds and world_size not in worlds:
+            raise UserError(f"started on {world_size} ranks, but asked for {options.world}", where="--world",
+                            instead="no --world under launch, or certify alone, which starts ranks itself")
+        worlds = (world_size,)
+    device = "cpu" if options.device == "auto" else options.device
+    cells, skipped = divide(quick_cells(layouts) if options.quick and not worlds else
+                            all_cells(layouts, worlds, models, dtypes), device)
+    cells = [cell for cell in cells if cell.world == world_size] if world_size else cells
+    if options.plant:
+        cells = [replace(cell, plant=name) for cell in cells for name in _plants(options.plant, cells)]
+    if not cells and not any(not one.illegal for one in skipped):
+        raise UserError("there is nothing to certify", where="--layouts, --world",
+                        instead=skipped[0].reason if skipped else "--layouts all")
+    return Work(tuple(cells), tuple(skipped), options.steps, options.device)
+
+
+def _plants(text: str, cells: Sequence[Cell]) -> list[str]:
+    names = _words(text, "--plant")
+    for name in names:
+        find_plant(name)
+        for cell in cells:
+            check_plant(name, layout_of(cell.layout), cell.world)
+    return names
+
+
+def _words(text: str, where: str) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise UserError("an empty list", where=where, instead="one or more names with commas between")
+    return words
+
+
+def _worlds(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = _words(text, "--world")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"{text!r} is no list of numbers of ranks", where="--world", instead="--world 2,4")
+    return tuple(int(word) for word in words)
+
+
+def _check_known(words: Sequence[str], known: Sequence[str], kind: str, where: str) -> None:
+    for word in words:
+        if word not in known:
+            raise unknown(kind, word, known, where=where)

@@ -1,0 +1,180 @@
+"""The truth that layouts are held to: one process, and its own noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ezpz_llm.certify import recipe
+from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, train
+from ezpz_llm.certify.work import reference_numbers
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine import checkpoint
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.rundir import RunDir, write_json
+
+_SPLITS = (8, 1, 4)
+"""Micro-steps of the runs that measure noise; the reference itself has ACCUMULATION."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one process computed.
+
+    Attributes:
+        tensors: "first/NAME", "gradient/NAME" (of the first step, before clipping) and "weight/NAME" (after the
+            last step), each in the parameter's shape, fp32.
+        noise: over the runs in other orders of summation, the largest difference of "loss" (any step, and held
+            out), of each step's "norm", and by parameter of "gradient" and "weight" (2-norms of differences,
+            without the elements that are zero by symmetry).
+        symmetric: by name of such elements, their gradient's norm relative to the whole parameter's.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    held_out: float
+    noise: dict[str, Any]
+    symmetric: dict[str, float]
+    tensors: dict[str, Tensor]
+
+
+def alone(dist: Dist) -> Dist:
+    """This rank as a world of its own, whatever world it is in."""
+    return Dist(RankInfo(0, 1, 0, 1, 0, "certify"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)
+
+
+def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -> None:
+    """Train one process, write its seed checkpoint, its tensors and its numbers below `root`; one rank calls it.
+
+    Raises:
+        UserError: clipping was not active on every step.
+    """
+    numbers = reference_numbers(root, model, dtype, steps)
+    if numbers.is_file():
+        return
+    folder = numbers.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    config, me = recipe.model_config(model), alone(dist)
+    seen, tensors = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
+    if min(seen.norms) <= recipe.CLIP:
+        raise UserError(f"the gradient norm {min(seen.norms):.3g} of {model} lies below the clip {recipe.CLIP}: "
+                        "clipping is not tested", where="certify", instead="another --model, or fewer --steps")
+    others = []
+    for number, accumulation in enumerate(_SPLITS):
+        with _other_sums(number):
+            others.append(_run(config, dtype, steps, me, accumulation, order=number + 1))
+    save_file(tensors, folder / "tensors.safetensors")
+    write_json(numbers, {
+        **asdict(seen), "noise": _noise(config, seen, tensors, others), "symmetric": _symmetric(config, tensors)})
+
+
+def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
+    path = reference_numbers(root, model, dtype, steps)
+    return Reference(**json.loads(path.read_text()), tensors=load_file(path.with_name("tensors.safetensors")))
+
+
+def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
+    """What every layout starts from."""
+    return checkpoint.find(reference_numbers(root, model, dtype, steps).with_name("seed"))
+
+
+def counted(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """1 for elements that are compared, 0 for those that are zero by symmetry; None where all are compared."""
+    if name not in (symmetric := recipe.zero_by_symmetry(config)):
+        return None
+    mask = torch.ones(shape)
+    mask[slice(*symmetric[name])] = 0
+    return mask
+
+
+def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: int, order: int = 0,
+         seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor]]:
+    resolved = resolve("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
+                       clip=recipe.CLIP, precision=dtype, device=me.device.type)
+    engine = make_engine(config, resolved, me)
+    if seed_folder is not None:
+        checkpoint.save(engine, me, RunDir(seed_folder), {"step": 0})
+    tensors = {f"first/{name}": value for name, value in _values(engine, "weight").items()}
+
+    def permuted(batch: np.ndarray, step: int) -> np.ndarray:
+        return batch[np.random.default_rng((order, step)).permutation(len(batch))] if order else batch
+
+    def keep_gradients(seen: Trajectory) -> None:
+        scale = 1 / (1 - recipe.BETAS[0]) / seen.clip_factor
+        tensors.update({f"gradient/{name}": value * scale for name, value in _values(engine, "exp_avg").items()})
+
+    seen = train(engine, config, me, lambda batch, step: permuted(own_rows(me)(batch, step), step), steps,
+                 after_first=keep_gradients)
+    tensors.update({f"weight/{name}": value for name, value in _values(engine, "weight").items()})
+    return seen, tensors
+
+
+def _values(engine: Engine, kind: str) -> dict[str, Tensor]:
+    return {part.name: part.tensors[kind].detach().cpu().clone().view(part.shape)
+            for part in engine.training_state().slices()}
+
+
+@contextmanager
+def _other_sums(seed: int) -> Iterator[None]:
+    """Every linear layer adds its products in another order, as the sum of two halves that are rounded apart.
+
+    Forward these are halves of the inputs, backward halves of the outputs: so does a layout that divides a layer
+    over ranks or tiles by rows or by columns. The shuffle is another one for each shape.
+    """
+    def shuffled(self: nn.Linear, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        columns, rows = (torch.randperm(size, generator=generator).to(x.device)
+                         for size in (self.in_features, self.out_features))
+        outputs = []
+        for these in rows.chunk(2):
+            first, second = (functional.linear(x[..., part], self.weight[these][:, part])
+                             for part in columns.chunk(2))
+            outputs.append(first + second)
+        y = torch.cat(outputs, dim=-1)[..., rows.argsort()]
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    plain = nn.Linear.forward
+    nn.Linear.forward = shuffled
+    try:
+        yield
+    finally:
+        nn.Linear.forward = plain
+
+
+def _noise(config: ModelConfig, seen: Trajectory, tensors: dict[str, Tensor],
+           others: list[tuple[Trajectory, dict[str, Tensor]]]) -> dict[str, Any]:
+    def apart(kind: str, name: str) -> float:
+        mine = tensors[f"{kind}/{name}"]
+        mask = counted(config, name, tuple(mine.shape))
+        differences = [found[f"{kind}/{name}"].double() - mine.double() for _, found in others]
+        return max((one if mask is None else one * mask).norm().item() for one in differences)
+
+    names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
+    return {
+        "loss": max(abs(a - b) for other, _ in others
+                    for a, b in zip([*other.losses, other.held_out], [*seen.losses, seen.held_out], strict=True)),
+        "norm": [max(abs(other.norms[step] - norm) for other, _ in others) for step, norm in enumerate(seen.norms)],
+        **{kind: {name: apart(kind, name) for name in names} for kind in ("gradient", "weight")},
+    }
+
+
+def _symmetric(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, float]:
+    found = {}
+    for name, (start, stop) in recipe.zero_by_symmetry(config).items():
+        gradient = tensors[f"gradient/{name}"]
+        found[f"{name}[{start}:{stop}]"] = (gradient[start:stop].norm() / gradient.norm()).item()
+    return found

@@ -1,0 +1,114 @@
+"""What certify prints, and what it keeps as JSON (imports no torch)."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ezpz_llm.certify import bounds, recipe
+from ezpz_llm.certify.cells import Skipped
+from ezpz_llm.certify.options import Work
+from ezpz_llm.observe.tables import table
+
+Result = dict[str, Any]
+_COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "gradient, worst",
+            "weights, worst", "verdict")
+_WIDTH = 150
+
+
+def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
+    """Whether everything asked for is the same maths; what is illegal anywhere was not asked for."""
+    return bool(results) and all(one["passed"] for one in results) and all(one.illegal for one in skipped)
+
+
+def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
+    """One row a cell. Gradients and weights in units of their bounds."""
+    rows = [_row(one) for one in results]
+    if not rich:
+        return table("certify", _COLUMNS, rows)
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table()
+    for number, name in enumerate(_COLUMNS):
+        drawn.add_column(name, justify="left" if number == 0 else "right")
+    for row, one in zip(rows, results, strict=True):
+        drawn.add_row(*row, style=None if one["passed"] else "red")
+    console = Console(file=io.StringIO(), force_terminal=True, width=_WIDTH)
+    console.print(drawn)
+    return console.file.getvalue()
+
+
+def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
+    """What failed and what was skipped, and the verdict on all of it."""
+    lines = []
+    for one in results:
+        if not one["passed"]:
+            lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
+    reasons: dict[tuple[str, str, bool], list[int]] = {}
+    for one in skipped:
+        reasons.setdefault((one.cell.layout, one.reason, one.illegal), []).append(one.cell.world)
+    for (layout, reason, illegal), worlds in reasons.items():
+        ranks = ", ".join(map(str, sorted(set(worlds))))
+        lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
+    quiet = dict.fromkeys(name for one in results for name in one.get("reference", {}).get("zero_by_symmetry", ()))
+    if quiet:
+        lines.append(f"without a gradient, by symmetry, and so judged by the losses: {', '.join(quiet)}")
+    failed = sum(not one["passed"] for one in results)
+    missing = sum(not one.illegal for one in skipped)
+    lines.append(f"{len(results) - failed} of {len(results)} are the same maths as one process"
+                 + (f"; {missing} could not be run" if missing else ""))
+    return "\n".join(lines)
+
+
+def title(one: Result) -> str:
+    planted = f" with {one['plant']}" if one["plant"] else ""
+    return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{planted}"
+
+
+def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
+           seconds: float) -> dict[str, Any]:
+    """Everything worth keeping, but for the numbers of each parameter, which the results' file has."""
+    machine = {name: value for name, value in environment.items()
+               if name in ("versions", "platform", "device", "threads")}
+    references = {f"{one['model']} {one['dtype']}": one["reference"] for one in results if "reference" in one}
+    return {
+        "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
+        "passed": all_passed(results, work.skipped), "environment": machine,
+        "recipe": {"steps": work.steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
+                   "pipeline_accumulation": recipe.PIPELINE_ACCUMULATION, "clip": recipe.CLIP,
+                   "betas": recipe.BETAS, "eps": recipe.EPS, "weight_decay": recipe.WEIGHT_DECAY,
+                   "lr": [recipe.learning_rate(step, work.steps) for step in range(work.steps)],
+                   "seed": recipe.SEED, "data_seed": recipe.DATA_SEED},
+        "bounds": {"rounding": bounds.ROUNDING, "k": bounds.K, "C": bounds.C, "factor": bounds.FACTOR,
+                   "least_loss": bounds.LEAST_LOSS},
+        "skipped": [{**vars(one.cell), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
+        "references": references,
+        "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
+                    for one in results],
+    }
+
+
+def as_json(kept: dict[str, Any]) -> str:
+    """A record as text, one line a result: a matrix has hundreds."""
+    head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
+    lines = ",\n    ".join(map(json.dumps, kept["results"]))
+    return f'{head[:-2]},\n  "results": [\n    {lines}\n  ]\n}}\n'
+
+
+def _row(one: Result) -> tuple[str, ...]:
+    worst = one["worst"]
+    name = one["layout"] + (f" +{one['plant']}" if one["plant"] else "")
+    return (name, one["model"], str(one["world"]), one["dtype"],
+            *(f"{worst[kind]['value']:.1e} / {worst[kind]['bound']:.1e}" if kind in worst else "-"
+              for kind in ("loss", "norm")),
+            *(f"{worst[kind]['ratio']:.2f} {_short(worst[kind]['what'])}" if kind in worst else "-"
+              for kind in ("gradient", "weight")),
+            "the same" if one["passed"] else "NOT the same")
+
+
+def _short(what: str) -> str:
+    return what.partition(" of ")[2].removeprefix("transformer.")

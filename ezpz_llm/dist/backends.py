@@ -1,0 +1,39 @@
+"""What differs from one kind of device to another, in one table (imports no torch).
+
+The rest of the code asks for a trait, not which device it has. ROCm's devices are called cuda in torch, and RCCL
+nccl: one row is for both. All of them have a fused AdamW, from torch 2.6 on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Traits:
+    """One kind of device.
+
+    `collectives` is torch's name of the backend that communicates between such devices. `own`: each rank takes one
+    of its own, by its local rank; else all ranks of a host share it. `bound`: a process group is told its device
+    ahead, so that it neither guesses nor waits for the first collective. `overlaps`: communication can run beside
+    computation. `bf16`: whether it multiplies matrices in bfloat16, or has to be asked. `fp16`: whether it does in
+    float16 at a useful speed. `float64`: whether it computes in it at all.
+    """
+
+    collectives: str
+    own: bool = True
+    bound: bool = False
+    overlaps: bool = True
+    bf16: Literal["yes", "no", "ask"] = "ask"
+    fp16: bool = True
+    float64: bool = True
+
+
+DEVICES = {
+    "cuda": Traits("nccl", bound=True),
+    "xpu": Traits("xccl", bf16="yes"),
+    "mps": Traits("gloo", own=False, bf16="no", float64=False),
+    "cpu": Traits("gloo", own=False, overlaps=False, fp16=False),
+}
+"""By torch's name of the type, the best first."""

@@ -1,0 +1,84 @@
+"""The engine of layout fsdp2: torch's fully_shard, which divides every parameter over all ranks by its rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ezpz_llm.engine.checkpoint.fsdp_state import FsdpState
+from ezpz_llm.engine.checkpoint.slices import EngineState
+from ezpz_llm.engine.gradients import divided_norm_and_clip
+from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.engine.torch_engine import TorchEngine
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.gpt import Block
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+class Fsdp2Engine(TorchEngine):
+    """Rows of parameters, gradients and moments on every rank; a block's parameters are gathered while it computes.
+
+    The optimizer steps this rank's rows as plain tensors, which share their storage with the model's parameters.
+
+    Raises:
+        UserError: this torch's fully_shard is wrong on a CPU.
+    """
+
+    def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
+                 adam: dict[str, Any]) -> None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        dist.ensure_group()
+        mesh = DeviceMesh.from_group(dist.mesh.real_group("dp", "sp"), dist.device.type)
+        # Blocks one by one; what lies outside of them, a tied table among it, is gathered for the whole pass.
+        for block in [module for module in model.modules() if isinstance(module, Block)]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if dist.device.type == "cpu":
+            _sum_and_divide(model)
+        self._divided = dict(model.named_parameters())
+        self._rows = {name: parameter.to_local().detach() for name, parameter in self._divided.items()}
+        rows = [{**group, "params": [self._rows[names[parameter]] for parameter in group["params"]]}
+                for group in groups]
+        super().__init__(model, resolved, dist, rows, adam)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
+        self.module.set_requires_gradient_sync(last_micro_step)
+        return self.module(*inputs)
+
+    def _norm_and_clip(self, scale: float) -> Tensor:
+        for name, parameter in self._divided.items():
+            self._rows[name].grad = parameter.grad.to_local()
+            parameter.grad = None
+        return divided_norm_and_clip([rows.grad for rows in self._rows.values()], self._mesh, self._clip, scale)
+
+    def training_state(self) -> EngineState:
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._divided.items()}
+        return FsdpState(self.module, self._rows, shapes, self._optimizer, *self._mesh.place("dp", "sp"),
+                         self._scale)
+
+
+def _sum_and_divide(model: nn.Module) -> None:
+    """Average gradients without gloo's own average, which in some versions of torch is a sum.
+
+    See github.com/pytorch/pytorch/issues/162338. Adam and clipping hide it: the losses stay right, norms do not.
+
+    Raises:
+        UserError: this torch is too old to be told. Some such versions do not get as far as the sum.
+    """
+    for part in model.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        if not hasattr(part, "set_force_sum_reduction_for_comms"):
+            raise UserError(f"fully_shard of torch {torch.__version__} is wrong on a CPU: it fails, or sums "
+                            "gradients that it should average", where="layout fsdp2",
+                            instead="a newer torch, or --ds-config zero3, which divides as much")
+        part.set_force_sum_reduction_for_comms(True)

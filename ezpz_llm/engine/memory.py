@@ -1,0 +1,84 @@
+"""What parameters, gradients and optimizer take on a rank, by arithmetic (imports no torch).
+
+In fp32, as every precision keeps them: 4 bytes a parameter, 4 its gradient, 8 Adam's two moments. Activations,
+buckets, gathered layers and what libraries keep for themselves come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ezpz_llm.engine.layout import Layout
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.partition import stage_bounds
+
+Kind = Literal["parameters", "gradients", "optimizer", "copy"]
+Where = Literal["device", "host", "files"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`bytes` of one kind on the rank that has most. "copy" is DeepSpeed's own of the parameters that it steps."""
+
+    kind: Kind
+    where: Where
+    bytes: int
+
+
+def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
+    """What the rank with most parameters holds under a legal layout.
+
+    Sequence-parallel ranks hold the same parameters, so that ZeRO divides over them as well.
+    """
+    held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+    peers = layout.dp_size(world_size) * layout.sp
+
+    def share(divided_from: int) -> int:
+        return -(-held // peers) if stage >= divided_from else held
+
+    offload = {None: "device", "cpu": "host", "nvme": "files"}
+    optimizer: Where = offload[layout.offload_optimizer]
+    # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state lies in files.
+    gradients: Where = "device" if layout.offload_optimizer is None else "host"
+    offloaded_share = -(-held // peers) if layout.offload_optimizer else share(2)
+    parts = [Part("parameters", offload[layout.offload_param], 4 * share(3)),
+             Part("gradients", gradients, 4 * offloaded_share),
+             Part("optimizer", optimizer, 8 * share(1))]
+    # Stages 1 and 2 step a flat copy of a rank's share; stage 3 steps the share itself where it is not offloaded.
+    if layout.engine == "deepspeed" and (stage in (1, 2) or layout.offload_optimizer):
+        parts.append(Part("copy", optimizer, 4 * share(1)))
+    return tuple(parts)
+
+
+def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:
+    """Bytes in one place, of these kinds or of all."""
+    return sum(part.bytes for part in parts if part.where == where and (not kinds or part.kind in kinds))
+
+
+def held_parameters(layout: Layout, model: ModelConfig, stage: int) -> int:
+    """Parameters of one tensor-parallel rank in a pipeline stage, before ZeRO divides them."""
+    bounds = stage_bounds(model, layout.pp, layout.partition)
+    count = (bounds[stage + 1] - bounds[stage]) * _block(model, layout.tp)
+    table = model.padded_vocab_size * model.n_embd // layout.tp
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    if is_first:
+        count += table + (model.block_size * model.n_embd if model.position == "learned" else 0)
+    if is_last:
+        count += _norm(model)
+        # The last of several stages has its own copy of a tied table.
+        count += table if not model.tied or not is_first else 0
+    return count
+
+
+def _block(model: ModelConfig, tp: int) -> int:
+    """Column-parallel layers divide weight and bias, row-parallel ones the weight alone; norms stay whole."""
+    width, hidden = model.n_embd, model.intermediate_size
+    rows = width + 2 * model.kv_width + hidden * (2 if model.mlp == "swiglu" else 1)
+    divided = rows * (width + model.bias) + width * width + hidden * width
+    return divided // tp + (2 * width if model.bias else 0) + 2 * _norm(model)
+
+
+def _norm(model: ModelConfig) -> int:
+    return model.n_embd * (2 if model.norm == "layernorm" and model.bias else 1)

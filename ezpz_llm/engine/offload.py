@@ -1,0 +1,95 @@
+"""What offload to NVMe adds to a ds_config: where the files lie, and buffers that fit (imports no torch)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ezpz_llm.engine.ds_config import DsConfig
+from ezpz_llm.engine.layout import Layout
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.config import ModelConfig
+
+SWAPPED_FROM = 1 << 20
+"""Bytes from which on DeepSpeed moves a rank's part of a parameter, or a sub-group's state, into a file."""
+
+_READ_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+_OVERLAP = ("pipeline_read", "pipeline_write")
+_BLOCKS = ("offload_optimizer", "offload_param")
+
+
+def uses_nvme(layout: Layout) -> bool:
+    return "nvme" in (layout.offload_optimizer, layout.offload_param)
+
+
+def wished_path(config: DsConfig) -> str | None:
+    """The folder for files that a ds_config names.
+
+    Raises:
+        UserError: it names two.
+    """
+    zero = config.values.get("zero_optimization", {})
+    paths = {str(path) for block in _BLOCKS
+             if zero.get(block, {}).get("device") == "nvme" and (path := zero[block].get("nvme_path")) is not None}
+    if len(paths) > 1:
+        raise UserError(f"two folders for offloaded files: {' and '.join(sorted(paths))}",
+                        where=f"nvme_path in {config.path}", instead="one of them, in both blocks")
+    return next(iter(paths - {"auto"}), None)
+
+
+def place(layout: Layout, path: str | None, source: str) -> tuple[str, ...]:
+    """What to say about the place of a layout's files.
+
+    Raises:
+        UserError: a folder is named, and nothing is kept in files.
+    """
+    if not uses_nvme(layout) and path is not None:
+        raise UserError(f"nvme_path is {path}, and layout {layout.name} keeps nothing in files", where=source,
+                        instead="--ds-config zero3_nvme, or no nvme_path")
+    if not uses_nvme(layout) or path is not None:
+        return ()
+    return ("offloaded state lies in files in the run directory, removed at the end; a node's own disk is faster: "
+            "--nvme-path DIR",)
+
+
+def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, world_size: int,
+             where: str) -> dict[str, Any]:
+    """The block "zero_optimization" without paths, which each rank fills in, and with buffers that suffice.
+
+    Raises:
+        UserError: a value of the user's that DeepSpeed would fail with in the middle of a step.
+    """
+    zero = {**zero, **{block: {key: value for key, value in zero[block].items() if key != "nvme_path"}
+                       for block in _BLOCKS if block in zero}}
+    if layout.offload_optimizer == "nvme":
+        block = zero["offload_optimizer"]
+        # For the sub-group at hand, the one that is read ahead, and the one that is still being written.
+        _at_least(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
+                  "a sub-group has weights, gradients and two moments")
+    if layout.offload_param == "nvme":
+        for key in _READ_AHEAD:
+            if zero.setdefault(key, 0) != 0:
+                raise UserError(f"{key} is {zero[key]} and parameters lie in files", where=where,
+                                instead="delete the key: DeepSpeed runs out of buffers where it reads parameters "
+                                        "ahead of the layer that it computes, or keeps them")
+        # A layer's weight and bias, and a table's that is used twice.
+        _at_least(zero["offload_param"], "buffer_count", 5, where, "a layer's parameters are read together")
+        if model is not None:
+            divided_by = layout.tp * world_size // (layout.tp * layout.pp)
+            _at_least(zero["offload_param"], "buffer_size",
+                      max(-(-_largest_parameter(model) // divided_by), SWAPPED_FROM // 4), where,
+                      "a buffer holds a rank's part of the largest parameter")
+    return zero
+
+
+def _at_least(block: dict[str, Any], key: str, least: int, where: str, why: str) -> None:
+    """Set what is not given to the least that works, and refuse less."""
+    if block.setdefault(key, least) < least:
+        raise UserError(f"{key} is {block[key]:.0f} and must be at least {least}: {why}", where=where,
+                        instead="delete the key: it then follows from the rest")
+
+
+def _largest_parameter(model: ModelConfig) -> int:
+    """Elements of the largest of the tables and linear layers."""
+    rows = (model.padded_vocab_size, model.n_embd + 2 * model.kv_width, model.intermediate_size,
+            model.block_size if model.position == "learned" else 0)
+    return max(rows) * model.n_embd

@@ -1,0 +1,158 @@
+"""certify as a user runs it: everything passes, every planted fault is caught and named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, launch
+
+from ezpz_llm.certify import recipe
+from ezpz_llm.certify.plants import PLANTS
+
+ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
+       if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+ON_ONE_LAYOUT = ["gradients-x2", "dropped-bucket", "accumulation-not-divided", "early-sync", "stale-optimizer",
+                 "wrong-mask", "shifted-targets", "duplicated-data", "untied-head"]
+
+
+def certify(folder: Path, *words: str, timeout: float = 280) -> tuple[int, str, list[dict]]:
+    """Exit code, output and results of a run."""
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--run-dir",
+                           str(folder / "run"), *words], cwd=folder, env=ENV, capture_output=True, text=True,
+                          timeout=timeout, check=False)
+    kept = folder / "run" / "certify.json"
+    results = json.loads(kept.read_text())["results"] if kept.exists() else []
+    return done.returncode, done.stdout + done.stderr, results
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, dict]]:
+    code, said, results = certify(tmp_path_factory.mktemp("quick"), "--quick")
+    return code, said, {f"{one['layout']} {one['dtype']}": one for one in results}
+
+
+GPT2, LLAMA = 841_216, 1_009_920
+"""Bytes of the weights."""
+
+# Of rank 0, by kind: how many in a step, and the bytes of their buffers. Gradients fill several buckets.
+ISSUED = {
+    "ddp": {"all_reduce": (1, LLAMA)},
+    "zero0": {"all_reduce": (1, GPT2)},
+    # Stages 1 and 2 all-reduce what the textbook reduce-scatters, stage 2 on every micro-step. Two groups of
+    # parameters, with decay and without, are gathered.
+    "zero1": {"all_reduce": (6, LLAMA), "all_gather": (2, LLAMA)},
+    "zero2": {"all_reduce": (2 * 5, 2 * GPT2), "all_gather": (2, GPT2)},
+    "zero3": {"all_gather": (61, 3_459_328), "reduce_scatter": (2 * 6, 2 * LLAMA)},
+    "sp2": {"all_reduce": (6, LLAMA), "all_gather": (2, LLAMA), "all_to_all": (2 * 4 * 2 * 4, 3_145_728)},
+    # The all-reduces of activations that the textbook has, those of the loss, and one of all gradients.
+    "tp2": {"all_gather": (2, 16_384), "all_reduce": (37, 5_224_704)},
+    "pp2": {"send": (4, 262_144), "recv": (4, 262_144)},
+}
+
+
+def test_every_layout_is_the_same_maths(quick: tuple[int, str, dict[str, dict]]) -> None:
+    code, said, results = quick
+    assert [f"{name}: {one['failures']}" for name, one in results.items() if not one["passed"]] == []
+    assert code == 0, said
+    for one in results.values():
+        assert min(one["norms"]) > recipe.CLIP
+        assert one["losses"][-1] < one["losses"][0] - 0.1
+
+
+@pytest.mark.parametrize("layout", ISSUED)
+def test_collectives_are_those_that_are_known(quick: tuple[int, str, dict[str, dict]], layout: str) -> None:
+    found = quick[2][f"{layout} fp32"]["collectives"][0]["kinds"]
+    known = {kind: (entry["count"], entry["bytes"]) for kind, entry in found.items() if kind != "scalars"}
+    if layout == "pp2":
+        del known["all_reduce"]  # buckets of the stage, and of the tied table alone
+    assert known == ISSUED[layout]
+
+
+def test_the_textbook_is_beside_them(quick: tuple[int, str, dict[str, dict]]) -> None:
+    _, _, results = quick
+    assert results["zero1 fp32"]["textbook"] == {"all_gather": LLAMA, "reduce_scatter": LLAMA}
+    assert results["sp2 fp32"]["textbook"]["all_to_all"] == ISSUED["sp2"]["all_to_all"][1]
+    assert results["pp2 fp32"]["textbook"] == {"recv": 262_144, "send": 262_144}
+
+
+def test_memory_is_what_arithmetic_says(quick: tuple[int, str, dict[str, dict]]) -> None:
+    _, _, results = quick
+    for name in ("ddp fp32", "zero0 fp32", "zero1 fp32", "tp2 fp32", "pp2 fp32", "pp2_tp2 fp32", "3d fp32"):
+        one = results[name]
+        held = max(sum(rank.values()) - rank["other"] for rank in one["memory"])
+        assert held == pytest.approx(sum(part["bytes"] for part in one["arithmetic"]), rel=0.01), name
+
+
+def test_planted_faults_are_caught_by_name(tmp_path: Path) -> None:
+    code, said, results = certify(tmp_path, "--layouts", "ddp", "--world", "2", "--model", "tiny-gpt2", "--dtype",
+                                  "fp32", "--plant", ",".join(ON_ONE_LAYOUT))
+    assert code == 1, said
+    assert [one["plant"] for one in results] == ON_ONE_LAYOUT
+    for one in results:
+        missing = set(PLANTS[one["plant"]].shows) - set(one["kinds"])
+        assert not missing, f"{one['plant']}: {missing} not among {one['failures']}"
+        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {one['plant']}:" in said
+    named = {one["plant"]: " ".join(one["failures"]) for one in results}
+    assert "gradient norm at step 1" in named["gradients-x2"]
+    assert "2 times the reference's" in named["gradients-x2"]
+    assert "loss" not in named["gradients-x2"].replace("loss after", "")  # clipped Adam's losses do not show it
+    assert "gradient of transformer.h.1." in named["dropped-bucket"]
+    assert "loss at step 2" in named["stale-optimizer"]
+    assert "loss at step 1" in named["duplicated-data"]
+    assert "gradient of transformer.wte.weight" in named["untied-head"]
+
+
+def test_unmarked_tensor_parallel_parameters_are_caught_by_the_norm(tmp_path: Path) -> None:
+    code, said, results = certify(tmp_path, "--layouts", "tp2,tp2_zero1,tp2_zero3", "--world", "2", "--model",
+                                  "tiny-llama", "--dtype", "fp32", "--plant", "unmarked-tp")
+    assert code == 1, said
+    assert len(results) == 3
+    assert all("gradient norm at step 1" in " ".join(one["failures"]) for one in results)
+
+
+def test_a_wrong_scale_over_a_sequence_is_caught(tmp_path: Path) -> None:
+    code, said, results = certify(tmp_path, "--layouts", "sp2", "--world", "2", "--model", "tiny-gpt2", "--dtype",
+                                  "fp32", "--plant", "wrong-sp-scale")
+    assert code == 1, said
+    assert "2 times the reference's" in " ".join(results[0]["failures"])
+
+
+@pytest.mark.slow
+def test_a_layout_that_crashes_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}))
+    code, said, results = certify(tmp_path, "--layouts", f"{broken},ddp", "--world", "2", "--model", "tiny-gpt2",
+                                  "--dtype", "fp32")
+    assert code == 1, said
+    assert [one["passed"] for one in results] == [False, True]
+    assert "reduce_bucket_size" in " ".join(results[0]["failures"])
+    assert "1 of 2 are the same maths as one process" in said
+
+
+def test_ranks_of_a_launch_certify_what_fits_them(tmp_path: Path) -> None:
+    done = launch(tmp_path, "-n", "2", "--run-dir", "run", sys.executable, "-m", "ezpz_llm.certify", "--layouts",
+                  "zero1", "--model", "tiny-gpt2", "--dtype", "fp32", "--json", "out/kept.json", timeout=120,
+                  OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 are the same maths as one process" in done.stdout
+    kept = json.loads((tmp_path / "out" / "kept.json").read_text())
+    assert kept["passed"]
+    assert {"torch", "deepspeed"} <= set(kept["environment"]["versions"])
+    assert kept["recipe"]["seed"] == recipe.SEED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", recipe.DTYPES)
+@pytest.mark.parametrize("layouts", ["zero1,zero2,zero3", "pp2", "tp2"])
+def test_faults_are_caught_in_other_layouts(tmp_path: Path, layouts: str, dtype: str) -> None:
+    plants = ["gradients-x2", "accumulation-not-divided", "stale-optimizer", "wrong-mask", "shifted-targets"]
+    code, said, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype, "--plant",
+                                  ",".join(plants), timeout=1100)
+    assert code == 1, said
+    for one in results:
+        assert not one["passed"], one["plant"]

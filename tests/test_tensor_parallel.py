@@ -1,0 +1,119 @@
+"""Tensor parallelism computes what one process computes: a job of two ranks and one of four, read by many tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.tensor_parallel import apply
+
+SCRIPT = Path(__file__).with_name("tensor_parallel_ranks.py")
+LAYOUTS = ("ddp", "tp2", "tp2_zero1", "tp2_zero3")
+TWO = [f"fp32:{shape}:{layout}" for shape in ("gpt2", "llama") for layout in LAYOUTS]
+TWO += ["bf16:gpt2:ddp", "bf16:gpt2:tp2_zero1", "bf16:gpt2:tp2_zero3"]
+FOUR = ["fp32:gpt2:ddp", "fp32:gpt2:tp2_zero1", "fp32:llama:tp2_zero3", "bf16:gpt2:tp2_zero3"]
+UNMARKED = ["fp32:gpt2:tp2_zero1:unmarked", "fp32:gpt2:tp2_zero3:unmarked"]
+# Between layouts with tensor parallelism, in the same process: DeepSpeed keeps what it was told in globals.
+UNDIVIDED = ["fp32:gpt2:zero0:undivided", "fp32:gpt2:zero1:undivided", "fp32:gpt2:zero3:undivided"]
+LATER = "fp32:gpt2:zero2"
+LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
+NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
+
+
+def results_of(folder: Path, runs: list[str], ranks: int) -> dict[str, Any]:
+    command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder),
+               *runs]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results_of(tmp_path_factory.mktemp("two"), ["parts", *TWO, *UNDIVIDED, *UNMARKED, LATER], 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results_of(tmp_path_factory.mktemp("four"), FOUR, 4)
+
+
+def check(run: str, result: dict[str, Any]) -> None:
+    precision = run.partition(":")[0]
+    assert largest(result["losses"]) <= LOSS_BOUND[precision]
+    assert largest(result["norms"], relative=True) <= NORM_BOUND[precision]
+    assert min(result["norms"][1]) > 0.5  # clipping is at work
+    assert result["losses"][1][-1] < result["losses"][1][0]
+    assert all(value for name, value in result.items() if name.endswith("agree") or name.endswith("agrees"))
+    assert result["loss_sum"][0] == pytest.approx(result["loss_sum"][1], rel=LOSS_BOUND[precision])
+    assert result["logits"] < 10 * LOSS_BOUND[precision]
+    assert result["logits shape"] == [8, 64]
+
+
+def largest(pair: list[list[float]], *, relative: bool = False) -> float:
+    assert len(pair[0]) == len(pair[1]) > 0
+    return max(abs(a - b) / (abs(b) if relative else 1) for a, b in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("run", [*TWO, *UNDIVIDED, LATER])
+def test_every_step_is_that_of_one_process(two: dict[str, Any], run: str) -> None:
+    check(run, two[run])
+
+
+@pytest.mark.parametrize("run", FOUR)
+def test_with_data_parallelism_too(four: dict[str, Any], run: str) -> None:
+    check(run, four[run])
+
+
+@pytest.mark.parametrize("run", UNMARKED)
+def test_an_unmarked_parameter_shows_in_the_norm(two: dict[str, Any], run: str) -> None:
+    assert largest(two[run]["norms"], relative=True) > 0.1
+    assert largest(two[run]["losses"]) < 1e-3  # where it hardly shows
+
+
+def test_first_weights_are_those_of_one_process(two: dict[str, Any]) -> None:
+    for found in two["parts"]["first values"]:
+        assert found == dict.fromkeys(found, True)
+        assert len(found) == 6
+
+
+def test_the_divided_loss_is_the_plain_one(two: dict[str, Any]) -> None:
+    for found in two["parts"]["loss"]:
+        assert found.pop("nothing") == [0.0, 1.0]  # no target counts: a sum of 0, and a mean that is none
+        assert len(found) == 4  # two dtypes, two reductions
+        assert max(value for values in found.values() for value in values) < 2e-6
+
+
+def test_dropout_is_alike_where_ranks_hold_the_same_and_differs_where_not(two: dict[str, Any]) -> None:
+    for found in two["parts"]["dropout"]:
+        assert found == dict.fromkeys(found, True)
+        assert sum(name.endswith(".drop alike") for name in found) == 5
+
+
+def test_checkpoints_go_between_tensor_parallel_ranks_and_one_process(two: dict[str, Any]) -> None:
+    found = two["parts"]["checkpoints"]
+    assert len(found) == 4
+    for pair in found.values():
+        assert largest(pair) <= LOSS_BOUND["fp32"]
+
+
+@pytest.mark.parametrize(("what", "changes", "size"), [
+    ("2 key/value heads", {"n_kv_head": 2}, 4), ("hidden units", {"intermediate_size": 127}, 2),
+    ("65 rows of the token table", {"vocab_size": 65, "vocab_multiple": 1}, 2)])
+def test_what_cannot_be_divided_is_refused(what: str, changes: dict[str, int], size: int) -> None:
+    with torch.device("meta"):
+        model = GPT(get_model_config("tiny-llama", **changes))
+    with pytest.raises(UserError, match=what):
+        apply(model, None, 0, size)
