@@ -174,10 +174,14 @@ _boot) # in the login node's namespaces: make node i
   [ -n "$P" ] || die "node $N has not begun"
   echo "$P" >"$D/nodes/$N.pid"
   ip link del "v$N" 2>/dev/null
-  ip link add "v$N" type veth peer name eth0 netns "$P"
+  # A node that is switched on again has the hardware address that the others remember.
+  ip link add "v$N" type veth peer name eth0 address "$(printf 02:00:00:00:%02x:%02x $((i / 256)) $((i % 256)))" netns "$P"
   ip link set "v$N" master br0 up
-  for _ in $(seq 400); do [ -e "$D/nodes/$N.up" ] && exit 0; sleep 0.05; done
-  die "node $N did not come up";;
+  for _ in $(seq 400); do [ -e "$D/nodes/$N.up" ] && break; sleep 0.05; done
+  [ -e "$D/nodes/$N.up" ] || die "node $N did not come up"
+  [ "$SIM_SSHD" = 1 ] || exit 0
+  for _ in $(seq 40); do timeout 1 bash -c ": </dev/tcp/$N/22" 2>/dev/null && exit 0; sleep 0.05; done
+  die "node $N does not answer on ssh's port";;
 _node) # the first process of a node
   D=$2 i=$3; N=$SIM_PREFIX$i
   trap 'exit 0' TERM
