@@ -46,8 +46,8 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int) -> tupl
     parts = [Part("parameters", offload[layout.offload_param], 4 * share(3)),
              Part("gradients", gradients, 4 * offloaded_share),
              Part("optimizer", optimizer, 8 * share(1))]
-    # Stages 1 and 2 step a flat copy of a rank's share; stage 3 steps the share itself where it is not offloaded.
-    if layout.engine == "deepspeed" and (stage in (1, 2) or layout.offload_optimizer):
+    # Every stage that divides the optimizer steps a flat copy of the rank's share, stage 3 too, beside the share.
+    if layout.engine == "deepspeed" and stage:
         parts.append(Part("copy", optimizer, 4 * share(1)))
     return tuple(parts)
 
