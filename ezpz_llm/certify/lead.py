@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.certify.cells import Cell
+from ezpz_llm.certify.job import Job, failed_files, reference_numbers, references_of, results, results_file
 from ezpz_llm.certify.options import Work
-from ezpz_llm.certify.work import Job, failed_files, reference_numbers, references_of, results, results_file
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, append_line, read_record
 

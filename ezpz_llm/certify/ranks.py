@@ -6,8 +6,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from ezpz_llm.certify import report
+from ezpz_llm.certify.conclude import conclude
+from ezpz_llm.certify.job import Job, references_of
 from ezpz_llm.certify.options import Work
-from ezpz_llm.certify.work import COLLECTIVE_TIMEOUT_S, Job, references_of, work
+from ezpz_llm.certify.work import COLLECTIVE_TIMEOUT_S, work
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import run_environment
 
@@ -20,8 +22,6 @@ def follow(todo: Work, options: Namespace, argv: Sequence[str], began: float) ->
         job = Job(dist.run_dir.path, references_of(todo.cells), todo.cells, todo.steps, options.device)
         found = work(job, dist, say=lambda line: print(line, flush=True) if dist.is_main else None)
         if dist.is_main:
-            from ezpz_llm.certify.__main__ import conclude
-
             conclude(todo, options, argv, began, dist.run_dir, environment)
         dist.barrier()
     return 0 if report.all_passed(found, todo.skipped) else 1

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ezpz_llm.certify import recipe
+from ezpz_llm.certify.job import reference_numbers
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, train
-from ezpz_llm.certify.work import reference_numbers
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.base import Engine

@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.check:
         return 0
-    from ezpz_llm.certify.work import COLLECTIVE_TIMEOUT_S, Job, work
+    from ezpz_llm.certify.job import Job
+    from ezpz_llm.certify.work import COLLECTIVE_TIMEOUT_S, work
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.observe import run_environment
     from ezpz_llm.rundir import update_record
