@@ -55,6 +55,10 @@ class Engine(ABC):
         """The summed loss of a batch, or this rank's part of it, 0-d; all ranks of a model's copy make the call."""
         return self.module(tokens, targets, reduction="sum")
 
+    def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The same for each sequence of the batch, (B,). The sequence-parallel degree has to divide their length."""
+        return self.module(tokens, targets, reduction="rows")
+
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Logits (B, V) of the token after (B, T), the same on every rank; all ranks make the call."""
         return self.module(tokens, last_only=True)[:, -1]

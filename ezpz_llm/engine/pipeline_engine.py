@@ -100,6 +100,10 @@ class PipelineEngine(Engine):
         output = self._flow(tokens, targets, reduction="sum")
         return torch.zeros((), device=self.device) if output is None else output
 
+    def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        output = self._flow(tokens, targets, reduction="rows")
+        return torch.zeros(len(tokens), device=self.device) if output is None else output
+
     def next_logits(self, tokens: Tensor) -> Tensor:
         logits = self._flow(tokens, last_only=True)
         if logits is None:

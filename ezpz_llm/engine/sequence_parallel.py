@@ -27,7 +27,7 @@ from ezpz_llm.model.loss import Reduction
 def apply(model: GPT, mesh: Mesh, device_type: str) -> None:
     """Let a model take whole sequences and compute this rank's share of them.
 
-    With targets it gives this rank's part of the loss: the mean over the group is the "mean", the sum the "sum".
+    With targets it gives this rank's part of the loss: the mean over the group is the "mean", the sum any other.
     Without, it gives the last token's logits, the same on every rank of the group. All of them make each call.
 
     Args:
@@ -76,8 +76,9 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
             return last_logits(tokens)
         share = tokens.shape[1] // size
         mine = slice(rank * share, (rank + 1) * share)
-        loss = inner(tokens[:, mine], targets[:, mine], "sum", first=rank * share)
-        if reduction == "sum":
+        summed = "rows" if reduction == "rows" else "sum"
+        loss = inner(tokens[:, mine], targets[:, mine], summed, first=rank * share)
+        if reduction != "mean":
             return loss
         # Of all that counts, which may lie in few shares.
         return loss * (size / (targets != IGNORED).sum())

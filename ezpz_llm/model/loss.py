@@ -7,11 +7,16 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "rows"]
+"""Over all targets that count: their mean, 0-d; their sum, 0-d; the sum of each sequence, (B,)."""
+
 
 class CrossEntropy(nn.Module):
     """Negative log-likelihood in nats, computed in fp32 whatever the logits' dtype."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Logits (B, T, V) and targets (B, T) to a 0-d fp32 tensor; a target of -100 counts in no sum or mean."""
+        """Logits (B, T, V) and targets (B, T) to an fp32 tensor, see Reduction; targets of -100 count in none."""
+        if reduction == "rows":
+            losses = functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
+            return losses.view(targets.shape).sum(dim=-1)
         return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction=reduction)

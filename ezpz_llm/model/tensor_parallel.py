@@ -144,7 +144,7 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
 def gather_logits(model: nn.Module, group: ProcessGroup | None, size: int) -> None:
     """Let a model, or the last stage of one, give whole logits where it is called without targets."""
     def whole_logits(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output if output.dim() == 0 else join_last(output, group, size)
+        return output if output.dim() < 3 else join_last(output, group, size)
 
     model.register_forward_hook(whole_logits)
 

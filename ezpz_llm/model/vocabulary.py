@@ -43,9 +43,11 @@ class VocabularyCrossEntropy(nn.Module):
         self.group, self.rank, self.ranks = group, rank, ranks
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Logits (B, T, V/R) and targets (B, T) to a 0-d fp32 tensor; a target of -100 counts in no sum or mean."""
-        targets = targets.flatten()
+        """Logits (B, T, V/R) and targets (B, T) to an fp32 tensor, see Reduction; targets of -100 count in none."""
+        shape, targets = targets.shape, targets.flatten()
         losses = _TokenLosses.apply(logits.flatten(0, -2), targets, self.group, self.rank, self.ranks)
+        if reduction == "rows":
+            return losses.view(shape).sum(dim=-1)
         total = losses.sum()
         return total if reduction == "sum" else total / (targets != IGNORED).sum()
 
