@@ -56,7 +56,7 @@ class Engine(ABC):
         return self.module(tokens, targets, reduction="sum")
 
     def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The same for each sequence of the batch, (B,). The sequence-parallel degree has to divide their length."""
+        """The same for each sequence of a batch, (B,). The sequence-parallel degree has to divide their length."""
         return self.module(tokens, targets, reduction="rows")
 
     def next_logits(self, tokens: Tensor) -> Tensor:
