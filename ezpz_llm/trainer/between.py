@@ -81,7 +81,8 @@ def save(session: Session) -> None:
     dist, position, begin = session.dist, session.position, time.monotonic()
     checkpoint.save(session.engine, dist, dist.run_dir, {
         "step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
-        "seed": session.config.seed, "data": session.data.fingerprint, "model": asdict(session.plan.model),
+        "seed": session.config.seed, "data": session.data.fingerprint,
+        "tokenizer": session.data.manifest.get("tokenizer"), "model": asdict(session.plan.model),
     })
     if dist.is_main:
         checkpoint.prune(dist.run_dir, session.config.keep_last)

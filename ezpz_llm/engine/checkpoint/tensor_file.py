@@ -11,24 +11,29 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ezpz_llm.engine.checkpoint.folder import FileRecord
 
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint8: "U8"}
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16",
+           torch.int64: "I64", torch.uint8: "U8"}
 
 
-def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> FileRecord:
+def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor],
+                  metadata: Mapping[str, str] | None = None) -> FileRecord:
     """Write tensors of any device under their names, durably, each when its turn comes.
 
     Args:
         outline: by name, tensors of the same sizes and types in the same order; those of the meta device will do.
+        metadata: what the header says of the file.
 
     Raises:
         OSError: the disk is full, or the like; the file is then incomplete.
     """
-    header, offset = {}, 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
     for name, tensor in outline.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
@@ -42,7 +47,7 @@ def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iter
             file.write(chunk)
             digest.update(chunk)
         for _, tensor in zip(outline, tensors, strict=True):
-            data = memoryview(tensor.detach().cpu().contiguous().view(-1).numpy()).cast("B")
+            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
             file.write(data)
             digest.update(data)
         file.flush()
