@@ -1,0 +1,107 @@
+"""Between our model's configuration and Hugging Face's config.json (imports no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.hf.names import family_of
+from ezpz_llm.model.config import ModelConfig
+
+_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_ABSENT = object()
+
+
+def to_hf(config: ModelConfig, *, dtype: str = "float32", end_of_text: int | None = None) -> dict[str, Any]:
+    """config.json of the model with the same logits.
+
+    Args:
+        dtype: torch's name of the type the weights are stored in.
+        end_of_text: the tokenizer's id that begins and ends documents.
+
+    Raises:
+        UserError: Hugging Face has no such model.
+    """
+    family = family_of(config)
+    common = {"model_type": family, "torch_dtype": dtype, "vocab_size": config.vocab_size,
+              "bos_token_id": end_of_text, "eos_token_id": end_of_text, "tie_word_embeddings": config.tied,
+              "use_cache": True}
+    if family == "gpt2":
+        return {"architectures": ["GPT2LMHeadModel"], **common, "n_layer": config.n_layer, "n_head": config.n_head,
+                "n_embd": config.n_embd, "n_positions": config.block_size, "n_ctx": config.block_size,
+                "n_inner": config.intermediate_size, "activation_function": "gelu_new",
+                "layer_norm_epsilon": config.norm_eps,
+                **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)}
+    return {"architectures": ["LlamaForCausalLM"], **common, "num_hidden_layers": config.n_layer,
+            "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head,
+            "hidden_size": config.n_embd, "head_dim": config.head_dim,
+            "intermediate_size": config.intermediate_size, "max_position_embeddings": config.block_size,
+            "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+            "attention_bias": config.bias, "mlp_bias": config.bias, "attention_dropout": 0.0}
+
+
+def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that a config.json describes, without dropout.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        UserError: a kind of model, or a setting of one, that ours cannot compute.
+    """
+    read = {"gpt2": _from_gpt2, "llama": _from_llama}.get(str(stored.get("model_type")))
+    if read is None:
+        raise UserError(f"model_type is {stored.get('model_type')!r}", where=where,
+                        instead="a GPT-2 or Llama model (model_type gpt2 or llama)")
+    return read(_Keys(stored, where))
+
+
+class _Keys:
+    """The members of a config.json."""
+
+    def __init__(self, stored: Mapping[str, Any], where: str) -> None:
+        self.stored, self.where = stored, where
+
+    def get(self, name: str, default: Any = _ABSENT) -> Any:
+        """A member; its default where it is absent or null."""
+        value = self.stored.get(name)
+        if value is None and default is _ABSENT:
+            raise UserError(f"{name} is missing", where=self.where,
+                            instead="the config.json that belongs to the weights")
+        return default if value is None else value
+
+    def must_be(self, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+        """Refuse a value that would compute something else."""
+        if value not in allowed:
+            raise UserError(f"{name} is {value!r}, which this model does not compute", where=self.where,
+                            instead=f"a checkpoint with {name} {' or '.join(map(repr, allowed))}")
+
+
+def _from_gpt2(keys: _Keys) -> ModelConfig:
+    keys.must_be("activation_function", keys.get("activation_function", "gelu_new"), _GELU)
+    keys.must_be("scale_attn_weights", keys.get("scale_attn_weights", True), (True,))
+    keys.must_be("scale_attn_by_inverse_layer_idx", keys.get("scale_attn_by_inverse_layer_idx", False), (False,))
+    keys.must_be("add_cross_attention", keys.get("add_cross_attention", False), (False,))
+    return ModelConfig(n_layer=keys.get("n_layer"), n_head=keys.get("n_head"), n_embd=keys.get("n_embd"),
+                       block_size=keys.get("n_positions", keys.stored.get("n_ctx", 1024)),
+                       vocab_size=keys.get("vocab_size"), intermediate_size=keys.get("n_inner", 0),
+                       norm_eps=keys.get("layer_norm_epsilon", 1e-5), tied=keys.get("tie_word_embeddings", True))
+
+
+def _from_llama(keys: _Keys) -> ModelConfig:
+    # transformers 5 keeps the rotation in rope_parameters, earlier versions in rope_theta and rope_scaling.
+    rope = {**(keys.get("rope_scaling", {})), **(keys.get("rope_parameters", {}))}
+    keys.must_be("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
+    keys.must_be("hidden_act", keys.get("hidden_act", "silu"), ("silu", "swish"))
+    bias = keys.get("attention_bias", False)
+    keys.must_be("mlp_bias", keys.get("mlp_bias", False), (bias,))
+    heads, width = keys.get("num_attention_heads"), keys.get("hidden_size")
+    keys.must_be("head_dim", keys.get("head_dim", width // heads), (width // heads,))
+    return ModelConfig(n_layer=keys.get("num_hidden_layers"), n_head=heads, n_embd=width,
+                       n_kv_head=keys.get("num_key_value_heads", heads),
+                       block_size=keys.get("max_position_embeddings"), vocab_size=keys.get("vocab_size"),
+                       intermediate_size=keys.get("intermediate_size"), norm="rmsnorm",
+                       norm_eps=keys.get("rms_norm_eps", 1e-6), position="rope",
+                       rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))), mlp="swiglu",
+                       bias=bias, tied=keys.get("tie_word_embeddings", False), init="llama")

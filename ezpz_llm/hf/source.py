@@ -1,0 +1,120 @@
+"""Where a model's weights are: a run's checkpoint, a Hugging Face folder or a hub id (imports no torch)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ezpz_llm.engine.checkpoint import find
+from ezpz_llm.engine.checkpoint.folder import STATE, read_json
+from ezpz_llm.errors import UserError
+from ezpz_llm.hf.config import from_hf
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.resources import user_path
+
+CONFIG = "config.json"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights and the model they are of.
+
+    `tokenizer` is the entry that a run's token shards keep of theirs (see `ezpz_llm.data.tokenizers`), None where
+    it is not known. `state` is a checkpoint's state.json, empty for a Hugging Face folder.
+    """
+
+    kind: Literal["checkpoint", "hf"]
+    folder: Path
+    model: ModelConfig
+    tokenizer: Mapping[str, Any] | None
+    state: Mapping[str, Any]
+
+    def describe(self) -> str:
+        """In a few words."""
+        return f"{self.folder} (step {self.state['step']})" if self.kind == "checkpoint" else str(self.folder)
+
+
+def find_source(where: str, option: str) -> Source:
+    """What `where` means: a run directory, a checkpoint's own folder, a folder with config.json, or a hub id.
+
+    A hub id is looked up in the local cache of huggingface_hub; nothing is downloaded.
+
+    Args:
+        option: what the user typed it after, for messages.
+
+    Raises:
+        UserError: there is nothing there, or no model that ours can compute.
+    """
+    path = user_path(where)
+    if path.is_dir():
+        return _hf_source(path) if (path / CONFIG).is_file() else _checkpoint_source(path)
+    if path.exists() or not _HUB_ID.fullmatch(where):
+        raise UserError(f"no folder at {path}", where=option,
+                        instead="a run directory, a checkpoint, or a folder or hub id of Hugging Face's")
+    return _hf_source(_cached(where, option))
+
+
+def _hf_source(folder: Path) -> Source:
+    path = folder / CONFIG
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"config.json cannot be read: {error}", where=str(path)) from error
+    return Source("hf", folder, from_hf(stored, str(path)), None, {})
+
+
+def _checkpoint_source(path: Path) -> Source:
+    folder = find(path)
+    state = read_json(folder / STATE)
+    return Source("checkpoint", folder, ModelConfig(**state["model"]), state.get("tokenizer"), state)
+
+
+def _cached(hub_id: str, option: str) -> Path:
+    """The snapshot of a hub id on this machine."""
+    hub = hub_library(option)
+    try:
+        return Path(hub.snapshot_download(hub_id, local_files_only=True))
+    except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
+        raise UserError(f"there is no folder {hub_id}, and no model of that id in huggingface_hub's local cache",
+                        where=option,
+                        instead=f"ezpz-llm checkpoint fetch {hub_id}, on a machine with a network") from error
+
+
+def hub_library(needed_by: str) -> Any:
+    """The module huggingface_hub.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise UserError("models of the hub need the package huggingface_hub", where=needed_by,
+                        instead="pip install 'ezpz_llm[hf]', or name a local folder") from error
+    return huggingface_hub
+
+
+def adapted(model: ModelConfig, where: str, **changes: Any) -> ModelConfig:
+    """The model with some settings changed that its weights allow; a change of None leaves the setting.
+
+    Any dropout and vocab_multiple will do, and a shorter context (with rotary positions any).
+
+    Raises:
+        UserError: another change.
+    """
+    wanted = {name: value for name, value in changes.items() if value is not None}
+    for name, value in wanted.items():
+        ours = getattr(model, name)
+        free = name in ("dropout", "vocab_multiple") or (
+            name == "block_size" and (model.position == "rope" or value <= ours))
+        if not free and value != ours:
+            raise UserError(f"{name} is {value}, the weights have {ours}", where=where,
+                            instead=f"leave --{name.replace('_', '-')} out"
+                                    + (f", or at most {ours}" if name == "block_size" else ""))
+    return replace(model, **wanted)
