@@ -18,6 +18,7 @@ _MODULES = {
     "summary": ("Summary", "final_text", "summarise", "where_time_went"),
     "throughput": ("Rates", "StepWork"),
     "timeline": ("PHASES", "StepTimeline", "StepTimes"),
+    "trackers": ("Tracking",),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 

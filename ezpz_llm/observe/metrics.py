@@ -20,6 +20,7 @@ from ezpz_llm.observe.history import finite, steady, trim_history
 from ezpz_llm.observe.progress import Progress
 from ezpz_llm.observe.throughput import StepWork
 from ezpz_llm.observe.timeline import StepTimeline, StepTimes
+from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir, append_line
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ class MetricsLog:
         total_steps: the run's last step, for the progress line.
         flush_every: `due` is true at multiples of it, and after the first step so that a user sees it at once.
         console: print the progress line on rank 0.
+        tracking: takes the lines of each flush too, on rank 0.
 
     Raises:
         UserError: on rank 0, a new run in a directory with another run's metrics.
     """
 
     def __init__(self, run_dir: RunDir, dist: Dist, work: StepWork, *, total_steps: int, first_step: int = 0,
-                 flush_every: int = 50, console: bool = True) -> None:
+                 flush_every: int = 50, console: bool = True,
+                 tracking: Tracking | None = None) -> None:
         self.non_finite_step: int | None = None
         """The first step whose loss was NaN or infinite, known to all ranks after a flush."""
         self._run_dir = run_dir
@@ -66,6 +69,7 @@ class MetricsLog:
         self._before_collectives = array("d")
         self._bubble = BubbleMeter(dist)
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
+        self._tracking = tracking
         self._impossible_mfu = False
         if dist.is_main:
             trim_history(run_dir, first_step)
@@ -119,6 +123,8 @@ class MetricsLog:
             return
         for line in lines:
             append_line(self._run_dir.metrics, line)
+        if self._tracking:
+            self._tracking.write(lines)
         if self._progress:
             self._progress.show(lines)
         if first_bad is not None:

@@ -48,6 +48,10 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def tracker(self, name: str) -> Path:
+        """Where one of the trackers that the run feeds writes."""
+        return self.path / "trackers" / name
+
     @property
     def offloaded(self) -> Path:
         """What ranks keep in files instead of memory, a folder each, while the run lasts."""

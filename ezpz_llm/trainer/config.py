@@ -64,6 +64,8 @@ class TrainConfig:
     keep_last: int = _value(2, "checkpoints to keep")
     log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
 
+    track: str | None = _value(None, "also feed tensorboard, wandb or mlflow (or several: a,b), in the "
+                                     "run directory; wandb:online and mlflow:online send to your server")
     profile: bool = _value(True, "profile the host side of the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on rank 0 with torch.profiler, after the warm-up")
     compile: bool = _value(False, "torch.compile the blocks")

@@ -14,6 +14,7 @@ from ezpz_llm.engine.checkpoint.folder import STATE, read_json
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig, get_model_config
+from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
 from ezpz_llm.trainer.options import Options
@@ -56,6 +57,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     if world_size < 1:
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     config, sources = options.config, dict(options.sources)
+    choose(config.track, os.environ)
     model = get_model_config(config.model, **{name: getattr(config, name) for name in MODEL_OVERRIDES})
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)

@@ -26,5 +26,10 @@ def run(options: Options) -> int:
     with dist:
         with clock.span("set-up"):
             session = start(options, dist, clock, heartbeat)
-        train(session)
-        return finish(session)
+        code = 1
+        try:
+            train(session)
+            code = finish(session)
+        finally:
+            session.tracking.close(failed=code != 0)
+        return code

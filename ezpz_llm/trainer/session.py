@@ -13,7 +13,7 @@ from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile
+from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile, Tracking
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.plan import RunPlan
@@ -58,6 +58,7 @@ class Session:
     work: StepWork
     timeline: StepTimeline
     metrics: MetricsLog
+    tracking: Tracking
     profiles: list[HostProfile | TraceProfile]
     heartbeat: Heartbeat
     clock: WallClock

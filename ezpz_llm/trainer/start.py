@@ -31,10 +31,12 @@ from ezpz_llm.observe import (
     StepTimeline,
     StepWork,
     TraceProfile,
+    Tracking,
     peak_flops,
     profile_window,
 )
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
+from ezpz_llm.observe.trackers import choose
 from ezpz_llm.resources import cache_dir
 from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.config import TrainConfig
@@ -70,12 +72,14 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
         first_step, position = go_back(plan, data, engine, dist)
     work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
                     flops_per_token(plan.model), peak_flops(dist.device, plan.resolved.precision))
+    tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
-                         flush_every=config.log_every)
+                         flush_every=config.log_every, tracking=tracking)
     announce(plan, data, work, dist)
+    open_trackers(tracking, dist, first_step)
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
-                   profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step, first_step,
-                   position)
+                   tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
+                   first_step, position)
 
 
 def open_data(options: Options, dist: Dist) -> TokenData:
@@ -115,6 +119,16 @@ def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple
     if dist.is_main:
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {folder}", flush=True)
     return state["step"], Position(state["consumed"], state["sample_hash"])
+
+
+def open_trackers(tracking: Tracking, dist: Dist, first_step: int) -> None:
+    """Open what `--track` names, on rank 0; a server that does not answer ends the run on every rank."""
+    error = None
+    try:
+        tracking.open(dist.run_dir, first_step)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
 
 
 def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:

@@ -1,0 +1,59 @@
+"""MLflow: a SQLite file in `trackers/mlflow`, or the server that MLFLOW_TRACKING_URI names if asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from itertools import chain, islice
+
+from ezpz_llm.observe.trackers.base import Opening, Row, flat
+
+_METRICS_AT_ONCE = 1000
+_PARAMS_AT_ONCE = 100
+_LONGEST_VALUE = 500
+"""Limits of the REST interface: the oldest server's where they have grown."""
+
+
+class MLflow:
+    """One run in the experiment `ezpz_llm`, or MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self, opening: Opening) -> None:
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read on import, which would send word of it otherwise
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        place = None if opening.online else f"sqlite:///{opening.folder}/mlflow.db"
+        artifacts = None if opening.online else (opening.folder / "artifacts").as_uri()
+        self._metric = Metric
+        self._client = MlflowClient(tracking_uri=place)
+        if opening.run_id is not None:
+            self.run_id = opening.run_id
+            self._client.update_run(self.run_id, status="RUNNING")
+            return
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ezpz_llm")
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
+        self.run_id = self._client.create_run(number, run_name=opening.name).info.run_id
+        params = iter([Param(name, str(value)[:_LONGEST_VALUE]) for name, value in flat(opening.settings).items()])
+        while some := list(islice(params, _PARAMS_AT_ONCE)):
+            self._client.log_batch(self.run_id, params=some)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Store the rows, some hundred numbers in one transaction."""
+        metrics = chain.from_iterable(
+            (self._metric(name, value, int(row.time * 1e3), row.step) for name, value in row.values.items())
+            for row in rows)
+        while some := list(islice(metrics, _METRICS_AT_ONCE)):
+            self._client.log_batch(self.run_id, metrics=some)
+
+    def close(self, failed: bool) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+
+
+def open_tracker(opening: Opening) -> MLflow:
+    """A tracker that writes into `opening.folder`, or to the user's server if online."""
+    return MLflow(opening)
