@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine import sequence_parallel, tiled
@@ -11,13 +13,14 @@ from ezpz_llm.engine.layout import Layout
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.init import init_weights, load_values
 from ezpz_llm.model.partition import stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
-from ezpz_llm.model.placement import place, placement_of
+from ezpz_llm.model.placement import Box, place, placement_of
 
 
-def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu") -> nn.Module:
+def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
+             weights: Callable[[str, Box], Tensor] | None = None) -> nn.Module:
     """Build the plain model, cut it as the layout says, and give what is left its first values.
 
     Until then nothing has storage: a rank never holds more than its own part, and one whole parameter at a time.
@@ -25,6 +28,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
 
     Args:
         device_type: of the device that will compute; the model itself is built on the host.
+        weights: what to begin with in place of first values from the seed; see `load_values`.
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)
@@ -39,7 +43,10 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
         if layout.tp > 1 and model.is_last:
             tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)
     give_storage(model)
-    init_weights(model, config, seed)
+    if weights is None:
+        init_weights(model, config, seed)
+    else:
+        load_values(model, weights)
     return model
 
 

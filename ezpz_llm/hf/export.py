@@ -26,7 +26,6 @@ from ezpz_llm.rundir import write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5_000_000_000
-_END_OF_TEXT = {"bytes": 256, "gpt2": 50256}
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
         shard_bytes: the most that one file of weights gets; a larger tensor gets a file of its own.
 
     Raises:
-        UserError: the checkpoint is damaged, Hugging Face has no such model, the folder is in use, or the disk full.
+        UserError: the checkpoint is damaged, Hugging Face has no such model, the folder is in use, the disk full.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError("the folder to export to is not empty", where=str(out), instead="a new folder")
@@ -68,20 +67,19 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
                       for tensor in shard}
             write_json(partial / "model.safetensors.index.json",
                        {"metadata": {"total_size": total}, "weight_map": places})
-        note = write_tokenizer(source.tokenizer, source.model.block_size, partial)
-        _write_config(partial, source, dtype)
+        end_of_text, note = write_tokenizer(source.tokenizer, source.model.block_size, partial)
+        _write_config(partial, source, dtype, end_of_text)
         if out.exists():
             out.rmdir()
         partial.rename(out)
     return Exported(out, total, len(shards), () if note is None else (f"no tokenizer was written: {note}",))
 
 
-def _write_config(folder: Path, source: Source, dtype: str) -> None:
-    name = None if source.tokenizer is None else source.tokenizer["name"]
+def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | None) -> None:
     made_by = {"version": __version__, "from": str(source.folder.absolute()),
                **{key: source.state[key] for key in ("step", "consumed") if key in source.state}}
     write_json(folder / CONFIG, {**to_hf(source.model, dtype=str(DTYPES[dtype]).removeprefix("torch."),
-                                         end_of_text=_END_OF_TEXT.get(name)), "ezpz_llm": made_by})
+                                         end_of_text=end_of_text), "ezpz_llm": made_by})
 
 
 def _write_shard(path: Path, shard: list[Stored], weights: Weights, dtype: torch.dtype) -> None:

@@ -16,7 +16,8 @@ _BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_p
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 
 
-def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Path) -> str | None:
+def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int,
+                    folder: Path) -> tuple[int | None, str | None]:
     """Write tokenizer.json and tokenizer_config.json, which AutoTokenizer loads.
 
     Unlike ours, Hugging Face's reads the text of the end-of-text token as that token.
@@ -26,24 +27,24 @@ def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Pa
         block_size: the model's longest context.
 
     Returns:
-        Why nothing was written; None if it was.
+        The id of the end-of-text token, None where there is none; and why nothing was written, None if it was.
     """
     if entry is None:
-        return "the checkpoint does not say with which tokenizer its data were made"
+        return None, "the checkpoint does not say with which tokenizer its data were made"
     try:
         made = {"bytes": _bytes, "char": _characters, "gpt2": _gpt2}[entry["name"]](entry)
     except KeyError:
-        return f"a tokenizer {entry['name']} has no form there"
+        return None, f"a tokenizer {entry['name']} has no form there"
     except UserError as error:
-        return error.found
-    has_end = bool(made["added_tokens"])
+        return None, error.found
+    end_of_text = next((token["id"] for token in made["added_tokens"]), None)
     write_json(folder / "tokenizer.json", {"version": "1.0", "truncation": None, "padding": None,
                                            "normalizer": None, "post_processor": None, **made})
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
         "clean_up_tokenization_spaces": False,
-        **(dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT) if has_end else {})})
-    return None
+        **(dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT) if end_of_text is not None else {})})
+    return end_of_text, None
 
 
 def _gpt2(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -203,7 +203,8 @@ class HfWeights(Weights):
                             where=str(self.where)) from error
         if found != stored.stored_shape:
             raise UserError(f"{stored.name} is {list(found)} in the weights, by config.json "
-                            f"{list(stored.stored_shape)}", where=str(self.where), instead="the weights that belong to this config.json")
+                            f"{list(stored.stored_shape)}", where=str(self.where),
+                            instead="the weights that belong to this config.json")
 
     def _refuse_others(self) -> None:
         """A tensor that ours has no place for means another model, whatever config.json says."""

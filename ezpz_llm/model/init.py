@@ -9,6 +9,7 @@ that round differently (with AVX2 and without).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.placement import placement_of
+from ezpz_llm.model.placement import Box, placement_of
 
 
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
@@ -34,6 +35,18 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
             value = initial_value(config, at.name, at.shape, seed_for(seed, "init", numbers[at.name]))
             boxes = [value[tuple(slice(*side) for side in box)].flatten() for box in at.boxes]
             parameter.copy_(torch.cat(boxes).view_as(parameter))
+
+
+def load_values(model: nn.Module, read: Callable[[str, Box], torch.Tensor]) -> None:
+    """Give every parameter of `model`, or of the part of one that a rank holds, the values that `read` has for it.
+
+    Args:
+        read: the plain model's name of a parameter and a box of it to that box's values.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            at = placement_of(name, parameter)
+            parameter.copy_(torch.cat([read(at.name, box).flatten() for box in at.boxes]).view_as(parameter))
 
 
 def initial_value(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
