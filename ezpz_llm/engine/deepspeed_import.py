@@ -18,6 +18,8 @@ def import_deepspeed(device_type: str) -> ModuleType:
     # Read when DeepSpeed is first imported; without it a CPU run on a machine with GPUs would take a GPU.
     if device_type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed's autotuner imports MLflow where it is installed, which sends word of its use unless told not to.
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     # DeepSpeed calls collectives by names that torch has since renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\..*|torch\.distributed\..*")
     import deepspeed
