@@ -8,6 +8,7 @@ and `val_tokens` on steps that evaluated. A loss or norm that is not finite is n
 
 from __future__ import annotations
 
+import errno
 import statistics
 from array import array
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class MetricsLog:
         self._flush_every = flush_every
         self._pending: list[tuple[int, float]] = []
         self._values: list[torch.Tensor] = []
+        self._unwritten: list[dict[str, Any]] = []
         self._validations: dict[int, tuple[float, int]] = {}
         self._before_collectives = array("d")
         self._bubble = BubbleMeter(dist)
@@ -121,14 +123,26 @@ class MetricsLog:
         self._pending, self._values, self._validations = [], [], {}
         if not self._dist.is_main:
             return
-        for line in lines:
-            append_line(self._run_dir.metrics, line)
+        self._unwritten += lines
+        self._write()
         if self._tracking:
             self._tracking.write(lines)
         if self._progress:
             self._progress.show(lines)
         if first_bad is not None:
             print(f"warning: the loss is not finite from step {first_bad} on", flush=True)
+
+    def _write(self) -> None:
+        """Append the lines that wait for it. On a full disk they wait for the next flush: it ends no run."""
+        try:
+            while self._unwritten:
+                append_line(self._run_dir.metrics, self._unwritten[0])
+                del self._unwritten[0]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            print(f"warning: {error.strerror}: {len(self._unwritten)} line(s) of {self._run_dir.metrics} wait for "
+                  "room", flush=True)
 
     def straggler(self) -> Straggler | None:
         """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -36,11 +37,19 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append `value` as one line of JSON, in one write, so that lines of several writers do not mix."""
+    """Append `value` as one line of JSON, in one write, so that lines of several writers do not mix.
+
+    Raises:
+        OSError: nothing was appended (a full disk).
+    """
     line = json.dumps(value, default=str).encode() + b"\n"
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        os.write(handle, line)
+        written = os.write(handle, line)
+        if written < len(line):
+            # The next line must not be joined to a part of this one.
+            os.ftruncate(handle, os.fstat(handle).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(handle)
 

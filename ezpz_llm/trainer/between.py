@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
-
 import torch
 
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.engine import checkpoint
 from ezpz_llm.evaluate.sampling import sample
 from ezpz_llm.evaluate.validation import validation_loss
-from ezpz_llm.launch.phases import EVALUATING, SAMPLING, SAVING
+from ezpz_llm.launch.phases import EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
+from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session
 
 
@@ -23,26 +20,27 @@ def after_step(session: Session) -> None:
     if last or _due(step, config.eval_every):
         with session.clock.span("evaluation"):
             validate(session)
-    if last or session.metrics.due or _due(step, config.eval_every):
+    saves = config.save_every >= 0 and (last or _due(step, config.save_every))
+    # Before a save, so that a run that goes on from it finds the lines of all steps before.
+    if last or saves or session.metrics.due or _due(step, config.eval_every):
         with session.clock.span("logging"):
             session.metrics.flush(session.timeline)
     if session.prompt is not None and (last or _due(step, config.sample_every)):
         with session.clock.span("sampling"):
             show_sample(session)
-    if config.save_every >= 0 and (last or _due(step, config.save_every)):
+    if saves:
         with session.clock.span("checkpoints"):
-            save(session)
+            save(session, at_once=last)
 
 
 def end_early(session: Session, why: str) -> None:
     """Keep what there is: the log and, where the run saves at all, a checkpoint of this step."""
-    config, step = session.config, session.step
     session.stopped = why
     with session.clock.span("logging"):
         session.metrics.flush(session.timeline)
-    if config.save_every >= 0 and not _due(step, config.save_every):
+    if session.config.save_every >= 0:
         with session.clock.span("checkpoints"):
-            save(session)
+            save(session, at_once=True)
 
 
 def _due(step: int, every: int) -> bool:
@@ -73,17 +71,3 @@ def show_sample(session: Session) -> None:
         text = tokenizer.decode(ids[0].tolist())
         lines = "\n".join(f"  | {line}" for line in text.splitlines())
         print(f"\nsample after step {session.step}:\n{lines}\n", flush=True)
-
-
-def save(session: Session) -> None:
-    """Write a checkpoint, then remove the oldest ones beyond `keep_last`."""
-    session.heartbeat.beat(SAVING, session.step)
-    dist, position, begin = session.dist, session.position, time.monotonic()
-    checkpoint.save(session.engine, dist, dist.run_dir, {
-        "step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
-        "seed": session.config.seed, "data": session.data.fingerprint,
-        "tokenizer": session.data.manifest.get("tokenizer"), "model": asdict(session.plan.model),
-    })
-    if dist.is_main:
-        checkpoint.prune(dist.run_dir, session.config.keep_last)
-    session.early_end.saved(time.monotonic() - begin)

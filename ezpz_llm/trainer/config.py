@@ -63,6 +63,8 @@ class TrainConfig:
     save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
     keep_last: int = _value(2, "checkpoints to keep")
     log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
+    keep_every: int = _value(0, "keep those of every N-th step besides, for ever; 0 for none")
+    save_async: bool = _value(True, "write checkpoints while training goes on, from a copy in host memory")
 
     track: str | None = _value(None, "also feed tensorboard, wandb or mlflow (or several: a,b), in the "
                                      "run directory; wandb:online and mlflow:online send to your server")

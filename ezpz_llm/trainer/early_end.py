@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,14 @@ _ASK_EVERY_S = 2.0
 _LEAST_RESERVE_S = 20.0
 _FIRST_SAVE_S = 120.0
 """What a checkpoint is taken to cost before one has been measured, but at most a tenth of the time that is left."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know together: why the run ends here (None if it goes on), whether any is busy writing."""
+
+    ends: str | None
+    busy: bool
 
 
 class EarlyEnd:
@@ -54,25 +63,31 @@ class EarlyEnd:
         """A checkpoint was written in so many seconds: that much has to be left before the end."""
         self._save_s = seconds
 
-    def agreed(self, step: int) -> str | None:
-        """Why the run ends after `step`, the same on every rank; None if it goes on. Collective."""
+    def agreed(self, step: int, busy: bool = False) -> Agreed | None:
+        """What the ranks agree on after `step`; None after most steps, where they do not ask. Collective.
+
+        Args:
+            busy: this rank is still writing a checkpoint.
+        """
         if step < self._ask_after:
             return None
         now = time.monotonic()
         gap = now - self._asked_at
         self._longest_gap_s = max(self._longest_gap_s, gap)
         step_s = gap / (1 if self._asked_after is None else step - self._asked_after)
-        wish = torch.tensor([float(self._signal), float(self._is_over()), step_s], device=self._dist.device)
+        wish = torch.tensor([float(self._signal), float(self._is_over()), float(busy), step_s],
+                            device=self._dist.device)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
-        number, over, slowest_step_s = wish.tolist()
+        number, over, anyone_busy, slowest_step_s = wish.tolist()
         self._asked_at, self._asked_after = now, step
         self._ask_after = step + max(1, int(_ASK_EVERY_S / max(slowest_step_s, 1e-6)))
+        why = None
         if number:
-            return f"{signal.Signals(int(number)).name} was received"
-        if over:
-            return f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
-        return None
+            why = f"{signal.Signals(int(number)).name} was received"
+        elif over:
+            why = f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
+        return Agreed(why, bool(anyone_busy))
 
     def _is_over(self) -> bool:
         if self._ends_at is None:

@@ -20,8 +20,10 @@ from ezpz_llm.trainer.session import Session
 
 
 def finish(session: Session) -> int:
-    """Close the profiles, draw and print on rank 0; the exit code: 1 if the loss stopped being a number."""
+    """Close the profiles, draw and print on rank 0; the exit code: 1 if the loss stopped being a number, or
+    the last checkpoint could not be written."""
     session.heartbeat.beat(ENDING, session.step)
+    session.position = session.position.agree(session.dist)
     for profile in session.profiles:
         profile.close()
     straggler, bubble = session.metrics.straggler(), session.metrics.bubble()
@@ -34,7 +36,9 @@ def finish(session: Session) -> int:
     if diverged is not None and session.dist.is_main:
         print(f"error: the loss is not a number from step {diverged} on\n  instead: a lower --lr, or --clip 1",
               file=sys.stderr, flush=True)
-    return 0 if diverged is None else 1
+    if session.unsaved is not None and session.dist.is_main:
+        print(f"error: {session.unsaved}", file=sys.stderr, flush=True)
+    return 0 if diverged is None and session.unsaved is None else 1
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None) -> None:

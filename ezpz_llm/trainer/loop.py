@@ -8,6 +8,8 @@ import torch
 
 from ezpz_llm.launch.phases import COMPILING, TRAINING
 from ezpz_llm.trainer.between import after_step, end_early
+from ezpz_llm.trainer.position import hash_samples
+from ezpz_llm.trainer.saving import go_on_saving
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
 
@@ -25,9 +27,14 @@ def train(session: Session) -> None:
         for profile in session.profiles:
             profile.after_step(step)
         after_step(session)
-        if session.step < session.config.steps and (why := session.early_end.agreed(session.step)):
-            end_early(session, why)
+        if session.step == session.config.steps:
             return
+        agreed = session.early_end.agreed(session.step, session.saver.is_busy)
+        if agreed and agreed.ends:
+            end_early(session, agreed.ends)
+            return
+        if agreed and not agreed.busy:
+            go_on_saving(session)
 
 
 def train_step(session: Session, step: int) -> None:
@@ -38,7 +45,7 @@ def train_step(session: Session, step: int) -> None:
     """
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
-                         max_steps=config.steps)
+                         max_steps=config.decay_steps)
     timeline.begin_step()
     skipped = -1
     while skipped != engine.skipped_steps:
@@ -46,16 +53,23 @@ def train_step(session: Session, step: int) -> None:
         skipped = engine.skipped_steps
         loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
     timeline.end_step()
-    session.position = session.position.advance(session.batches.global_batch)
+    session.position = session.position.advance(session.batches.global_batch, session.taken)
     session.metrics.record(step + 1, loss, grad_norm, rate)
 
 
 def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The micro batches of the next step: tokens and targets (B, T) on the device."""
-    device, timeline = session.engine.device, session.timeline
+    device, timeline, batches = session.engine.device, session.timeline, session.batches
+    mesh = session.dist.mesh
+    answers = (mesh.tp_rank, mesh.pp_rank, mesh.sp_rank) == (0, 0, 0)  # of the ranks that get the same samples
+    session.taken = 0
     with timeline.span("data"):
-        arrays = session.batches.micro_batches(session.position.consumed)
+        arrays = batches.micro_batches(session.position.consumed)
+    first = session.position.consumed + batches.dp_rank * (batches.global_batch // batches.dp_size)
     for pair in arrays:
         with timeline.span("data"):
+            if answers:
+                session.taken += hash_samples(first, pair[0])
+                first += len(pair[0])
             tokens, targets = (torch.from_numpy(array).to(device, non_blocking=True) for array in pair)
         yield tokens, targets

@@ -11,7 +11,7 @@ from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.checkpoint import find
 from ezpz_llm.engine.checkpoint.folder import STATE, read_json
-from ezpz_llm.engine.resolve import Resolved, resolve
+from ezpz_llm.engine.resolve import DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
@@ -21,9 +21,9 @@ from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
 
 _DEFAULT_CLIP = 1.0
-_AT_LEAST = {"steps": 1, "warmup_steps": 0, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
-             "sample_tokens": 0, "save_every": -1, "keep_last": 1, "log_every": 1, "trace_steps": 0, "seed": 0,
-             "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
+_AT_LEAST = {"steps": 1, "warmup_steps": 0, "decay_steps": 1, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
+             "sample_tokens": 0, "save_every": -1, "keep_last": 1, "keep_every": 0, "log_every": 1,
+             "trace_steps": 0, "seed": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
@@ -116,8 +116,19 @@ def check_run(options: Options, world_size: int) -> RunPlan:
     return plan
 
 
-def check_resume(plan: RunPlan, data: str | None = None) -> Path:
-    """The checkpoint to go on from, known to fit the run.
+def check_resume(plan: RunPlan) -> Path:
+    """The checkpoint that the run will probably go on from (hashes are compared when it is loaded).
+
+    Raises:
+        UserError: there is none, or it does not fit the run.
+    """
+    folder = find(Path(plan.config.resume))
+    check_state(plan, folder, read_json(folder / STATE))
+    return folder
+
+
+def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | None = None) -> None:
+    """Compare a checkpoint's state with the run that is to go on from it.
 
     Args:
         data: the fingerprint of the run's tokens, once known.
@@ -126,8 +137,6 @@ def check_resume(plan: RunPlan, data: str | None = None) -> Path:
         UserError: it was made with another seed, data or model, or has reached the run's last step already.
     """
     config = plan.config
-    folder = find(Path(config.resume))
-    state = read_json(folder / STATE)
     for name, saved, ours in (("seed", state["seed"], config.seed), ("data", state["data"], data)):
         if ours is not None and saved != ours:
             raise UserError(f"the checkpoint's {name} is {saved}, this run's is {ours}: the order of samples would "
@@ -143,7 +152,6 @@ def check_resume(plan: RunPlan, data: str | None = None) -> Path:
         raise UserError(f"the checkpoint is of step {state['step']}, this run ends at {config.steps}",
                         where=str(folder), instead=f"--steps {2 * state['step']}, or any number above "
                                                    f"{state['step']}")
-    return folder
 
 
 def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:

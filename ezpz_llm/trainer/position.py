@@ -1,25 +1,77 @@
-"""How far a run has come in its data: the number of samples consumed and a rolling hash of their ids."""
+"""How far a run has come in its data: the number of samples consumed, and a hash of the samples themselves."""
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ezpz_llm.data.permute import mix
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+_WORD = 1 << 64
 
 
 @dataclass(frozen=True)
 class Position:
     """Samples [0, consumed) of the endless sample order have been trained on.
 
-    The hash rolls sample by sample, so that it does not depend on how samples were cut into steps or ranks; two
-    runs that consumed the same samples in the same order have the same hash.
+    The hash is the sum modulo 2^64 of a hash of each sample's number and tokens. So each rank can add up what it
+    was really given, and the sum over ranks is the same however samples were cut into steps, micro batches and
+    ranks; a sample that is lost, repeated or swapped for another changes it. Two runs that consumed the same
+    samples of the same data have the same hash, whatever happened on the way.
+
+    Attributes:
+        agreed: the hash of all samples up to the last `agree`.
+        own: the sum over what this rank was given since then.
     """
 
     consumed: int = 0
-    sample_hash: str = ""
+    agreed: int = 0
+    own: int = 0
 
-    def advance(self, samples: int) -> Position:
-        """The position after the next `samples` samples."""
-        digest = bytes.fromhex(self.sample_hash)
-        for sample in range(self.consumed, self.consumed + samples):
-            digest = hashlib.sha256(digest + sample.to_bytes(8, "little")).digest()
-        return Position(self.consumed + samples, digest.hex())
+    @classmethod
+    def at(cls, consumed: int, sample_hash: str) -> Position:
+        """The position that a checkpoint names."""
+        return cls(consumed, int(sample_hash, 16) % _WORD)
+
+    def advance(self, samples: int, own: int) -> Position:
+        """The position after the next `samples` samples; those that this rank answers for hash to `own`."""
+        return Position(self.consumed + samples, self.agreed, (self.own + own) % _WORD)
+
+    def agree(self, dist: Dist) -> Position:
+        """The same position with the hash of all ranks' samples. Collective."""
+        total = self.own
+        if dist.world_size > 1:
+            import torch
+
+            # As signed words, which wrap around as the unsigned ones do.
+            words = np.array([self.own], np.uint64).view(np.int64)
+            everyone = torch.from_numpy(words).to(dist.device)
+            torch.distributed.all_reduce(everyone)
+            total = int(everyone.item()) % _WORD
+        return Position(self.consumed, (self.agreed + total) % _WORD)
+
+    @property
+    def sample_hash(self) -> str:
+        """The hash as of the last `agree`, 16 hexadecimal digits."""
+        return f"{self.agreed:016x}"
+
+
+def hash_samples(first: int, tokens: np.ndarray) -> int:
+    """The sum of the hashes of samples [first, first + B), whose tokens are (B, T) int64.
+
+    A sample's hash is a random linear combination of its tokens modulo 2^64, mixed with its number.
+    """
+    rows = (tokens.astype(np.uint64) * _weights(tokens.shape[1])).sum(axis=1, dtype=np.uint64)
+    numbers = np.arange(first, first + len(tokens), dtype=np.uint64)
+    return int(mix(rows ^ mix(numbers + np.uint64(1))).sum(dtype=np.uint64))
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(length: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(0)).integers(_WORD, size=length, dtype=np.uint64)

@@ -13,6 +13,7 @@ from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.checkpoint.saver import NotWritten, Saver
 from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile, Tracking
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
@@ -66,6 +67,13 @@ class Session:
     first_step: int
     step: int
     position: Position
+    saver: Saver
+    taken: int = 0
+    """The hash of the samples that this rank answers for in the step in progress (see position.py)."""
+    saved_step: int | None = None
+    """The step of the last checkpoint that this run has completed."""
+    unsaved: NotWritten | None = None
+    """Why the last checkpoint is not there; None where it is."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
 

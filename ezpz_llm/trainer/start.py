@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.checkpoint.agree import raise_together
+from ezpz_llm.engine.checkpoint.retention import Keep
+from ezpz_llm.engine.checkpoint.saver import Saver
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.phases import LOADING, STARTING
@@ -42,7 +47,7 @@ from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.plan import RunPlan, check_resume, plan_run
+from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.session import Session, WallClock
 
@@ -79,7 +84,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     open_trackers(tracking, dist, first_step)
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
                    tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
-                   first_step, position)
+                   first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
+                                               in_background=config.save_async))
 
 
 def open_data(options: Options, dist: Dist) -> TokenData:
@@ -104,21 +110,38 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
         compile_blocks(model)
     engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
                           eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
-    torch.manual_seed(seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63)
+    torch.manual_seed(dropout_seed(config, dist))
     return engine
+
+
+def dropout_seed(config: TrainConfig, dist: Dist) -> int:
+    """Tensor-parallel peers draw alike, all other ranks each their own."""
+    return seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63
 
 
 def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple[int, Position]:
     """Load a checkpoint; the step and the data position to go on from.
 
     Raises:
-        UserError: it is damaged, or does not fit the run.
+        UserError: there is none that is not damaged, or it does not fit the run.
     """
-    folder = check_resume(plan, data.fingerprint)
-    state = checkpoint.load(folder, engine, dist)
+    config = plan.config
+
+    def accept(folder: Path, state: dict[str, Any]) -> None:
+        check_state(plan, folder, state, data.fingerprint)
+
+    found = checkpoint.load_newest(config.resume, engine, dist, accept)
+    state = found.state
+    if not state["rng_restored"]:
+        # Ranks that are divided in another way have other random states: new ones, that depend on the step, so that
+        # masks of the run's beginning do not come again.
+        torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
     if dist.is_main:
-        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {folder}", flush=True)
-    return state["step"], Position(state["consumed"], state["sample_hash"])
+        for damage in found.passed_over:
+            print(f"warning: {damage.found}\n  where:   {damage.where}\n"
+                  f"  the run goes on from {found.folder.name} instead", file=sys.stderr, flush=True)
+        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
+    return state["step"], Position.at(state["consumed"], state["sample_hash"])
 
 
 def open_trackers(tracking: Tracking, dist: Dist, first_step: int) -> None:

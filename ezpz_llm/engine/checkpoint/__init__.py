@@ -1,6 +1,6 @@
 """Checkpoints that any layout can load, whatever layout saved them (see docs/checkpoints.md).
 
-`find` and `prune` import no torch; `save` and `load`, which do, are imported when they are first asked for.
+`find`, `prune` and `Keep` import no torch; what does is imported when it is first asked for.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ezpz_llm.engine.checkpoint.folder import find, prune
+from ezpz_llm.engine.checkpoint.folder import Damaged, find
+from ezpz_llm.engine.checkpoint.retention import Keep, prune
 
-__all__ = ["find", "load", "prune", "save"]
+__all__ = ["Damaged", "Keep", "NotWritten", "Saved", "Saver", "find", "load", "load_newest", "prune", "save"]
 
-_LAZY = {"load": "reader", "save": "writer"}
+_LAZY = {"load": "reader", "load_newest": "reader", "save": "saver", "Saver": "saver", "Saved": "saver",
+         "NotWritten": "saver"}
 
 
 def __getattr__(name: str) -> Any:

@@ -31,10 +31,10 @@ def broadcast(dist: Dist, value: Any) -> Any:
 
 
 def raise_together(dist: Dist, error: UserError | None) -> None:
-    """Raise the first rank's error on every rank, if any rank has one. Collective."""
-    told = None if error is None else (error.found, error.where, error.instead, error.exit_code)
+    """Raise the first rank's error on every rank, as the same kind of error, if any rank has one. Collective."""
+    told = None if error is None else (type(error), error.found, error.where, error.instead, error.exit_code)
     errors = gather(dist, told)
     first = broadcast(dist, next((e for e in errors or [] if e is not None), None))
     if first is not None:
-        found, where, instead, exit_code = first
-        raise UserError(found, where=where, instead=instead, exit_code=exit_code)
+        kind, found, where, instead, exit_code = first
+        raise kind(found, where=where, instead=instead, exit_code=exit_code)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: their names, their manifest, finding one, checking one, removing old ones (no torch).
+"""Checkpoint folders: their names, their manifest, finding one, checking one, publishing one (no torch).
 
 A folder with a manifest is complete: everything is written as `.step-….partial`, the manifest last, then renamed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -22,6 +23,10 @@ FORMAT = 1
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
 
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was saved; another one may be whole."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,37 @@ def complete(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
 def find(where: str | Path) -> Path:
-    """The checkpoint that `where` means: a checkpoint's own folder, or the latest of a run directory.
+    """The checkpoint that `where` means: a checkpoint's own folder, or the newest whole one of a run directory.
 
     Sizes are compared with the manifest; hashes only when the checkpoint is loaded.
 
     Raises:
-        UserError: there is none at that place, or one with a file missing or cut short.
+        UserError: there is none at that place, or only ones with a file missing or cut short.
+    """
+    first: Damaged | None = None
+    for folder in candidates(where):
+        try:
+            for record in read_manifest(folder):
+                _check_size(folder, record)
+        except Damaged as damage:
+            first = first or damage
+        else:
+            return folder
+    raise first or _none(Path(where))
+
+
+def candidates(where: str | Path) -> list[Path]:
+    """What `where` may mean, best first: a checkpoint's own folder and nothing else, or those of a run directory.
+
+    Of a run these are the one that `latest` names, even if it is not there, and then all before it; later ones are
+    of a continuation that was abandoned. At least one.
+
+    Raises:
+        UserError: there is nothing at that place.
     """
     path = Path(where)
     if not path.is_dir():
@@ -63,26 +89,34 @@ def find(where: str | Path) -> Path:
         near = [str(path.with_name(name)) for name in nearest(path.name, siblings)]
         raise UserError(f"no run directory or checkpoint at {path}", where="--resume",
                         instead=f"did you mean {' or '.join(near)}?" if near else None)
-    folder = path if (path / MANIFEST).is_file() else _latest(path)
-    for record in read_manifest(folder):
-        _check_size(folder, record)
-    return folder
-
-
-def _latest(path: Path) -> Path:
+    if (path / MANIFEST).is_file():
+        return [path]
     checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
-    found = complete(checkpoints)
-    pointer = checkpoints / LATEST
-    if pointer.is_file():
-        target = checkpoints / pointer.read_text().strip()
-        if target in found:
-            return target
-        raise UserError(f"{pointer} names {target.name}, which is not there", where="--resume",
-                        instead=f"--resume {found[-1]}" if found else None)
+    newest = latest(checkpoints)
+    found = [folder for folder in [*complete(checkpoints), *_put_aside(checkpoints)]
+             if newest is None or step_of(folder) < step_of(newest)]
+    found = [*([newest] if newest else []), *sorted(found, key=step_of, reverse=True)]
     if not found:
-        raise UserError(f"no complete checkpoint in {path}", where="--resume",
-                        instead="name a run directory or a checkpoints/step-… folder in one")
-    return found[-1]
+        raise _none(path)
+    return found
+
+
+def _none(path: Path) -> UserError:
+    return UserError(f"no complete checkpoint in {path}", where="--resume",
+                     instead="name a run directory or a checkpoints/step-… folder in one")
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The checkpoint that `latest` names, whether or not it is there; None where it names none."""
+    pointer = checkpoints / LATEST
+    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    return checkpoints / name if _NAME.fullmatch(name) else None
+
+
+def _put_aside(checkpoints: Path) -> list[Path]:
+    """Checkpoints that were about to be replaced when the run was killed (see `publish`)."""
+    return [path for path in checkpoints.glob(".step-*.replaced")
+            if (path / MANIFEST).is_file() and not (checkpoints / folder_name(step_of(path))).exists()]
 
 
 def read_manifest(folder: Path) -> list[FileRecord]:
@@ -106,6 +140,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        what = f"{path.name} is missing" if path.parent.is_dir() else "the folder is not there"
+        raise _damaged(path.parent, what) from error
     except (OSError, ValueError) as error:
         raise _damaged(path.parent, f"{path.name} cannot be read: {error}") from error
     if not isinstance(value, dict):
@@ -121,7 +158,10 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
     """
     for record in records:
         _check_size(folder, record)
-        found = hash_file(folder / record.name)
+        try:
+            found = hash_file(folder / record.name)
+        except OSError as error:
+            raise _damaged(folder, f"{record.name} cannot be read: {error.strerror}") from error
         if found != record.sha256:
             raise _damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
 
@@ -144,9 +184,9 @@ def _check_size(folder: Path, record: FileRecord) -> None:
         raise _damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
 
 
-def _damaged(folder: Path, what: str) -> UserError:
+def _damaged(folder: Path, what: str) -> Damaged:
     others = [path for path in complete(folder.parent) if path.name != folder.name]
-    return UserError(f"the checkpoint is damaged: {what}", where=str(folder),
+    return Damaged(f"the checkpoint is damaged: {what}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)
 
 
@@ -165,7 +205,7 @@ def start_partial(checkpoints: Path, step: int) -> Path:
     """A new empty folder to write into; what killed runs left half written in `checkpoints` is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     for left in [*checkpoints.glob(".step-*.partial"), *checkpoints.glob(".step-*.removed")]:
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)
     partial = checkpoints / f".{folder_name(step)}.partial"
     partial.mkdir()
     return partial
@@ -180,35 +220,32 @@ def publish(partial: Path, step: int) -> Path:
     checkpoints = partial.parent
     final = checkpoints / folder_name(step)
     pointer = checkpoints / LATEST
+    _flush(partial)
     if final.exists():
-        if pointer.is_file() and pointer.read_text().strip() == final.name:
-            before = [path for path in complete(checkpoints) if _step(path) < step]
+        if latest(checkpoints) == final:
+            before = [path for path in complete(checkpoints) if step_of(path) < step]
             if before:
                 write_atomic(pointer, before[-1].name + "\n")
             else:
                 pointer.unlink()
         final.rename(checkpoints / f".{final.name}.replaced")
     partial.rename(final)
+    _flush(checkpoints)
     write_atomic(pointer, final.name + "\n")
     for replaced in checkpoints.glob(".step-*.replaced"):
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
-def prune(run_dir: RunDir, keep_last: int) -> list[Path]:
-    """Remove complete checkpoints before the latest, but for the last `keep_last` (at least 1) including it.
-
-    Later ones than the latest (of a run that was continued from an earlier step) are left alone until the run comes
-    to them. One process calls it, after a successful save. Returns what was removed.
-    """
-    latest = _latest(run_dir.checkpoints)
-    older = [path for path in complete(run_dir.checkpoints) if _step(path) <= _step(latest)]
-    doomed = older[:-max(keep_last, 1)]
-    for path in doomed:
-        # Under a partial name first: a removal cut short must not leave a folder that looks complete.
-        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
-    return doomed
+def _flush(folder: Path) -> None:
+    """Let the names in a folder reach the disk: the folder before `latest`, even if the power goes."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    return int(re.search(r"step-(\d+)", folder.name)[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,17 @@ import torch
 from safetensors import safe_open
 
 from ezpz_llm.engine.checkpoint import rng
-from ezpz_llm.engine.checkpoint.agree import raise_together
+from ezpz_llm.engine.checkpoint.agree import broadcast, raise_together
 from ezpz_llm.engine.checkpoint.boxes import common
-from ezpz_llm.engine.checkpoint.folder import STATE, read_json, read_manifest, shard_name, verify
+from ezpz_llm.engine.checkpoint.folder import (
+    STATE,
+    Damaged,
+    candidates,
+    read_json,
+    read_manifest,
+    shard_name,
+    verify,
+)
 from ezpz_llm.engine.checkpoint.index import KINDS, Index, check_model, read_index
 from ezpz_llm.engine.checkpoint.slices import Slice
 from ezpz_llm.errors import UserError
@@ -22,11 +32,45 @@ if TYPE_CHECKING:
     from ezpz_llm.engine.base import Engine
 
 
-def load(folder: Path, engine: Engine, dist: Dist) -> dict[str, Any]:
+Accept = Callable[[Path, dict[str, Any]], None]
+"""Raises a UserError for a checkpoint, and its state, that the run cannot go on from."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that was loaded, its state, and newer ones that were passed over, each with its damage."""
+
+    folder: Path
+    state: dict[str, Any]
+    passed_over: tuple[Damaged, ...]
+
+
+def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -> Loaded:
+    """Load the newest undamaged checkpoint of a run directory, or the one that `where` names. Collective.
+
+    Raises:
+        UserError: there is none, or all are damaged, or `accept` refuses it. The same on every rank.
+    """
+    folders, error = None, None
+    try:
+        folders = candidates(where) if dist.is_main else None
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    passed_over: list[Damaged] = []
+    for folder in broadcast(dist, folders):
+        try:
+            return Loaded(folder, load(folder, engine, dist, accept), tuple(passed_over))
+        except Damaged as damage:
+            passed_over.append(damage)
+    raise passed_over[0]
+
+
+def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
     """Put a checkpoint into an engine: weights, moments, optimizer step and loss scale, as saved. Collective.
 
-    Every file's hash is compared with the manifest first, the work shared by the ranks. The random states of this
-    rank are restored if as many ranks saved; the returned member rng_restored says so.
+    Every file's hash is compared with the manifest first, the work shared by the ranks. This rank's random states
+    are restored if the ranks that saved were divided in the same way; the returned member rng_restored says so.
 
     Args:
         folder: a complete checkpoint, such as `find` gives.
@@ -35,29 +79,31 @@ def load(folder: Path, engine: Engine, dist: Dist) -> dict[str, Any]:
         The state that was given to `save`, with the members that it added.
 
     Raises:
-        UserError: the checkpoint is damaged, or of another model, or has no optimizer state. The same on every
-            rank; the engine is unchanged.
+        UserError: the checkpoint is damaged (Damaged), or of another model, or has no optimizer state, or `accept`
+            refuses it. The same on every rank; the engine is unchanged.
     """
     training = engine.training_state()
     error = None
     try:
         _verify_share(folder, dist)
         state, index = read_json(folder / STATE), read_index(folder)
+        if accept is not None:
+            accept(folder, state)
         check_model(index, training.shapes, folder)
     except UserError as found:
         error = found
     raise_together(dist, error)
-    same_world = state["world_size"] == dist.world_size
+    alike = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
     with ExitStack() as stack:
         files = _Files(folder, stack)
         for part in training.slices():
             _fill(part, index, files)
-        if same_world:
+        if alike:
             rng.restore(_random_states(files.open(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
     if training.scale is not None and state["loss_scale"] is not None:
         training.scale.load_state_dict(state["loss_scale"])
-    return {**state, "rng_restored": same_world}
+    return {**state, "rng_restored": alike}
 
 
 class _Files:

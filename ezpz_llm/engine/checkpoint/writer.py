@@ -1,10 +1,10 @@
-"""Save a training state: each rank writes its part, rank 0 the rest, and the folder appears whole or not at all."""
+"""What goes into a checkpoint's files: a rank's own part, and what rank 0 adds once every rank has written."""
 
 from __future__ import annotations
 
 import platform
-import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,23 +13,19 @@ import torch
 
 from ezpz_llm import __version__
 from ezpz_llm.engine.checkpoint import rng
-from ezpz_llm.engine.checkpoint.agree import broadcast, gather, raise_together
 from ezpz_llm.engine.checkpoint.folder import (
     INDEX,
     STATE,
     FileRecord,
-    complete,
     describe,
     publish,
     shard_name,
-    start_partial,
     write_manifest,
 )
 from ezpz_llm.engine.checkpoint.index import KINDS, Piece, write_index
 from ezpz_llm.engine.checkpoint.slices import EngineState, owned
 from ezpz_llm.engine.checkpoint.tensor_file import write_tensors
-from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir import write_json
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -39,54 +35,22 @@ Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """What a rank wrote: its file, and (parameter name, piece) for what is in it."""
 
 
-def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of `state["step"]` and let `latest` name it. Collective.
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a checkpoint, to be written once.
 
-    Args:
-        state: what the caller needs to go on, in JSON's types; rank 0's is kept. The members optimizer_step,
-            loss_scale, world_size, layout and versions are added.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        UserError: it could not be written (a full disk, say). Nothing of it is left, and the checkpoints there were
-            before are as they were. The same on every rank.
+    `outline` has for each name in the file a tensor of the right size and type, `tensors` the values in the same
+    order; a value may be the engine's own storage, there only until the next one is taken.
     """
-    step = state["step"]
-    training = engine.training_state()
-    partial = _together(dist, run_dir, step, dist.is_main, lambda: start_partial(run_dir.checkpoints, step))
-    partial = broadcast(dist, partial)
-    try:
-        written = _together(dist, run_dir, step, True,
-                            lambda: _write_shard(partial, dist.rank, training, engine.device))
-        everything = gather(dist, written)
-        record = {**state, **_facts(engine, dist, training)}
-        final = _together(dist, run_dir, step, dist.is_main,
-                          lambda: _finish(partial, training, everything or [], record))
-    except UserError:
-        if dist.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return broadcast(dist, final)
+
+    name: str
+    outline: dict[str, torch.Tensor]
+    pieces: list[tuple[str, Piece]]
+    tensors: Iterator[torch.Tensor]
 
 
-def _together(dist: Dist, run_dir: RunDir, step: int, here: bool, action: Callable[[], Any]) -> Any:
-    """What `action` gives, on ranks that are `here`; an OSError on any rank becomes a UserError on all."""
-    result, error = None, None
-    try:
-        result = action() if here else None
-    except OSError as failure:
-        before = complete(run_dir.checkpoints)
-        stands = f"; {before[-1].name} stands" if before else ""
-        error = UserError(f"the checkpoint of step {step} could not be written: {failure.strerror}{stands}",
-                          where=f"rank {dist.rank}, {failure.filename or run_dir.checkpoints}",
-                          instead="make room there, or name another place with --run-dir DIR", exit_code=1)
-    raise_together(dist, error)
-    return result
-
-
-def _write_shard(folder: Path, rank: int, training: EngineState, device: torch.device) -> Written:
+def read_shard(training: EngineState, rank: int, device: torch.device) -> Shard:
+    """What `rank` has to write: the tensors that it answers for, and its random states as they are now."""
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces = []
@@ -101,23 +65,39 @@ def _write_shard(folder: Path, rank: int, training: EngineState, device: torch.d
     states = rng.capture(device)
     outline.update({f"rng/{source}": value for source, value in states.items()})
     parts = (part for _, part in owned(training.slices(), extents) if part is not None)
-    state = (part.tensors[kind] for part in parts for kind in KINDS)
-    return write_tensors(folder / name, outline, chain(state, states.values())), pieces
+    values = (part.tensors[kind] for part in parts for kind in KINDS)
+    return Shard(name, outline, pieces, chain(values, states.values()))
 
 
-def _facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
+def write_shard(folder: Path, shard: Shard) -> Written:
+    """Write a rank's file.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    return write_tensors(folder / shard.name, shard.outline, shard.tensors), shard.pieces
+
+
+def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
+    """What state.json says besides the caller's own members."""
     return {
         "optimizer_step": training.optimizer_step,
         "loss_scale": None if training.scale is None else training.scale.state_dict(),
         "world_size": dist.world_size,
         "layout": engine.layout.name,
+        "degrees": asdict(dist.mesh.degrees),
         "versions": {"ezpz_llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 
-def _finish(partial: Path, training: EngineState, written: list[Written], record: dict[str, Any]) -> Path:
-    """Rank 0's part, once every rank has written its own: index, state, manifest, then the name."""
-    write_index(partial, training.shapes, [entry for _, pieces in written for entry in pieces])
+def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], written: list[Written],
+                    record: dict[str, Any]) -> Path:
+    """Rank 0's part, once every rank has written its own: index, state, manifest, then the name.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    write_index(partial, shapes, [entry for _, pieces in written for entry in pieces])
     write_json(partial / STATE, record)
     records = [file for file, _ in written]
     write_manifest(partial, record["step"], [*records, describe(partial / INDEX), describe(partial / STATE)])
