@@ -10,12 +10,13 @@ import json
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ezpz_llm.engine.checkpoint.agree import raise_together
 from ezpz_llm.engine.checkpoint.boxes import common
 from ezpz_llm.engine.checkpoint.folder import read_manifest, verify
 from ezpz_llm.engine.checkpoint.index import KINDS, read_index
@@ -25,6 +26,9 @@ from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.placement import Box, size
 from ezpz_llm.model.shapes import HEAD, TABLE, parameter_shapes
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROWS_AT_ONCE = 8192
@@ -42,6 +46,23 @@ def open_weights(source: Source, check_hashes: bool = True) -> Weights:
         UserError: they are damaged, or not those of the source's model.
     """
     return HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes)
+
+
+def open_for_ranks(source: Source, dist: Dist) -> Weights:
+    """The same on every rank, which share the work of comparing hashes. Collective.
+
+    Raises:
+        UserError: the same on every rank.
+    """
+    weights, error = None, None
+    try:
+        if source.kind == "checkpoint":
+            verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
+        weights = open_weights(source, check_hashes=False)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    return weights
 
 
 class Weights(ABC):

@@ -1,0 +1,108 @@
+"""A trained model for evaluation: which one, how it is divided, and the engine that computes it.
+
+Planning imports no torch, so that a mistake is found before any rank starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.engine.resolve import Resolved, resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.hf.source import Source, find_source
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.rundir import RunDir, read_record
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.base import Engine
+
+SOURCE_HELP = "a run directory, a checkpoint, or a folder or hub id of Hugging Face's"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What will be evaluated, and how it is divided over ranks."""
+
+    source: Source
+    model: ModelConfig
+    resolved: Resolved
+
+    @property
+    def run_config(self) -> Mapping[str, Any]:
+        """The configuration of the run that saved the checkpoint; empty where it is not known."""
+        if self.source.kind != "checkpoint":
+            return {}
+        return read_record(RunDir(self.source.folder.parent.parent)).get("config", {})
+
+
+def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
+    """The options that every command on a trained model has; `batch` is the default of --batch."""
+    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}-parallel degree")
+    parser.add_argument("--batch", type=int, default=batch, metavar="N",
+                        help="sequences that a rank takes at once (%(default)s)")
+    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"),
+                        help="of the forward pass; auto is bf16 where the device computes in it (%(default)s)")
+    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
+    parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
+                        help="bytes, gpt2, or a folder with token shards or a tokenizer.json (the source's own)")
+    parser.add_argument("--run-dir", type=Path, metavar="D",
+                        help="where to write (launch's, or a new one in runs/)")
+    parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
+
+
+def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
+    """Find the model and its layout.
+
+    Raises:
+        UserError: no such model, or a layout that cannot divide it.
+    """
+    if options.batch < 1 or world_size < 1:
+        name, value = ("--batch", options.batch) if options.batch < 1 else ("--world-size", world_size)
+        raise UserError(f"{name[2:]} is {value}", where=name, instead="1 or more")
+    source = find_source(options.source, "SOURCE")
+    model = replace(source.model, dropout=0.0)
+
+    def resolved_for(model: ModelConfig | None) -> Resolved:
+        return resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
+                       precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
+                       sp=options.sp, model=model, sources={"precision": "--precision"})
+
+    if source.kind == "hf":
+        # Without padding where that is possible, so that a loss is the published model's.
+        model = replace(model, vocab_multiple=1)
+        tp = options.tp or resolved_for(None).layout.tp
+        model = replace(model, vocab_multiple=tp)
+    return ModelPlan(source, model, resolved_for(model))
+
+
+def open_model(plan: ModelPlan, dist: Dist) -> Engine:
+    """The model in the engine of its layout, on its device, for `Engine.evaluating`. Collective.
+
+    Raises:
+        UserError: the weights are damaged; the same on every rank.
+    """
+    from ezpz_llm.engine.assemble import assemble
+    from ezpz_llm.engine.build import build_engine
+    from ezpz_llm.engine.precision import native_precision
+    from ezpz_llm.hf.weights import open_for_ranks
+    from ezpz_llm.model.decay import decay_groups
+
+    resolved, layout = plan.resolved, plan.resolved.layout
+    if resolved.precision == "auto":
+        resolved = replace(resolved, precision=native_precision(dist.device))
+    dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
+    with open_for_ranks(plan.source, dist) as weights:
+        module = assemble(plan.model, layout, dist.mesh, 0, dist.device.type, weights.read)
+    # Layouts that divide parameters do so in their engines, which want an optimizer; it never steps.
+    return build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
+                        param_groups=decay_groups(module, 0.0))
