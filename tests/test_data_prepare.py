@@ -18,10 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ezpz_llm.data.corpora import find_corpus
+from ezpz_llm.data.making import entropy
 from ezpz_llm.data.manifest import read_manifest, verify
-from ezpz_llm.data.prepare import check_corpus, entropy, prepare
+from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks, texts
-from ezpz_llm.data.shards import ShardWriter, TokenData
+from ezpz_llm.data.shard_writer import ShardWriter
+from ezpz_llm.data.shards import TokenData
 from ezpz_llm.errors import UserError
 
 SHAKESPEARE_SHA = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -106,7 +109,9 @@ def test_writing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, lengths
     train, val = (ShardWriter(folder, name, stream.dtype, shard) for name in ("train", "val"))
     for part in np.split(stream, np.cumsum(lengths)[:-1]):
         train.write(part)
-    train.move_tail(keep, val)
+    train.copy_tail(keep, val)
+    train.cut(keep)
+    train.cut(keep)  # as after a kill in the middle of it
     entries = [writer.describe() for writer in (train, val)]
     assert [entry["tokens"] for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
     names = [file["file"] for entry in entries for file in entry["shards"]]
@@ -121,7 +126,7 @@ def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, document
     with (documents / "n.jsonl").open("w") as file:
         for number in range(60_000):
             file.write(json.dumps({"text": f"document {number} " + "x" * (number % 97)}) + "\n")
-    assert len(list(tasks([*_files(documents)]))) > 2
+    assert len(list(tasks(find_corpus(str(documents))))) > 2
     one = prepare(str(documents), out=tmp_path / "one", workers=1, progress=False)
     two = prepare(str(documents), out=tmp_path / "two", workers=2, progress=False)
     facts = [read_manifest(folder) for folder in (one, two)]
@@ -137,17 +142,11 @@ def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, document
     assert sorted(path.name for path in tmp_path.iterdir()) == ["documents", "one", "two"]
 
 
-def _files(folder: Path):
-    from ezpz_llm.data.corpora import find_corpus
-
-    return find_corpus(str(folder)).files
-
-
 def test_pieces_of_any_size_join_to_the_text(tmp_path: Path) -> None:
     text = "naïve words\nand 中文 lines\n\n and   spaces\r\nend" * 7
     (tmp_path / "a.txt").write_bytes(text.encode())
     for size in (1, 3, 16, 64, 10_000):
-        pieces = [piece for task in tasks(_files(tmp_path), size) for piece in task]
+        pieces = [piece for task in tasks(find_corpus(str(tmp_path)), size=size) for piece in task.pieces]
         read = [entry for piece in pieces for entry in texts(piece)]
         assert "".join(text for _, text in read) == text
         assert [begins for begins, _ in read] == [True] + [False] * (len(read) - 1)
@@ -311,7 +310,7 @@ def test_two_at_once_make_one_folder(tmp_path: Path) -> None:
     assert sum("prepared" in said for _, said in ended) == 1, ended  # the others waited, or came later
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "manifest.json", "train_000000.bin", "val_000000.bin"]
+        "counts.npy", "manifest.json", "train_000000.bin", "val_000000.bin"]
     assert verify(tmp_path / "out") == 2
 
 

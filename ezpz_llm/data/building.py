@@ -8,12 +8,17 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ezpz_llm.data.journal import JOURNAL
 
 _LOCK = ".lock"
 _NO_LOCKS_HERE = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 _ALREADY_THERE = {errno.EEXIST, errno.ENOTEMPTY}
+# A living builder writes its journal every few seconds.
+_ABANDONED_AFTER_S = 600
 
 
 @contextlib.contextmanager
@@ -21,33 +26,52 @@ def building(folder: Path, complete: Callable[[], bool], waiting: Callable[[], N
     """Gives a hidden folder beside `folder` to write in, and renames it to `folder` when the block ends well.
 
     Gives None where `folder` is complete already, perhaps because another process has just made it. Processes of
-    one host take turns by a file lock, which the system releases when its holder dies; the next one clears what
-    a killed one left and starts again. Hosts do not share a hidden folder (file systems differ in whether locks
-    reach over hosts): the first to finish wins, the others' work is dropped.
+    one host take turns by a file lock, which the system releases when its holder dies. The hidden folder holds
+    what a killed one left; where the block fails it stays if there is a journal in it, to be gone on with, and is
+    removed otherwise. Hosts do not share a hidden folder (file systems differ in whether locks reach over hosts):
+    the first to finish wins, the others' work is dropped; but one whose journal has not changed for ten minutes
+    is taken over.
 
     Args:
         complete: whether `folder` stands finished.
         waiting: called once, if another process holds the lock.
 
     Raises:
-        OSError: the place cannot be written; nothing is left behind.
+        OSError: the place cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = folder.with_name(f".{folder.name}.partial-{socket.gethostname()}")
+    hidden = folder.with_name(f"{_beginning(folder)}{socket.gethostname()}")
     with contextlib.ExitStack() as stack:
         while not complete():
+            if not hidden.exists():
+                _take_over(folder, hidden)
             try:
                 held = _hold(hidden, stack, waiting)
             except OSError as error:
                 if error.errno not in _NO_LOCKS_HERE:
                     raise
                 hidden = hidden.with_name(f"{hidden.name}-{os.getpid()}")
+                _take_over(folder, hidden)
                 hidden.mkdir(exist_ok=True)
                 held = True
             if held:
                 yield from _build(hidden, folder, complete)
                 return
         yield None
+
+
+def _beginning(folder: Path) -> str:
+    return f".{folder.name}.partial-"
+
+
+def _take_over(folder: Path, hidden: Path) -> None:
+    """Rename a hidden folder that another host has abandoned, if there is one, to `hidden`."""
+    for other in sorted(folder.parent.glob(f"{_beginning(folder)}*")):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - (other / JOURNAL).stat().st_mtime > _ABANDONED_AFTER_S:
+                # Of two that try, one renames it; the other finds it gone.
+                os.rename(other, hidden)
+                return
 
 
 def _hold(hidden: Path, stack: contextlib.ExitStack, waiting: Callable[[], None]) -> bool:
@@ -72,18 +96,26 @@ def _build(hidden: Path, folder: Path, complete: Callable[[], bool]) -> Iterator
     renamed = False
     try:
         if complete():
+            (hidden / JOURNAL).unlink(missing_ok=True)
             yield None
         else:
-            for left_over in hidden.iterdir():
-                if left_over.name != _LOCK:
-                    left_over.unlink()
             yield hidden
             renamed = _rename(hidden, folder, complete)
+            if not renamed:
+                (hidden / JOURNAL).unlink(missing_ok=True)
     finally:
         # Once renamed, a hidden folder of this name is another process's.
-        if not renamed:
+        if not renamed and not (hidden / JOURNAL).exists():
             _discard(hidden)
-    (folder / _LOCK).unlink(missing_ok=True)
+    for name in (JOURNAL, _LOCK):
+        (folder / name).unlink(missing_ok=True)
+
+
+def clear(hidden: Path) -> None:
+    """Remove what is in the hidden folder, but for the lock that is held on it."""
+    for left_over in hidden.iterdir():
+        if left_over.name != _LOCK:
+            left_over.unlink()
 
 
 def _rename(hidden: Path, folder: Path, complete: Callable[[], bool]) -> bool:

@@ -28,16 +28,21 @@ def _parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser("prepare", help="text to token shards; prints the folder")
     add.add_argument("corpus", metavar="CORPUS",
-                     help="stdlib, shakespeare, or the path of a text or .jsonl file or of a folder of such")
+                     help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), or "
+                          "the path of a text, .jsonl or .parquet file, of a folder of such, or of shards of "
+                          "build-nanogpt or nanoGPT; or several with weights, as A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
-                     help="bytes, char or gpt2 (default: char for shakespeare, else bytes)")
+                     help="bytes, char or gpt2 (default: char for shakespeare, gpt2 for data sets, else bytes)")
     add.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: one in the cache)")
     source = add.add_mutually_exclusive_group()
     source.add_argument("--file", type=Path, metavar="F", help="shakespeare only: its text, as a local file")
     source.add_argument("--download", action="store_true",
-                        help="shakespeare only: fetch its text from its public address")
-    add.add_argument("--val-fraction", type=float, metavar="X",
+                        help="fetch the corpus from its public address: shakespeare and data sets of the hub")
+    val = add.add_mutually_exclusive_group()
+    val.add_argument("--val-fraction", type=float, metavar="X",
                      help="the last part of the tokens to validate on (default: 0.1 of one file, 0.02 of many)")
+    val.add_argument("--val-tokens", type=int, metavar="N",
+                     help="or so many tokens at the beginning (default for data sets: 100 million)")
     add.add_argument("--workers", type=int, metavar="N",
                      help="processes (default: one for each 16 MB, at most the cores there are)")
     add.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
@@ -73,14 +78,15 @@ def _prepare(args: argparse.Namespace) -> int:
         SHAKESPEARE.copy_from(args.file.expanduser())
     elif args.corpus == "shakespeare" and args.download:
         SHAKESPEARE.download()
-    elif args.file or args.download:
-        raise UserError(f"--file and --download are for shakespeare, not {args.corpus}", where="command line",
+    elif args.file:
+        raise UserError(f"--file is for shakespeare, not {args.corpus}", where="command line",
                         instead="prepare another text by its path: python3 -m ezpz_llm.data prepare PATH")
     if args.check:
         check_corpus(args.corpus, args.tokenizer)
         return 0
     print(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
-                  workers=args.workers, shard_tokens=args.shard_tokens))
+                  val_tokens=args.val_tokens, workers=args.workers, shard_tokens=args.shard_tokens,
+                  download=args.download))
     return 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.public import PublicFile, reading
 from ezpz_llm.errors import UserError, unknown
@@ -19,10 +20,12 @@ SHAKESPEARE = PublicFile(
     sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     provide="python3 -m ezpz_llm.data prepare shakespeare --file FILE (or --download)",
 )
-CORPORA = ("stdlib", "shakespeare")
+CORPORA = ("stdlib", "shakespeare", *NAMES)
 ONE_FILE_VAL_FRACTION = 0.1
 """Tiny Shakespeare or any one file: the split of nanoGPT's character-level run."""
 MANY_FILES_VAL_FRACTION = 0.02
+DATASET_VAL_TOKENS = 100_000_000
+"""The first shard of a streamed data set: build-nanogpt's validation shard of FineWeb-Edu."""
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -39,31 +42,43 @@ class SourceFile:
     def is_jsonl(self) -> bool:
         return self.path.suffix == ".jsonl"
 
+    @property
+    def is_parquet(self) -> bool:
+        return self.path.suffix == ".parquet"
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a corpus, in order, none of them empty.
+    """The files of a corpus, in order, none of them empty; or a data set to stream.
 
     Attributes:
         name: short name, good for a folder's name.
         words: how a command names it: a known name or an absolute path.
         identity: what tells this content from any other, as JSON values.
-        val_fraction, tokenizer: defaults.
+        val_fraction, val_tokens, tokenizer: defaults; the one or the other of the first two.
         facts: what else the manifest records of the source.
+        dataset: the data set, which has no files that are known beforehand.
     """
 
     name: str
     words: str
     files: tuple[SourceFile, ...]
     identity: list[Any]
-    val_fraction: float
+    val_fraction: float | None
     tokenizer: str
     facts: dict[str, str] = field(default_factory=dict)
+    val_tokens: int | None = None
+    dataset: HubDataset | None = None
 
     @property
     def size(self) -> int:
-        """Bytes over all files."""
+        """Bytes over all files; 0 where they are not known."""
         return sum(file.size for file in self.files)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading it needs the network."""
+        return self.dataset is not None and not self.dataset.is_local
 
 
 def prepared_folder(corpus: str) -> Path | None:
@@ -75,7 +90,7 @@ def prepared_folder(corpus: str) -> Path | None:
 
 
 def find_corpus(corpus: str) -> Corpus:
-    """The corpus named "stdlib" or "shakespeare", or at a path: a text or .jsonl file, or a folder of such.
+    """The corpus of that name, or at a path: a text, .jsonl or .parquet file, or a folder of such.
 
     Raises:
         UserError: no such name or path, nothing in it, or (shakespeare) not provided yet.
@@ -86,11 +101,14 @@ def find_corpus(corpus: str) -> Corpus:
         path = SHAKESPEARE.find()
         return Corpus("shakespeare", "shakespeare", (_source(path, path.name),), [SHAKESPEARE.sha256],
                       ONE_FILE_VAL_FRACTION, "char")
+    if dataset := find_dataset(corpus):
+        return _streamed(dataset)
     path = Path(corpus).expanduser().absolute()
     if not path.exists():
         if path.suffix or os.sep in corpus:
             raise UserError("no such corpus file or folder", where=str(path),
-                            instead=f"name a text or .jsonl file, a folder, or one of {', '.join(CORPORA)}")
+                            instead="name a text, .jsonl or .parquet file, a folder, or one of "
+                                    + ", ".join(CORPORA))
         raise unknown("corpus", corpus, CORPORA, where=f"neither a name nor a file in {Path.cwd()}")
     return _at_path(path)
 
@@ -104,12 +122,20 @@ def _at_path(path: Path) -> Corpus:
     if not files:
         state = "empty" if path.is_file() else "a folder without a file that has text in it"
         raise UserError(f"nothing to read: the corpus is {state}", where=str(path),
-                        instead="name a text or .jsonl file, or a folder of such")
+                        instead="name a text, .jsonl or .parquet file, or a folder of such")
     return Corpus(
         name=path.stem, words=str(path), files=files,
         identity=[str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
         val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else ONE_FILE_VAL_FRACTION, tokenizer="bytes",
     )
+
+
+def _streamed(dataset: HubDataset) -> Corpus:
+    identity: list[Any] = ["data set", dataset.name, dataset.config, dataset.revision]
+    if dataset.is_local:
+        identity.append([[file.name, file.size, file.mtime_ns] for file in _at_path(Path(dataset.name)).files])
+    name = "-".join(filter(None, (Path(dataset.name).name, dataset.config)))
+    return Corpus(name, dataset.words, (), identity, None, "gpt2", val_tokens=DATASET_VAL_TOKENS, dataset=dataset)
 
 
 def _stdlib() -> Corpus:

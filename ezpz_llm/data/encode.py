@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.data.reader import Piece, texts
+from ezpz_llm.data.journal import Interrupted
+from ezpz_llm.data.reader import Task, texts
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
-from ezpz_llm.errors import UserError
 
 _WAITING_PER_WORKER = 2
 
@@ -31,12 +31,14 @@ class Encoded:
         counts: (vocab_size,) how often each id occurs.
         documents: how many begin here.
         source_bytes: bytes read.
+        after: the place in the corpus after the task.
     """
 
     tokens: np.ndarray
     counts: np.ndarray
     documents: int
     source_bytes: int
+    after: dict[str, Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -55,12 +57,12 @@ def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids.astype(token_dtype(vocab_size))
 
 
-def encode_task(task: list[Piece], tokenizer: Tokenizer) -> Encoded:
+def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
     """The tokens of a task's documents, each document preceded by end-of-text where the tokenizer has one."""
     separator = [] if tokenizer.end_of_text is None else [np.array([tokenizer.end_of_text], np.uint32)]
     parts: list[np.ndarray] = [np.empty(0, np.uint32)]
     documents = 0
-    for piece in task:
+    for piece in task.pieces:
         for begins, text in texts(piece):
             if begins:
                 parts += separator
@@ -68,14 +70,15 @@ def encode_task(task: list[Piece], tokenizer: Tokenizer) -> Encoded:
             parts.append(tokenizer.encode(text))
     tokens = pack(np.concatenate(parts), tokenizer.vocab_size)
     return Encoded(tokens, np.bincount(tokens, minlength=tokenizer.vocab_size), documents,
-                   sum(len(piece.data) for piece in task))
+                   task.source_bytes, task.after)
 
 
-def encode_all(tasks: Iterable[list[Piece]], entry: Mapping[str, Any], workers: int) -> Iterator[Encoded]:
+def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int) -> Iterator[Encoded]:
     """The tasks' tokens in order; `entry` is the tokenizer's (see `to_entry`).
 
     Raises:
-        UserError: text that cannot be read, or a worker that was killed.
+        UserError: text that cannot be read.
+        Interrupted: a process was killed.
     """
     if workers == 1:
         tokenizer = from_entry(entry)
@@ -93,13 +96,13 @@ def encode_all(tasks: Iterable[list[Piece]], entry: Mapping[str, Any], workers: 
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise UserError("a tokenising process was killed, perhaps for want of memory",
-                        instead="try fewer at once: --workers 1") from error
+        raise Interrupted("a tokenising process was killed, perhaps for want of memory",
+                          instead="try fewer at once: --workers 1; it goes on where it stopped") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _encode_in_worker(task: list[Piece], entry: Mapping[str, Any]) -> Encoded:
+def _encode_in_worker(task: Task, entry: Mapping[str, Any]) -> Encoded:
     return encode_task(task, from_entry(entry))
 
 

@@ -7,8 +7,14 @@
     tokenizer        name, fingerprint and, for characters, the table
     vocab_size, dtype, documents, tokens, end_of_text
     unigram_entropy  nats per token, from the exact histogram of the whole corpus (both splits)
-    val_fraction     the last part of the token stream that is the validation split
+    val_fraction     the last part of the token stream that is the validation split; or
+    val_tokens       how many tokens at its beginning are
     splits           {"train": {"tokens", "shards": [{"file", "tokens", "sha256"}]}, "val": …}
+
+Shards that another program wrote lie elsewhere: "file" is an absolute path, "offset" the bytes of its header, and
+"written_by" names the program. Of a mixture there are "parts" instead of shards: [{"folder", "weight"}].
+
+Beside it lies `counts.npy`, int64: how often each id occurs.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from ezpz_llm.data.public import reading
 from ezpz_llm.errors import UserError
 
 MANIFEST = "manifest.json"
+COUNTS = "counts.npy"
 FORMAT = "ezpz_llm tokens 1"
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
@@ -54,7 +61,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
     path = folder / shard["file"]
-    expected = shard["tokens"] * ITEM_BYTES[manifest["dtype"]]
+    expected = shard["tokens"] * ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
     found = path.stat().st_size if path.is_file() else None
     if found != expected:
         state = "is missing" if found is None else f"has {found:,} bytes"
@@ -69,6 +76,8 @@ def verify(folder: Path) -> int:
         UserError: a shard is missing, of the wrong size, or not the one that was written.
     """
     manifest = read_manifest(folder)
+    if "parts" in manifest:
+        return sum(verify(Path(part["folder"])) for part in manifest["parts"])
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
     for shard in shards:
         found = sha256_of(folder / shard["file"])
@@ -79,6 +88,8 @@ def verify(folder: Path) -> int:
 
 
 def _mend(folder: Path, manifest: dict[str, Any]) -> str:
+    if "written_by" in manifest:
+        return f"copy that file again from where {manifest['source']['corpus']} came from"
     place = shlex.quote(str(folder.absolute()))
     return f"make the folder again: rm -r {place} && {manifest['command']} --out {place}"
 

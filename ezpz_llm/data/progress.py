@@ -16,19 +16,24 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(label: str, total_bytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the number of bytes just done."""
+def progress(label: str, total_bytes: int, shown: bool, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the number of bytes just done.
+
+    Args:
+        total_bytes: 0 where that is not known.
+        done: bytes done before.
+    """
     if not shown:
         yield lambda done: None
     elif sys.stderr.isatty():
-        with _bar(label, total_bytes) as advance:
+        with _bar(label, total_bytes, done) as advance:
             yield advance
     else:
-        yield _lines(label, total_bytes)
+        yield _lines(label, total_bytes, done)
 
 
 @contextlib.contextmanager
-def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(label: str, total: int, done_before: int) -> Iterator[Callable[[int], None]]:
     # Imported here: only a terminal needs it.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,13 +41,14 @@ def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
+        task = bar.add_task(label, total=total or None, completed=done_before)
         yield lambda done: bar.advance(task, done)
 
 
-def _lines(label: str, total: int) -> Callable[[int], None]:
+def _lines(label: str, total: int, done_before: int) -> Callable[[int], None]:
     began = last = time.monotonic()
-    done_so_far = 0
+    done_so_far = done_before
+    of = f" of {total / 1e6:,.1f}" if total else ""
 
     def advance(done: int) -> None:
         nonlocal last, done_so_far
@@ -50,7 +56,7 @@ def _lines(label: str, total: int) -> Callable[[int], None]:
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            say(f"{label}: {done_so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB, "
-                f"{done_so_far / 1e6 / (now - began):,.1f} MB/s")
+            say(f"{label}: {done_so_far / 1e6:,.1f}{of} MB, "
+                f"{(done_so_far - done_before) / 1e6 / (now - began):,.1f} MB/s")
 
     return advance

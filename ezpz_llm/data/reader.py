@@ -1,13 +1,20 @@
-"""Reading a corpus in pieces of bounded size that tokenise to the same ids as the whole would."""
+"""Reading a corpus in pieces of bounded size that tokenise to the same ids as the whole would.
+
+A task says where the next one begins (`after`), so that reading can be taken up there by another process: for files
+the file's number, the offset in it (bytes, or rows of parquet) and the line; for a data set its own state.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ezpz_llm.data.corpora import SourceFile
+from ezpz_llm.data.corpora import Corpus, SourceFile
+from ezpz_llm.data.hub import read_dataset
+from ezpz_llm.data.parquet import Documents, read_rows
 from ezpz_llm.data.public import reading
 from ezpz_llm.data.tokenizers import whole_characters
 from ezpz_llm.errors import UserError
@@ -30,28 +37,62 @@ class Piece:
     offset: int
     line: int
 
-
-def tasks(files: Iterable[SourceFile], size: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """The corpus in order, as lists of pieces of together about `size` bytes: small files are taken together."""
-    task: list[Piece] = []
-    held = 0
-    for file in files:
-        for piece in _pieces(file, size):
-            task.append(piece)
-            held += len(piece.data)
-            if held >= size:
-                yield task
-                task, held = [], 0
-    if task:
-        yield task
+    @property
+    def source_bytes(self) -> int:
+        return len(self.data)
 
 
-def texts(piece: Piece) -> Iterator[tuple[bool, str]]:
+@dataclass(frozen=True)
+class Task:
+    """What one process encodes at once, and where the corpus goes on after it."""
+
+    pieces: list[Piece | Documents]
+    after: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(piece.source_bytes for piece in self.pieces)
+
+
+def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PIECE_BYTES,
+          revision: str | None = None) -> Iterator[Task]:
+    """The corpus in order from the place `after`, in tasks of about `size` bytes: small files are taken together.
+
+    Args:
+        revision: of a data set; see `ezpz_llm.data.hub`.
+
+    Raises:
+        UserError: a file or data set cannot be read.
+    """
+    if corpus.dataset is not None:
+        for documents, state in read_dataset(corpus.dataset, revision, size, (after or {}).get("dataset")):
+            yield Task([documents], {"dataset": state})
+        return
+    pieces: list[Piece | Documents] = []
+    held, place = 0, {}
+    for piece, place in _located(corpus.files, after or {}, size):
+        pieces.append(piece)
+        held += piece.source_bytes
+        if held >= size:
+            yield Task(pieces, place)
+            pieces, held = [], 0
+    if pieces:
+        yield Task(pieces, place)
+
+
+def texts(piece: Piece | Documents) -> Iterator[tuple[bool, str]]:
     """The texts of a piece, each with whether a document begins with it; empty ones are left out.
 
     Raises:
-        UserError: not UTF-8, or a jsonl line without text; with file and byte or line number.
+        UserError: not UTF-8, or a jsonl line or a row without text; with file and byte, line or row number.
     """
+    if isinstance(piece, Documents):
+        for number, document in enumerate(piece.texts, start=piece.first):
+            if document is None:
+                raise UserError(f'row {number} has no "text"', where=piece.where, instead="leave such rows out")
+            if document:
+                yield True, whole_characters(document)
+        return
     try:
         text = piece.data.decode()
     except UnicodeDecodeError as error:
@@ -79,10 +120,28 @@ def _document(line: str, path: Path, number: int) -> str:
     raise UserError(found, where=f"{path}:{number}", instead='each line is an object like {"text": "…"}')
 
 
-def _pieces(file: SourceFile, size: int) -> Iterator[Piece]:
+def _located(files: Iterable[SourceFile], after: Mapping[str, Any],
+             size: int) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
+    """Each piece, and the place after it."""
+    first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
+    for number, file in enumerate(files):
+        if number < first:
+            continue
+        if file.is_parquet:
+            for rows in read_rows(file.path, offset, size):
+                yield rows, {"file": number, "offset": rows.first + len(rows.texts)}
+        else:
+            for piece in _pieces(file, size, offset, line):
+                lines = piece.data.count(b"\n") if file.is_jsonl else 0
+                yield piece, {"file": number, "offset": piece.offset + len(piece.data), "line": piece.line + lines}
+        offset, line = 0, 1
+
+
+def _pieces(file: SourceFile, size: int, offset: int, line: int) -> Iterator[Piece]:
     cut = _after_last_line if file.is_jsonl else cut_text
-    line, offset, carry = 1, 0, b""
+    carry = b""
     with reading(file.path), file.path.open("rb") as stream:
+        stream.seek(offset)
         while True:
             # Reading as much again as was carried over keeps the work linear where no place to cut is found.
             wanted = max(size, len(carry))

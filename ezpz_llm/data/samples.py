@@ -1,8 +1,9 @@
 """Which tokens a step takes. Letters: B micro batch, T block size, n windows an epoch.
 
 Sample i is a pure function of (seed, i) and the stream: windows of T + 1 tokens at stride T, in an order shuffled
-anew each epoch. A step takes samples [consumed, consumed + global batch), so `consumed` is the whole position:
-ranks, micro batch and accumulation only divide those samples, and any of them may change on resume.
+anew each epoch; in a mixture each stream has an order of its own (see `ezpz_llm.data.mixture`). A step takes
+samples [consumed, consumed + global batch), so `consumed` is the whole position: ranks, micro batch and accumulation
+only divide those samples, and any of them may change on resume.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ezpz_llm.data.mixture import BLOCK, draw, part_seed
 from ezpz_llm.data.permute import keys, mix, permute
-from ezpz_llm.data.shards import TokenStream
+from ezpz_llm.data.shards import Mixture, TokenStream
 from ezpz_llm.errors import UserError
 
 IGNORED = -100
 """The target that a loss leaves out."""
-# Samples whose starts are computed in one call, which costs hardly more for thousands than for a few.
+# Samples whose places are computed in one call, which costs hardly more for thousands than for a few.
 _BLOCK = 4096
 _SHIFT_SALT = np.uint64(0xD1B54A32D192ED03)
 
@@ -65,7 +67,7 @@ class Batches:
     """One data-parallel rank's share of every step of training.
 
     Args:
-        stream: the training split.
+        stream: the training split, or a mixture of several.
         block_size: T.
         seed: chooses the order.
         global_batch: samples a step, over all ranks.
@@ -75,8 +77,8 @@ class Batches:
         UserError: global_batch is not a multiple of dp_size * micro_batch, or the stream is too short.
     """
 
-    def __init__(self, stream: TokenStream, *, block_size: int, seed: int, global_batch: int, micro_batch: int,
-                 dp_rank: int, dp_size: int) -> None:
+    def __init__(self, stream: TokenStream | Mixture, *, block_size: int, seed: int, global_batch: int,
+                 micro_batch: int, dp_rank: int, dp_size: int) -> None:
         at_once = dp_size * micro_batch
         if at_once < 1 or global_batch < 1 or global_batch % at_once:
             near = max(1, global_batch // max(1, at_once)) * at_once
@@ -85,8 +87,9 @@ class Batches:
                 f"on {dp_size} data-parallel ranks ({at_once} at once)",
                 instead=f"give a multiple of {at_once}, such as --global-batch {near}, or another --micro-batch",
             )
-        windows_per_epoch(len(stream), block_size)
-        self.stream = stream
+        self.mixture = as_mixture(stream)
+        for part in self.mixture.streams:
+            windows_per_epoch(len(part), block_size)
         self.block_size = block_size
         self.seed = seed
         self.global_batch = global_batch
@@ -101,23 +104,48 @@ class Batches:
         """
         share = self.global_batch // self.dp_size
         first = consumed + self.dp_rank * share
-        windows = self.stream.windows(self._starts(first, first + share), self.block_size + 1)
+        windows = self._windows(first, first + share)
         return [(part[:, :-1], part[:, 1:])
                 for part in np.split(windows, share // self.micro_batch)]
 
-    def _starts(self, first: int, stop: int) -> np.ndarray:
+    def _windows(self, first: int, stop: int) -> np.ndarray:
+        """(stop - first, T + 1) int64: the samples from `first` on."""
+        streams = self.mixture.streams
+        plan = (tuple(map(len, streams)), self.mixture.counts, self.block_size, self.seed)
         blocks = range(first // _BLOCK, (stop - 1) // _BLOCK + 1)
-        starts = [_start_block(len(self.stream), self.block_size, self.seed, block) for block in blocks]
-        return np.concatenate(starts)[first - blocks.start * _BLOCK:stop - blocks.start * _BLOCK]
+        begin = first - blocks.start * _BLOCK
+        which, starts = (np.concatenate(parts)[begin:begin + stop - first]
+                         for parts in zip(*(_places(*plan, block) for block in blocks), strict=True))
+        if len(streams) == 1:
+            return streams[0].windows(starts, self.block_size + 1)
+        windows = np.empty((stop - first, self.block_size + 1), np.int64)
+        for part, stream in enumerate(streams):
+            rows = np.flatnonzero(which == part)
+            windows[rows] = stream.windows(starts[rows], self.block_size + 1)
+        return windows
 
 
 @functools.lru_cache(maxsize=16)
-def _start_block(stream_len: int, block_size: int, seed: int, block: int) -> np.ndarray:
-    return sample_windows(stream_len, block_size, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
+def _places(lengths: tuple[int, ...], counts: tuple[int, ...], block_size: int, seed: int,
+            block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Stream and start offset of each sample of a block."""
+    which, indices = draw(counts, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
+    starts = np.empty_like(indices)
+    for part, length in enumerate(lengths):
+        rows = which == part
+        starts[rows] = sample_windows(length, block_size, part_seed(seed, part), indices[rows])
+    return which, starts
+
+
+def as_mixture(stream: TokenStream | Mixture) -> Mixture:
+    """A single stream as a mixture of one."""
+    return stream if isinstance(stream, Mixture) else Mixture((stream,), (BLOCK,))
 
 
 class ValidationWindows:
     """A split from its start, in windows of T that do not overlap; the last one is padded.
+
+    Of a mixture, each stream's split in turn: all of it, or with `max_tokens` the stream's share of that number.
 
     Attributes:
         predictions: how many next-token predictions they hold: each of the split's (its length - 1) once, or
@@ -127,19 +155,17 @@ class ValidationWindows:
         UserError: fewer than two tokens, so nothing to predict.
     """
 
-    def __init__(self, stream: TokenStream, block_size: int, max_tokens: int | None) -> None:
-        wanted = len(stream) if max_tokens is None else max_tokens
-        self.predictions = min(len(stream) - 1, wanted)
-        if self.predictions < 1:
-            raise UserError(
-                f"nothing to validate on: the split has {len(stream)} tokens, predictions wanted: {wanted}",
-                where=stream.where, instead="prepare the corpus with a larger --val-fraction, or ask for more",
-            )
-        self.stream = stream
+    def __init__(self, stream: TokenStream | Mixture, block_size: int, max_tokens: int | None) -> None:
+        mixture = as_mixture(stream)
         self.block_size = block_size
+        self._parts = [(part, _predictions(part, None if max_tokens is None else -(-max_tokens * count // BLOCK)))
+                       for part, count in zip(mixture.streams, mixture.counts, strict=True)]
+        self.predictions = sum(predictions for _, predictions in self._parts)
+        # Number of the first window of each part, and of all of them.
+        self._firsts = np.cumsum([0, *(-(-predictions // block_size) for _, predictions in self._parts)])
 
     def __len__(self) -> int:
-        return -(-self.predictions // self.block_size)
+        return int(self._firsts[-1])
 
     def batches(self, micro_batch: int, dp_rank: int = 0,
                 dp_size: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -153,17 +179,30 @@ class ValidationWindows:
             yield self._batch(start * micro_batch, micro_batch)
 
     def _batch(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        size = count * self.block_size
-        begin = first * self.block_size
-        stop = min(begin + size, self.predictions)
-        tokens, targets = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
-        if begin < stop:
-            tokens[:stop - begin] = self.stream[begin:stop]
-            targets[:stop - begin] = self.stream[begin + 1:stop + 1]
-        return tokens.reshape(count, -1), targets.reshape(count, -1)
+        tokens = np.zeros((count, self.block_size), np.int64)
+        targets = np.full((count, self.block_size), IGNORED, np.int64)
+        for row, window in enumerate(range(first, min(first + count, len(self)))):
+            part = int(np.searchsorted(self._firsts, window, side="right")) - 1
+            stream, predictions = self._parts[part]
+            begin = (window - int(self._firsts[part])) * self.block_size
+            found = stream[begin:min(begin + self.block_size, predictions) + 1]
+            tokens[row, :found.size - 1], targets[row, :found.size - 1] = found[:-1], found[1:]
+        return tokens, targets
 
 
-def validation_windows(stream: TokenStream, block_size: int, max_tokens: int | None = None) -> ValidationWindows:
+def _predictions(stream: TokenStream, max_tokens: int | None) -> int:
+    wanted = len(stream) if max_tokens is None else max_tokens
+    predictions = min(len(stream) - 1, wanted)
+    if predictions < 1:
+        raise UserError(
+            f"nothing to validate on: the split has {len(stream)} tokens, predictions wanted: {wanted}",
+            where=stream.where, instead="prepare the corpus with a larger --val-fraction, or ask for more",
+        )
+    return predictions
+
+
+def validation_windows(stream: TokenStream | Mixture, block_size: int,
+                       max_tokens: int | None = None) -> ValidationWindows:
     """All of a split's next-token predictions, or the first `max_tokens`, in order.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Token shards: raw little-endian uint16 or uint32 files, written in order and read by memory map.
+"""Token shards: raw little-endian uint16 or uint32 files, read by memory map.
 
-    train_000000.bin, train_000001.bin, …, val_000000.bin, …, manifest.json
+    train_000000.bin, train_000001.bin, …, val_000000.bin, …, counts.npy, manifest.json
 
 A document may cross from one shard to the next, and from the training to the validation split.
 """
@@ -9,84 +9,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from ezpz_llm.data.manifest import MANIFEST, read_manifest, sha256_of
+from ezpz_llm.data.manifest import MANIFEST, read_manifest
+from ezpz_llm.data.mixture import shares
+from ezpz_llm.data.shard_writer import TRAIN, VAL
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
 from ezpz_llm.errors import unknown
-
-SHARD_TOKENS = 100_000_000
-TRAIN, VAL = "train", "val"
-
-
-class ShardWriter:
-    """Writes one split's stream of tokens as shards of `shard_tokens` each, the last one shorter."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder = folder
-        self.split = split
-        self.dtype = dtype
-        self.shard_tokens = shard_tokens
-        self.tokens = 0
-        self._file: BinaryIO | None = None
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append `tokens`, already of the shards' type.
-
-        Raises:
-            OSError: the disk is full, or the like.
-        """
-        while tokens.size:
-            room = self.shard_tokens - self.tokens % self.shard_tokens
-            if self._file is None:
-                self._file = self._path(self.tokens // self.shard_tokens).open("wb")
-            part, tokens = tokens[:room], tokens[room:]
-            self._file.write(part.data)
-            self.tokens += part.size
-            if part.size == room:
-                self.close()
-
-    def close(self) -> None:
-        """End the open shard, on the disk and not only in memory: a full disk may show only now."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
-
-    def move_tail(self, keep: int, other: ShardWriter) -> None:
-        """Hand all but the first `keep` tokens to `other`: where to split is known only at the stream's end."""
-        self.close()
-        for path, start, tokens in self._shards():
-            kept = min(tokens, max(0, keep - start))
-            if kept == tokens:
-                continue
-            other.write(np.memmap(path, self.dtype, "r")[kept:])
-            if kept:
-                os.truncate(path, kept * self.dtype.itemsize)
-            else:
-                path.unlink()
-        self.tokens = min(self.tokens, keep)
-        other.close()
-
-    def describe(self) -> dict[str, Any]:
-        """The split's entry in the manifest; hashes what was written."""
-        shards = [{"file": path.name, "tokens": tokens, "sha256": sha256_of(path)}
-                  for path, _, tokens in self._shards()]
-        return {"tokens": self.tokens, "shards": shards}
-
-    def _path(self, index: int) -> Path:
-        return self.folder / f"{self.split}_{index:06d}.bin"
-
-    def _shards(self) -> list[tuple[Path, int, int]]:
-        """Path, first token and number of tokens of each."""
-        return [(self._path(start // self.shard_tokens), start, min(self.shard_tokens, self.tokens - start))
-                for start in range(0, self.tokens, self.shard_tokens)]
 
 
 class TokenStream:
@@ -95,12 +29,15 @@ class TokenStream:
     Args:
         shards: path and number of tokens of each, in order.
         where: what to call it in an error.
+        offsets: bytes before the first token of each file; none if not given.
     """
 
-    def __init__(self, shards: Sequence[tuple[Path, int]], dtype: np.dtype, where: str) -> None:
+    def __init__(self, shards: Sequence[tuple[Path, int]], dtype: np.dtype, where: str,
+                 offsets: Sequence[int] | None = None) -> None:
         self.where = where
         self.dtype = dtype
-        self._maps = [np.memmap(path, dtype, "r", shape=(tokens,)) for path, tokens in shards]
+        self._maps = [np.memmap(path, dtype, "r", offset, (tokens,))
+                      for (path, tokens), offset in zip(shards, offsets or [0] * len(shards), strict=True)]
         self._starts = np.cumsum([0, *(tokens for _, tokens in shards)])
 
     def __len__(self) -> int:
@@ -128,16 +65,35 @@ class TokenStream:
         return out
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Token streams and how many of each block of 4096 samples each one gives.
+
+    Attributes:
+        streams: one or more.
+        counts: 1 or more each, together 4096.
+    """
+
+    streams: tuple[TokenStream, ...]
+    counts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Tokens over all streams."""
+        return sum(map(len, self.streams))
+
+
 class TokenData:
-    """A prepared folder.
+    """A prepared folder: its own shards, another program's, or a mixture of folders.
 
     Attributes:
         manifest: see `ezpz_llm.data.manifest`.
+        parts: the folders that are mixed, and their weights; empty for a single one.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.parts = [(TokenData.open(Path(part["folder"])), part["weight"]) for part in manifest.get("parts", ())]
 
     @classmethod
     def open(cls, folder: Path) -> TokenData:
@@ -169,14 +125,27 @@ class TokenData:
     @property
     def fingerprint(self) -> str:
         """What tells these tokens and their order from any others: a hash over the hashes of the shards."""
-        hashes = [shard["sha256"] for split in (TRAIN, VAL) for shard in self.manifest["splits"][split]["shards"]]
-        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+        if self.parts:
+            known = [text for part, weight in self.parts for text in (part.fingerprint, f" {weight!r} ")]
+        else:
+            known = [shard["sha256"] for name in (TRAIN, VAL) for shard in self.manifest["splits"][name]["shards"]]
+        return hashlib.sha256("".join(known).encode()).hexdigest()
 
-    def split(self, name: str) -> TokenStream:
+    def split(self, name: str) -> TokenStream | Mixture:
         """The split "train" or "val"."""
         splits = self.manifest["splits"]
         if name not in splits:
             raise unknown("split", name, splits, where=str(self.folder / MANIFEST))
-        shards = [(self.folder / shard["file"], shard["tokens"]) for shard in splits[name]["shards"]]
+        if self.parts:
+            words = [str(part.folder) for part, _ in self.parts]
+            return Mixture(tuple(part.split(name) for part, _ in self.parts),
+                           shares(words, [weight for _, weight in self.parts]))
+        shards = splits[name]["shards"]
         dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
-        return TokenStream(shards, dtype, f"split {name!r} of {self.folder}")
+        return TokenStream([(self.folder / shard["file"], shard["tokens"]) for shard in shards], dtype,
+                           f"split {name!r} of {self.folder}", [shard.get("offset", 0) for shard in shards])
+
+    def first_tokens(self, count: int) -> np.ndarray:
+        """The first tokens to train on; of a mixture, its first part's."""
+        data = self.parts[0][0] if self.parts else self
+        return data.split(TRAIN)[:count]

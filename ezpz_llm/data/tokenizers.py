@@ -31,6 +31,9 @@ GPT2_VOCAB = PublicFile(
 GPT2_NAMES = (GPT2_VOCAB.name, hashlib.sha1(GPT2_VOCAB.address.encode()).hexdigest())
 """What the file is called where it was published, and in a cache folder of tiktoken's."""
 
+GPT2_FINGERPRINT = "247ecddaff45c30a3df42f9562b42c2fbc2a41cd6bad5d5bc5db912fb4deed3c"
+"""Of the tokenizer that the published file makes; known here so that manifests can be checked without the file."""
+
 # Any line is one piece: splitting by line only bounds how much is merged at once, and is 4 times as fast as
 # splitting by character.
 _LINES = r"[^\n]*\n|[^\n]+"
@@ -161,6 +164,18 @@ def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
     return entry | {"table": tokenizer.characters} if isinstance(tokenizer, CharTokenizer) else entry
 
 
+def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
+    """That the ids of a manifest's tokens mean what they would mean here; needs no file.
+
+    Raises:
+        UserError: the tokenizer of that name here is not the one that made the tokens.
+    """
+    if entry["name"] != "gpt2":
+        from_entry(entry, where)
+    elif entry["fingerprint"] != GPT2_FINGERPRINT:
+        raise _another(entry, GPT2_FINGERPRINT, where)
+
+
 def from_entry(entry: Mapping[str, Any], where: str | None = None) -> Tokenizer:
     """The tokenizer that wrote a manifest's tokens.
 
@@ -175,11 +190,15 @@ def _from_json(entry_json: str, where: str | None) -> Tokenizer:
     entry = json.loads(entry_json)
     tokenizer = get_tokenizer(entry["name"], entry.get("table", ""))
     if tokenizer.fingerprint != entry["fingerprint"]:
-        raise UserError(
-            f"these tokens were made by another {entry['name']} tokenizer: fingerprint {entry['fingerprint']}, "
-            f"here {tokenizer.fingerprint}", where=where, instead="prepare the corpus again",
-        )
+        raise _another(entry, tokenizer.fingerprint, where)
     return tokenizer
+
+
+def _another(entry: Mapping[str, Any], here: str, where: str | None) -> UserError:
+    return UserError(
+        f"these tokens were made by another {entry['name']} tokenizer: fingerprint {entry['fingerprint']}, "
+        f"here {here}", where=where, instead="prepare the corpus again",
+    )
 
 
 def whole_characters(text: str) -> str:

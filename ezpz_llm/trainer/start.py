@@ -165,7 +165,7 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
     except UserError as error:
         if config.prompt is not None:
             raise UserError(error.found, where="--prompt", instead=error.instead) from error
-        tokens = data.split("train")[:1]
+        tokens = data.first_tokens(1)
     return tokens.astype(np.int64)
 
 

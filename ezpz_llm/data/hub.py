@@ -1,0 +1,150 @@
+"""Data sets of the Hugging Face hub, or of its kind in a local folder, streamed (datasets, the extra `data`).
+
+    fineweb-edu                          HuggingFaceFW/fineweb-edu, its sample of 10 billion tokens
+    hf:NAME[:CONFIG][@REVISION]          any other: the column "text" of its split "train"
+    hf:PATH                              a folder of parquet or jsonl files, read by `datasets`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.data.journal import Interrupted
+from ezpz_llm.data.parquet import TEXT, Documents
+from ezpz_llm.errors import UserError
+from ezpz_llm.resources import user_path
+
+PREFIX = "hf:"
+_MEANING = {"fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
+NAMES = tuple(_MEANING)
+_FORM = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Which data set.
+
+    Attributes:
+        words: how a command names it.
+        name: its name on the hub, or an absolute path.
+        revision: branch, tag or commit; None for the newest when the work begins.
+    """
+
+    words: str
+    name: str
+    config: str | None = None
+    revision: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.name).is_absolute()
+
+
+def find_dataset(words: str) -> HubDataset | None:
+    """The data set that `words` name; None if they name none.
+
+    Raises:
+        UserError: they begin like one but are of another form.
+    """
+    if not words.startswith(PREFIX) and words not in _MEANING:
+        return None
+    rest = _MEANING.get(words, words).removeprefix(PREFIX)
+    path = user_path(rest).absolute()
+    if path.is_dir():
+        return HubDataset(PREFIX + str(path), str(path))
+    form = _FORM.fullmatch(rest)
+    if form is None:
+        raise UserError(f"{words!r} names neither a data set nor a folder",
+                        instead="hf:NAME[:CONFIG][@REVISION], such as hf:HuggingFaceFW/fineweb-edu:sample-10BT")
+    return HubDataset(words, form["name"], form["config"], form["revision"])
+
+
+def check_installed() -> None:
+    """That `datasets` is there, without importing it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise UserError("reading a data set of the hub takes datasets, which is not installed",
+                        instead="pip install 'ezpz_llm[data]'")
+
+
+def resolve_revision(dataset: HubDataset) -> str | None:
+    """The commit that the data set's revision stands for now; None for a local folder.
+
+    Raises:
+        UserError: there is no such data set or revision, or no network.
+    """
+    if dataset.is_local:
+        return None
+    check_installed()
+    from huggingface_hub import HfApi
+
+    with _reaching(dataset):
+        return HfApi().dataset_info(dataset.name, revision=dataset.revision).sha
+
+
+def read_dataset(dataset: HubDataset, revision: str | None, size: int,
+                 state: dict[str, Any] | None) -> Iterator[tuple[Documents, dict[str, Any]]]:
+    """Documents of together about `size` bytes, and the state to go on from after them.
+
+    Args:
+        revision: the commit to read; None for a local folder.
+        state: what came with the documents before; None for the beginning.
+
+    Raises:
+        UserError: `datasets` is not installed, or the data set cannot be read.
+    """
+    check_installed()
+    import datasets
+
+    datasets.disable_progress_bars()
+    with _reaching(dataset):
+        stream = datasets.load_dataset(dataset.name, dataset.config, split="train", streaming=True,
+                                       revision=revision)
+        if stream.features is not None and TEXT not in stream.features:
+            raise UserError(f'no column "{TEXT}" among {", ".join(stream.features)}', where=dataset.words,
+                            instead=f'name a data set that has its documents in a column called "{TEXT}"')
+        stream = stream.select_columns([TEXT])
+        number = state["documents"] if state else 0
+        if state:
+            stream.load_state_dict(state["stream"])
+        texts: list[str | None] = []
+        held = 0
+
+        def take() -> tuple[Documents, dict[str, Any]]:
+            after = {"documents": number + len(texts), "stream": stream.state_dict()}
+            return Documents(dataset.words, number, texts, held), after
+
+        with contextlib.closing(iter(stream)) as rows:
+            for row in rows:
+                texts.append(row[TEXT])
+                held += len((row[TEXT] or "").encode("utf-8", "surrogatepass"))
+                if held >= size:
+                    yield take()
+                    number, texts, held = number + len(texts), [], 0
+        if texts:
+            yield take()
+
+
+@contextlib.contextmanager
+def _reaching(dataset: HubDataset) -> Iterator[None]:
+    """Turn the libraries' errors of access into a UserError."""
+    import datasets
+    import huggingface_hub.errors
+
+    try:
+        yield
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError,
+            datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Interrupted(f"the data set cannot be read: {reason}", where=dataset.words,
+                          instead="check its name and the network, and give the same command again: "
+                                  "it goes on where it stopped") from error

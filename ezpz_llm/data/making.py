@@ -1,0 +1,215 @@
+"""Turning a corpus into shards in a hidden folder, from the beginning or from where an earlier process stopped."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ezpz_llm.data.building import clear
+from ezpz_llm.data.encode import encode_all, token_dtype
+from ezpz_llm.data.hub import resolve_revision
+from ezpz_llm.data.journal import JOURNAL, Interrupted, Journal
+from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST
+from ezpz_llm.data.progress import progress, say
+from ezpz_llm.data.reader import tasks, texts
+from ezpz_llm.data.request import Request
+from ezpz_llm.data.shard_writer import TRAIN, VAL, ShardWriter
+from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, get_tokenizer, to_entry
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import write_json
+
+# What a kill can cost, at most: a save waits for the disk.
+_SECONDS_BETWEEN_SAVES = 2.0
+
+
+@dataclass
+class _Work:
+    """A folder of shards in the making."""
+
+    request: Request
+    folder: Path
+    journal: Journal
+    tokenizer: Tokenizer
+    counts: np.ndarray
+    train: ShardWriter = field(init=False)
+    val: ShardWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        self.train, self.val = (ShardWriter(self.folder, split, dtype, self.request.shard_tokens)
+                                for split in (TRAIN, VAL))
+
+    @property
+    def tokens(self) -> int:
+        return self.train.tokens + self.val.tokens
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append to the stream of tokens; where `val_tokens` is a number, so many at its beginning validate."""
+        if self.request.val_tokens is not None:
+            room = self.request.val_tokens - self.val.tokens
+            self.val.write(tokens[:room])
+            tokens = tokens[room:]
+        self.train.write(tokens)
+
+    def save(self) -> None:
+        """The journal, after the shards that it speaks of."""
+        for writer in (self.train, self.val):
+            writer.sync()
+            self.journal.written[writer.split] = {"tokens": writer.tokens, "hashes": writer.hashes}
+        self.journal.counts = self.counts.tolist()
+        self.journal.save(self.folder)
+
+    def go_on(self) -> bool:
+        """Take up the shards that the journal speaks of; False if they are not all there."""
+        train, val = self.journal.written[TRAIN], self.journal.written[VAL]
+        if not self.val.go_on(**val):
+            return False
+        if not self.journal.read_all:
+            return self.train.go_on(**train)
+        # A kill may have come while the training split was being cut, which is done again.
+        self.train.tokens, self.train.hashes = train["tokens"], list(train["hashes"])
+        return True
+
+    def divide(self) -> None:
+        """Cut the validation split off the end of the stream, if it is the last part of it."""
+        fraction = self.request.val_fraction
+        if fraction is None:
+            return
+        total = self.journal.written[TRAIN]["tokens"] if self.journal.read_all else self.train.tokens
+        keep = int(total * (1 - fraction))
+        if not self.journal.read_all:
+            self.train.copy_tail(keep, self.val)
+            self.journal.read_all = True
+            self.save()
+        self.train.cut(keep)
+
+
+def make(request: Request, folder: Path, workers: int, show: bool) -> None:
+    """Write the shards and the manifest of `request` into `folder`, which may hold an earlier process's work.
+
+    Raises:
+        UserError: text that cannot be read, and the like; nothing is kept.
+        Interrupted: no room, no network, a killed process: the journal and its shards are kept.
+    """
+    began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer})"
+    if show:
+        say(f"{label}: {_size(request)}, {workers} {'process' if workers == 1 else 'processes'}")
+    try:
+        work = _take_up(request, folder, show)
+        _encode(work, workers, label, show)
+        manifest = _finish(work)
+    except OSError as error:
+        raise _kept(folder, f"cannot write here: {error.strerror or error}", str(error.filename or folder),
+                    "make room", error) from error
+    except Interrupted:
+        raise
+    except UserError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _kept(folder, error.found, error.where, "mend that", error) from error
+        (folder / JOURNAL).unlink(missing_ok=True)
+        raise
+    if show:
+        say(f"prepared {manifest['tokens']:,} tokens in {time.monotonic() - began:.1f} s: {request.folder}")
+
+
+def _size(request: Request) -> str:
+    files = len(request.corpus.files)
+    if not files:
+        return "a stream"
+    return f"{'1 file' if files == 1 else f'{files:,} files'}, {request.corpus.size / 1e6:,.1f} MB"
+
+
+def _kept(folder: Path, found: str, where: str | None, instead: str, error: OSError | UserError) -> Exception:
+    """What to say of an error after which the work can be gone on with."""
+    if not (folder / JOURNAL).exists():
+        return error
+    return Interrupted(f"{found}; what was prepared so far is kept", where=where,
+                       instead=f"{instead}, and give the same command again: it goes on where it stopped")
+
+
+def _take_up(request: Request, folder: Path, show: bool) -> _Work:
+    journal = Journal.load(folder, request.fingerprint)
+    if journal is not None:
+        tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL))
+        work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
+        if work.go_on():
+            if show:
+                say(f"going on after {journal.documents:,} documents, {work.tokens:,} tokens of an earlier process")
+            return work
+    clear(folder)
+    corpus, facts = request.corpus, {}
+    if corpus.dataset is not None and (revision := resolve_revision(corpus.dataset)):
+        facts["revision"] = revision
+    tokenizer = _tokenizer(request, facts.get("revision"))
+    journal = Journal(request.fingerprint, to_entry(tokenizer), facts=facts)
+    return _Work(request, folder, journal, tokenizer, np.zeros(tokenizer.vocab_size, np.int64))
+
+
+def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
+    """Write the rest of the corpus's tokens."""
+    journal, corpus = work.journal, work.request.corpus
+    saved = time.monotonic()
+    if not journal.read_all:
+        waiting = tasks(corpus, journal.after, revision=journal.facts.get("revision"))
+        with progress(label, corpus.size, show, journal.source_bytes) as advance:
+            for encoded in encode_all(waiting, journal.tokenizer, workers):
+                work.write(encoded.tokens)
+                work.counts += encoded.counts
+                journal.after = encoded.after
+                journal.documents += encoded.documents
+                journal.source_bytes += encoded.source_bytes
+                advance(encoded.source_bytes)
+                if time.monotonic() - saved >= _SECONDS_BETWEEN_SAVES:
+                    work.save()
+                    saved = time.monotonic()
+    if not journal.documents:
+        raise UserError("nothing to read: no document has any text", where=corpus.words,
+                        instead="name a corpus with text in it")
+
+
+def _tokenizer(request: Request, revision: str | None) -> Tokenizer:
+    if request.tokenizer != "char":
+        return get_tokenizer(request.tokenizer)
+    found: set[str] = set()
+    for task in tasks(request.corpus, revision=revision):
+        for piece in task.pieces:
+            for _, text in texts(piece):
+                found.update(text)
+    return CharTokenizer("".join(sorted(found)))
+
+
+def _finish(work: _Work) -> dict[str, Any]:
+    """Divide the splits and say what there is."""
+    work.divide()
+    request, corpus, journal = work.request, work.request.corpus, work.journal
+    val = ({"val_fraction": request.val_fraction} if request.val_tokens is None
+           else {"val_tokens": request.val_tokens})
+    manifest = {
+        "format": FORMAT,
+        "request": request.fingerprint,
+        "command": request.command,
+        "source": {"corpus": corpus.words, "files": len(corpus.files), "bytes": journal.source_bytes,
+                   **corpus.facts, **journal.facts},
+        "tokenizer": journal.tokenizer,
+        "vocab_size": work.tokenizer.vocab_size,
+        "end_of_text": work.tokenizer.end_of_text,
+        "dtype": work.train.dtype.name,
+        "documents": journal.documents,
+        "tokens": work.tokens,
+        "unigram_entropy": entropy(work.counts),
+        **val,
+        "splits": {TRAIN: work.train.describe(), VAL: work.val.describe()},
+    }
+    np.save(work.folder / COUNTS, work.counts)
+    write_json(work.folder / MANIFEST, manifest)
+    return manifest
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Nats per draw from a distribution given by its counts."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
