@@ -9,6 +9,7 @@ A run `parts` looks at first values, loss, dropout and checkpoints instead. Rank
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import sys
@@ -33,12 +34,12 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.head import Head
 from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import CrossEntropy
 from ezpz_llm.model.placement import placement_of, size, whole
 from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.model.tensor_parallel import RankedDropout
-from ezpz_llm.model.vocabulary import VocabularyCrossEntropy
+from ezpz_llm.model.vocabulary import Columns
 from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60
@@ -159,26 +160,30 @@ def first_values(dist: Dist) -> dict[str, bool]:
     return result
 
 
-def losses_of_logits(dist: Dist) -> dict[str, list[float]]:
-    """The divided loss beside the plain one: largest differences of values and gradients."""
+def losses(dist: Dist) -> dict[str, list[float]]:
+    """The divided loss beside the plain one: largest differences of values and of both gradients."""
     torch.manual_seed(0)
-    whole_logits, targets = 5 * torch.randn(3, 7, 20), torch.randint(20, (3, 7))
+    weight, hidden, targets = 2 * torch.randn(20, 6), torch.randn(3, 7, 6), torch.randint(20, (3, 7))
     targets[0, 2:5], targets[2] = -100, -100
     result = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for reduction in ("mean", "sum"):
-            plain = whole_logits.to(dtype, copy=True).requires_grad_()
-            mine = plain.detach().chunk(2, -1)[dist.rank].clone().requires_grad_()
-            expected = CrossEntropy()(plain, targets, reduction)
-            found = VocabularyCrossEntropy(None, dist.rank, 2)(mine, targets, reduction)
-            (expected * 3).backward()
-            (found * 3).backward()
-            apart = (plain.grad.chunk(2, -1)[dist.rank] - mine.grad).abs().max() / plain.grad.abs().max()
-            result[f"{dtype} {reduction}"] = [abs(expected.item() - found.item()) / expected.item(), apart.item()]
-    empty = VocabularyCrossEntropy(None, dist.rank, 2)
+    for dtype, reduction, chunk, z_loss in itertools.product(
+            (torch.float32, torch.bfloat16), ("mean", "sum"), (0, 4, 21), (0.0, 0.1)):
+        plain, mine = Head(6, 20), Head(6, 10, Columns(dist.rank, 2))
+        found = []
+        for head, rows, tokens in ((plain, weight, 0), (mine, weight.chunk(2)[dist.rank], chunk)):
+            head.weight.data, head.loss_chunk, head.z_loss = rows.clone(), tokens, z_loss
+            x = hidden.clone().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = head(x, targets, reduction)
+            (loss * 3).backward()
+            found.append((loss.item(), x.grad, head.weight.grad))
+        (value, for_hidden, for_weight), (other, part, rows) = found
+        torch.distributed.all_reduce(part)
+        apart = [(for_weight.chunk(2)[dist.rank] - rows).abs().max() / for_weight.abs().max(),
+                 (for_hidden - part).abs().max() / for_hidden.abs().max()]
+        result[f"{dtype} {reduction} {chunk} {z_loss}"] = [abs(value - other) / value, max(apart).item()]
     nothing = torch.full((3, 7), -100)
-    mine = whole_logits.chunk(2, -1)[dist.rank]
-    result["nothing"] = [empty(mine, nothing, "sum").item(), float(empty(mine, nothing, "mean").isnan())]
+    result["nothing"] = [mine(hidden, nothing, "sum").item(), float(mine(hidden, nothing, "mean").isnan())]
     return result
 
 
@@ -252,7 +257,7 @@ def checkpoints(folder: Path, dist: Dist, alone: Dist) -> dict[str, list[list[fl
 
 def parts(folder: Path, dist: Dist, alone: Dist) -> dict[str, Any]:
     dist.arrange(tp=2)
-    return {"first values": everyone(first_values(dist)), "loss": everyone(losses_of_logits(dist)),
+    return {"first values": everyone(first_values(dist)), "loss": everyone(losses(dist)),
             "dropout": everyone(dropout(dist)), "checkpoints": checkpoints(folder, dist, alone)}
 
 

@@ -87,8 +87,8 @@ def _scale_gradients(engine: Engine, factor: float) -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * factor
 
-    if hasattr(engine.module, "loss"):  # the last stage of a pipeline has it, the others have not
-        engine.module.loss.register_forward_hook(lambda module, inputs, loss: Scale.apply(loss))
+    if hasattr(engine.module, "lm_head"):  # the last stage of a pipeline has it, the others have not
+        engine.module.lm_head.register_forward_hook(lambda module, inputs, loss: Scale.apply(loss))
 
 
 def _dropped_bucket(model: Any, dist: Dist, layout: Layout) -> None:
@@ -143,18 +143,22 @@ def _untied_head(model: Any, dist: Dist, layout: Layout) -> None:
     """The head's share of the tied table's gradient is lost, as for a head with a copy of its own."""
     from torch.nn import functional
 
+    from ezpz_llm.model.loss import cross_entropy
+
     if not hasattr(model, "lm_head"):
         return  # a stage of a pipeline without it
     head = model.lm_head
     if layout.pp > 1:
         head.weight.register_hook(lambda gradient: gradient * 0)
     else:
-        head.forward = lambda x: functional.linear(x, head.weight.detach())
+        head.forward = lambda x, *task: (
+            cross_entropy(functional.linear(x, head.weight.detach()), *task) if task and task[0] is not None
+            else functional.linear(x, head.weight.detach()))
 
 
 def _shifted_targets(engine: Engine, dist: Dist) -> None:
-    if hasattr(engine.module, "loss"):
-        engine.module.loss.register_forward_pre_hook(
+    if hasattr(engine.module, "lm_head"):
+        engine.module.lm_head.register_forward_pre_hook(
             lambda module, inputs: (inputs[0], inputs[1].roll(-1, dims=-1), *inputs[2:]))
 
 

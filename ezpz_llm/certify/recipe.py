@@ -36,6 +36,9 @@ SMALLEST_FILE = 4096
 """Bytes from which on parameters and optimizer state go to files, where a layout has them there; DeepSpeed's own
 least, 1 MiB, is more than any of these has."""
 
+LOSS_CHUNK = 48
+"""Tokens whose logits a layout has at once: several chunks of a micro batch, and a rest. The reference has all."""
+
 HELD_OUT = 2 ** 20
 """Stands for the step whose batch is never trained on."""
 

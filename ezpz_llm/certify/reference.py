@@ -105,7 +105,7 @@ def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: in
          seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor]]:
     resolved = resolve("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
                        clip=recipe.CLIP, precision=dtype, device=me.device.type)
-    engine = make_engine(config, resolved, me)
+    engine = make_engine(config, resolved, me, loss_chunk=0)
     if seed_folder is not None:
         checkpoint.save(engine, me, RunDir(seed_folder), {"step": 0})
     tensors = {f"first/{name}": value for name, value in _values(engine, "weight").items()}

@@ -21,6 +21,7 @@ from ezpz_llm.engine.resolve import Resolved
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.head import configure_head
 
 Rows = Callable[[np.ndarray, int], np.ndarray]
 """The sequences (n, T + 1) of this rank's micro batches, one after the other, of the global batch of a step."""
@@ -41,9 +42,11 @@ class Trajectory:
 
 
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
-                sabotage: Callable[[torch.nn.Module], None] | None = None) -> Engine:
+                sabotage: Callable[[torch.nn.Module], None] | None = None,
+                loss_chunk: int = recipe.LOSS_CHUNK) -> Engine:
     """The model with its first values in the engine of a layout; `sabotage` sees the model before the engine."""
     model = assemble(config, resolved.layout, dist.mesh, recipe.SEED, dist.device.type)
+    configure_head(model, loss_chunk)
     if sabotage is not None:
         sabotage(model)
     with _small_files(dist) if uses_nvme(resolved.layout) else nullcontext():

@@ -6,7 +6,7 @@ V padded vocabulary.
 The model is plain: it knows no ranks, no precision and no engine. Those are applied from outside, by replacing
 modules named in a table or by autocast. Hence three habits: a module uses only its own parameters (whoever gathers
 parameters can hook its forward), sizes of sharded dimensions are read from the tensors and not from the
-configuration, and the loss and the product of queries and keys are modules.
+configuration, and the product of queries and keys is a module, as is the head, whose loss never has all logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.loss import CrossEntropy, Reduction
+from ezpz_llm.model.head import Head
+from ezpz_llm.model.loss import Reduction
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""
@@ -131,8 +132,7 @@ class GPT(nn.Module):
         self.transformer["drop"] = nn.Dropout(config.dropout)
         self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer["ln_f"] = make_norm(config)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.loss = CrossEntropy()
+        self.lm_head = Head(config.n_embd, config.padded_vocab_size)
         self._tie()
 
     def _tie(self) -> None:
@@ -161,8 +161,8 @@ class GPT(nn.Module):
         x, rotation = self.embed(tokens, first)
         for block in self.transformer["h"]:
             x = block(x, rotation)
-        logits = self.lm_head(self.transformer["ln_f"](x[:, -1:] if last_only else x))
-        return logits if targets is None else self.loss(logits, targets, reduction)
+        x = self.transformer["ln_f"](x[:, -1:] if last_only else x)
+        return self.lm_head(x, targets, reduction)
 
     def embed(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Rotation | None]:
         """What the first block receives: activations (B, T, C), and the rotation where positions are rotary."""

@@ -17,7 +17,7 @@ TABLE = "transformer.wte.weight"
 
 
 class PipelineStage(nn.Module):
-    """Some of a model's blocks; in the first stage the embedding before them, in the last one norm, head and loss.
+    """Some of a model's blocks; in the first stage the embedding before them, in the last one norm and head.
 
     `table` is the module with the token table where the last stage's head multiplies with the first one's
     embedding: its one parameter is held by both, and its gradient has to be summed over them. Only the first stage
@@ -42,7 +42,7 @@ class PipelineStage(nn.Module):
         self.transformer["h"] = blocks
         if self.is_last:
             self.transformer["ln_f"] = model.transformer["ln_f"]
-            self.lm_head, self.loss = model.lm_head, model.loss
+            self.lm_head = model.lm_head
             if self.config.tied:
                 place(self.lm_head.weight, secondary(placement_of(TABLE, self.lm_head.weight)))
 
@@ -67,5 +67,5 @@ class PipelineStage(nn.Module):
             x = block(x, rotation)
         if not self.is_last:
             return x
-        logits = self.lm_head(self.transformer["ln_f"](x[:, -1:] if last_only else x))
-        return logits if targets is None else self.loss(logits, targets, reduction)
+        x = self.transformer["ln_f"](x[:, -1:] if last_only else x)
+        return self.lm_head(x, targets, reduction)

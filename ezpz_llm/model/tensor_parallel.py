@@ -23,13 +23,15 @@ from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.head import Head
 from ezpz_llm.model.peers import enter_region, join_last, leave_region
 from ezpz_llm.model.placement import Box, Placement, place, whole
-from ezpz_llm.model.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
+from ezpz_llm.model.vocabulary import Columns, VocabularyEmbedding
 
-Style = Literal["column", "row", "vocabulary"]
+Style = Literal["column", "row", "vocabulary", "head"]
 """How a layer is divided: "column": its outputs, the rows of its weight and bias. "row": its inputs, the columns of
-its weight; outputs are then summed, and the bias is whole. "vocabulary": the rows of a token table."""
+its weight; outputs are then summed, and the bias is whole. "vocabulary": the rows of a token table. "head": its
+outputs, and the loss of them."""
 
 REGIONS = ("attn", "mlp", "lm_head")
 """Modules that get whole activations and compute with divided layers."""
@@ -53,7 +55,7 @@ def plan(config: ModelConfig) -> tuple[Rule, ...]:
         Rule("mlp.c_fc", "column"),
         Rule("mlp.c_gate", "column"),
         Rule("mlp.c_proj", "row"),
-        Rule("lm_head", "column"),
+        Rule("lm_head", "head"),
     )
 
 
@@ -137,7 +139,6 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
             module.register_forward_pre_hook(lambda _, inputs: (enter_region(inputs[0], group), *inputs[1:]))
         if name.endswith("attn.product") and model.config.dropout:
             model.set_submodule(name, RankedDropout(module, rank))
-    model.loss = VocabularyCrossEntropy(group, rank, size)
     gather_logits(model, group, size)
 
 
@@ -176,8 +177,7 @@ def _divided(name: str, module: nn.Module, rule: Rule, share: Share, group: Proc
             boxes: tuple[Box, ...] = (((0, rows), (start, stop)),)
         else:
             count = sum(stop - start for start, stop in parts)
-            result = (VocabularyEmbedding(count, columns, group, share.rank) if rule.style == "vocabulary"
-                      else nn.Linear(columns, count, bias=bias is not None))
+            result = _by_rows(rule.style, count, columns, bias is not None, share, group)
             boxes = tuple((part, (0, columns)) for part in parts)
     place(result.weight, Placement(f"{name}.weight", (rows, columns), boxes))
     if bias is not None and rule.style == "row":
@@ -185,6 +185,16 @@ def _divided(name: str, module: nn.Module, rule: Rule, share: Share, group: Proc
     elif bias is not None:
         place(result.bias, Placement(f"{name}.bias", (rows,), tuple((part,) for part in parts)))
     return result
+
+
+def _by_rows(style: Style, rows: int, columns: int, bias: bool, share: Share,
+             group: ProcessGroup | None) -> nn.Module:
+    """A layer with some rows of the plain one's weight, which are its outputs or its tokens."""
+    if style == "vocabulary":
+        return VocabularyEmbedding(rows, columns, group, share.rank)
+    if style == "head":
+        return Head(columns, rows, Columns(share.rank, share.size, group))
+    return nn.Linear(columns, rows, bias=bias)
 
 
 def _parts(rule: Rule, rows: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,167 @@
+"""The loss of hidden states without ever having all logits: some tokens at a time, and nothing kept of them.
+
+Shapes: B sequences, T tokens, N = B T, n of them in a chunk, C width, V padded vocabulary, R ranks that have V/R
+columns each.
+
+Where a gradient is wanted, those of the hidden states and of the head's weight are computed in the forward pass,
+while a chunk's logits are at hand: as many products as the plain loss makes, none twice. What is kept until the
+backward pass is these two gradients, (N, C) and (V/R, C). Nothing is divided by the number of tokens before the
+products, so that in fp16 a small gradient is not lost to it: the logits' own gradient is a probability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ezpz_llm.data.samples import IGNORED
+from ezpz_llm.model.loss import Reduction, reduced
+from ezpz_llm.model.vocabulary import Columns
+
+_ELEMENTS = {"cpu": 2 ** 25}
+_ELEMENTS_ELSEWHERE = 2 ** 27
+"""Logits of a chunk that is chosen here, by the type of device: six bytes each in bf16. Fewer make the sum of the
+chunks' weight gradients costly, and matrix products of few rows slow."""
+_ROWS = 64
+"""A chosen chunk is a multiple of so many tokens, which matrix units want."""
+
+
+def chosen_chunk(tokens: int, columns: int, device_type: str) -> int:
+    """How many tokens to take at once, where nobody said: equal chunks within a bound of memory."""
+    most = max(_ROWS, _ELEMENTS.get(device_type, _ELEMENTS_ELSEWHERE) // columns // _ROWS * _ROWS)
+    chunks = -(-tokens // most)
+    return -(-tokens // chunks // _ROWS) * _ROWS
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
+                          chunk: int, z_loss: float = 0.0, columns: Columns = Columns()) -> Tensor:  # noqa: B008
+    """Hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T) to an fp32 tensor.
+
+    The same as `cross_entropy` of their product, up to the order of sums, but that "rows" have no gradient.
+    Products are in autocast's dtype.
+
+    Args:
+        chunk: tokens to take at once.
+        z_loss, columns: as there.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    with torch.autocast(kind, enabled=False):
+        return _ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets, _Task(
+            reduction, chunk, z_loss, columns, dtype, torch.is_grad_enabled() and reduction != "rows"))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a chunked loss is told besides its tensors. `dtype` is that of the products."""
+
+    reduction: Reduction
+    chunk: int
+    z_loss: float
+    columns: Columns
+    dtype: torch.dtype
+    gradients: bool
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, task: _Task) -> Tensor:
+        flat = targets.flatten()
+        counted = flat != IGNORED
+        gradients = _Gradients(hidden, weight, task.dtype, *(task.gradients and need
+                                                             for need in ctx.needs_input_grad[:2]))
+        cast = weight.to(task.dtype)
+        room = _Room(min(task.chunk, len(hidden)), len(weight), task.dtype, hidden.device)
+        losses = torch.empty(len(hidden), device=hidden.device)
+        for start in range(0, len(hidden), task.chunk):
+            part = slice(start, start + task.chunk)
+            rows = hidden[part].to(task.dtype)
+            logits = torch.mm(rows, cast.t(), out=room.logits[:len(rows)])
+            index, inside = task.columns.own(flat[part], len(weight))
+            chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
+            softmax, own = room.softmax(logits)
+            normaliser, chosen = task.columns.join(own, chosen)
+            losses[part] = (normaliser - chosen) * counted[part]
+            if gradients.wanted:
+                if task.z_loss or task.columns.ranks > 1:
+                    softmax.mul_((torch.exp(own - normaliser) * (1 + 2 * task.z_loss * normaliser))[:, None])
+                softmax.scatter_add_(1, index[:, None], -inside[:, None].float())
+                gradients.add(part, room.cast(softmax), rows, cast, counted[part])
+        ctx.save_for_backward(gradients.hidden, gradients.weight,
+                              counted.sum() if task.reduction == "mean" else None)
+        loss = reduced(losses, targets, task.reduction)
+        if not gradients.wanted:
+            ctx.mark_non_differentiable(loss)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, divisor = ctx.saved_tensors
+        scale = grad if divisor is None else grad / divisor
+        # In place: nobody else has them, and a second backward pass would be noticed by autograd.
+        return (None if hidden is None else hidden.mul_(scale), None if weight is None else weight.mul_(scale),
+                None, None)
+
+
+class _Room:
+    """Memory for one chunk's logits, used again for each: fresh memory of this size costs as much as the work."""
+
+    def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
+        self._wide = self.logits if dtype == torch.float32 else torch.empty_like(self.logits, dtype=torch.float32)
+
+    def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The softmax (n, V/R) of these columns in fp32, and their log-sum-exp (n); may overwrite the logits."""
+        wide = self._wide[:len(logits)]
+        if wide.data_ptr() != logits.data_ptr():
+            wide.copy_(logits)
+        largest = wide.amax(dim=-1)
+        torch.softmax(wide, dim=-1, out=wide)
+        # The largest probability is one over the sum of exponentials, and so never too small for a logarithm.
+        return wide, largest - wide.amax(dim=-1).log()
+
+    def cast(self, softmax: Tensor) -> Tensor:
+        """The same in the products' dtype, where the logits were."""
+        logits = self.logits[:len(softmax)]
+        return logits if logits.data_ptr() == softmax.data_ptr() else logits.copy_(softmax)
+
+
+class _Gradients:
+    """The gradients of the summed loss of the chunks so far; None where nobody wants one."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, for_hidden: bool,
+                 for_weight: bool) -> None:
+        self.hidden = torch.empty_like(hidden) if for_hidden else None
+        self.weight = torch.empty_like(weight) if for_weight else None
+        self._cast = torch.empty_like(weight, dtype=dtype) if for_weight and weight.dtype != dtype else None
+        self._empty = True
+
+    @property
+    def wanted(self) -> bool:
+        return self.hidden is not None or self.weight is not None
+
+    def add(self, part: slice, logits: Tensor, rows: Tensor, weight: Tensor, counted: Tensor) -> None:
+        """Add those of one chunk.
+
+        Args:
+            logits: their gradient (n, V/R), also for tokens that do not count.
+            rows, weight: the products' factors, (n, C) and (V/R, C).
+        """
+        if self.hidden is not None:
+            self.hidden[part] = torch.mm(logits, weight).mul_(counted[:, None])
+        if self.weight is None:
+            return
+        rows = rows * counted[:, None]  # cheaper than to clear rows of the logits
+        if self._cast is not None:
+            product = torch.mm(logits.t(), rows, out=self._cast)
+            self.weight.copy_(product) if self._empty else self.weight.add_(product)
+        elif self._empty:
+            torch.mm(logits.t(), rows, out=self.weight)
+        else:
+            self.weight.addmm_(logits.t(), rows)
+        self._empty = False

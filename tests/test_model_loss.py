@@ -1,0 +1,195 @@
+"""The loss of the head, computed in chunks and of whole logits: values, gradients, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ezpz_llm.model.chunked_loss import chosen_chunk
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.head import Head, configure_head
+from ezpz_llm.model.init import init_weights
+
+WIDTH, VOCABULARY = 24, 70
+
+
+def make(loss_chunk: int | None, z_loss: float = 0.0, seed: int = 0) -> tuple[Head, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    head = Head(WIDTH, VOCABULARY)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(VOCABULARY, WIDTH))
+    x, targets = torch.randn(3, 7, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (3, 7))
+    targets[0, 2:5], targets[2] = -100, -100
+    head.loss_chunk, head.z_loss = loss_chunk, z_loss
+    return head, x, targets
+
+
+def textbook(head: Head, x: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float) -> torch.Tensor:
+    """What is minimised, in float64, by the definition."""
+    logits = functional.linear(x.double(), head.weight.double()).flatten(0, 1)
+    normaliser = logits.logsumexp(-1)
+    flat = targets.flatten()
+    losses = [normaliser[i] - logits[i, t] + z_loss * normaliser[i] ** 2 for i, t in enumerate(flat.tolist())
+              if t >= 0]
+    return torch.stack(losses).sum() / (len(losses) if reduction == "mean" else 1)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss_chunk", [None, 0, 1, 4, 7, 21, 1000])
+def test_value_and_gradients_are_the_definitions(loss_chunk, reduction, z_loss):
+    head, x, targets = make(loss_chunk, z_loss)
+    loss = head(x, targets, reduction)
+    (loss * 3).backward()
+    likelihood = textbook(head, x, targets, reduction, 0.0)
+    expected = torch.autograd.grad(3 * textbook(head, x, targets, reduction, z_loss), (x, head.weight))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(likelihood.item(), rel=1e-6)
+    for found, right in zip((x.grad, head.weight.grad), expected, strict=True):
+        assert (found - right).norm() <= 1e-6 * right.norm()
+    assert not x.grad[2].any()
+
+
+def test_sums_of_sequences_are_those_of_whole_logits():
+    rows = []
+    for loss_chunk in (0, 4):
+        head, x, targets = make(loss_chunk)
+        with torch.no_grad():
+            rows.append(head(x, targets, "rows"))
+            assert rows[-1].sum().item() == pytest.approx(head(x, targets, "sum").item(), rel=1e-6)
+    torch.testing.assert_close(rows[1], rows[0])
+    assert rows[0].shape == (3,)
+    assert rows[0][2] == 0
+
+
+def test_far_logits_overflow_nowhere():
+    head, x, targets = make(4)
+    with torch.no_grad():
+        head.weight.mul_(200)
+    loss = head(x, targets, "sum")
+    loss.backward()
+    assert loss.item() == pytest.approx(textbook(head, x * 1.0, targets, "sum", 0.0).item(), rel=1e-5)
+    assert torch.isfinite(head.weight.grad).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_trains_the_same_with_and_without_chunks(tied):
+    """Tied and untied, fp32 and bf16: losses and the gradients of all parameters, the table's in one piece."""
+    config = get_model_config("tiny-gpt2", n_layer=2, n_embd=32, block_size=16)
+    config = type(config)(**{**config.__dict__, "tied": tied})
+    tokens = torch.randint(257, (3, 17), generator=torch.Generator().manual_seed(1))
+    for dtype, value, gradient in ((None, 1e-6, 2e-6), (torch.bfloat16, 1e-5, 1e-2)):
+        found = []
+        for loss_chunk in (0, 20):
+            model = GPT(config)
+            init_weights(model, config, 0)
+            configure_head(model, loss_chunk)
+            calls = []
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name, calls=calls: calls.append(name))
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            assert sorted(calls) == sorted(dict(model.named_parameters()))  # each once, also a table used twice
+            found.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+        (plain, ours), (chunked, theirs) = found
+        assert chunked == pytest.approx(plain, rel=value)
+        for name, right in ours.items():
+            assert (theirs[name] - right).norm() <= gradient * right.norm() + 1e-9, name
+
+
+def test_accumulated_gradients_add_up():
+    head, x, targets = make(4)
+    for _ in range(3):
+        head(x, targets).backward()
+    once, y, _ = make(4)
+    once(y, targets).backward()
+    torch.testing.assert_close(head.weight.grad, 3 * once.weight.grad)
+
+
+def test_a_second_backward_pass_is_noticed():
+    head, x, targets = make(4)
+    loss = head(x, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_frozen_head_gets_no_gradient():
+    head, x, targets = make(4)
+    head.weight.requires_grad_(False)
+    head(x, targets).backward()
+    assert head.weight.grad is None
+    other, y, _ = make(4)
+    other(y.detach(), targets).backward()
+    assert other.weight.grad is not None
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes, or that is kept for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.kept = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.made = max([self.made, *sizes])
+        return result
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.kept = max(self.kept, tensor.numel())
+        return tensor
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_no_tensor_has_the_size_of_all_logits(gradients):
+    tokens, vocabulary, chunk = 256, 512, 32
+    sizes = {}
+    for loss_chunk in (0, chunk):
+        head = Head(8, vocabulary)
+        head.loss_chunk = loss_chunk
+        x = torch.randn(2, tokens // 2, 8, requires_grad=gradients)
+        watch = Largest()
+        with (watch, torch.autograd.graph.saved_tensors_hooks(watch.keep, lambda x: x),
+              torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype=torch.bfloat16)):
+            loss = head(x, torch.randint(vocabulary, (2, tokens // 2)))
+            if gradients:
+                loss.backward()
+        sizes[loss_chunk] = watch
+    assert sizes[0].made == tokens * vocabulary
+    assert sizes[chunk].made == chunk * vocabulary
+    assert sizes[chunk].kept <= max(tokens * 8, vocabulary * 8)
+
+
+def test_chunks_that_are_chosen_are_equal_and_bounded():
+    assert chosen_chunk(2048, 50304, "cpu") == 512
+    assert chosen_chunk(2048, 65, "cpu") == 2048
+    assert chosen_chunk(3, 131072, "cpu") == 64
+    for tokens, columns, kind in ((16384, 50304, "cuda"), (32768, 131072, "cuda"), (2000, 50304, "cpu")):
+        chunk = chosen_chunk(tokens, columns, kind)
+        assert chunk % 64 == 0
+        assert chunk * columns <= 2 ** (25 if kind == "cpu" else 27)
+        chunks = math.ceil(tokens / chunk)
+        assert tokens - (chunks - 1) * chunk > chunk / 2  # no small rest
+
+
+def test_half_precision_loses_no_gradient_to_the_number_of_tokens():
+    """A mean over many tokens is small, and so are probabilities: their product is nothing in fp16."""
+    tokens, vocabulary = 2048, 50304
+    small = torch.tensor(1 / vocabulary / tokens, dtype=torch.float16)
+    assert small == 0
+    head = Head(4, 4096)
+    head.loss_chunk = 512
+    x, targets = torch.randn(8, 256, 4, requires_grad=True), torch.zeros(8, 256, dtype=torch.long)
+    with torch.autocast("cpu", dtype=torch.float16):
+        head(x, targets).backward()
+    # Tokens that are never a target are only pushed down, each by its mean probability.
+    assert (head.weight.grad[1:].norm(dim=-1) > 0).all()
