@@ -206,7 +206,7 @@ def save_for_ever(folder: Path, dist: Dist) -> dict[str, object]:
     while True:
         step += 1
         checkpoint.save(engine, dist, run_dir, state_after(step))
-        checkpoint.prune(run_dir, 2)
+        checkpoint.prune(run_dir, checkpoint.Keep(2))
 
 
 PROGRAMS = {program.__name__: program for program in (same_layout, cross_layout, other_world, train_alone,

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.engine.checkpoint import find, prune
+from ezpz_llm.engine.checkpoint import Keep, find, prune
 from ezpz_llm.engine.checkpoint.folder import (
+    Damaged,
+    candidates,
     complete,
     describe,
     publish,
@@ -73,13 +75,42 @@ def test_find_says_what_is_wrong(tmp_path: Path) -> None:
         find(other)
 
 
-def test_find_does_not_guess_when_the_latest_was_deleted(tmp_path: Path) -> None:
+def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    kept, deleted = write(run_dir, 5), write(run_dir, 6)
-    deleted.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="names step-00000006, which is not there") as error:
+    first, second, third = write(run_dir, 5), write(run_dir, 6), write(run_dir, 7)
+    (third / "rank-00000.safetensors").write_text("ab")
+    assert find(run_dir.path) == second
+    (second / "manifest.json").write_text("{")
+    assert find(run_dir.path) == first
+    # Named itself, a damaged one is not replaced by another.
+    with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3"):
+        find(third)
+    (first / "rank-00000.safetensors").unlink()
+    with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3"):
         find(run_dir.path)
-    assert str(kept) in str(error.value.instead)
+
+
+def test_a_latest_that_was_deleted_is_passed_over(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    kept, deleted, later = write(run_dir, 5), write(run_dir, 6), write(run_dir, 9)
+    (run_dir.checkpoints / "latest").write_text(deleted.name + "\n")
+    deleted.rename(tmp_path / "elsewhere")
+    assert candidates(run_dir.path) == [deleted, kept]
+    assert find(run_dir.path) == kept
+    # Whatever else `latest` may say is as good as nothing.
+    (run_dir.checkpoints / "latest").write_text("../../etc\n")
+    assert candidates(run_dir.path) == [later, kept]
+
+
+def test_a_kill_between_two_checkpoints_of_one_step_leaves_the_old_one(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = write(run_dir, 3)
+    (run_dir.checkpoints / "latest").unlink()
+    aside = folder.rename(folder.with_name(".step-00000003.replaced"))
+    assert find(run_dir.path) == aside
+    new = write(run_dir, 3, "new")
+    assert candidates(run_dir.path) == [new]
+    assert not aside.exists()
 
 
 def test_a_changed_byte_is_found(tmp_path: Path) -> None:
@@ -98,14 +129,23 @@ def test_prune_keeps_the_last_ones_up_to_the_latest(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (1, 2, 3, 4):
         write(run_dir, step)
-    assert [path.name for path in prune(run_dir, 2)] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in prune(run_dir, Keep(2))] == ["step-00000001", "step-00000002"]
     assert names(run_dir) == ["step-00000003", "step-00000004"]
     # The run goes on from step 3 and saves step 3 again: it is the latest, and step 4 is not older than it.
     write(run_dir, 3)
     assert latest(run_dir) == "step-00000003"
-    prune(run_dir, 0)
+    prune(run_dir, Keep(0))
     assert names(run_dir) == ["step-00000003", "step-00000004"]
     assert find(run_dir.path).name == "step-00000003"
+
+
+def test_some_steps_are_kept_for_ever(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (10, 15, 20, 25, 30, 35):
+        write(run_dir, step)
+        prune(run_dir, Keep(2, every=20))
+    assert names(run_dir) == ["step-00000020", "step-00000030", "step-00000035"]
+    assert prune(RunDir(tmp_path / "empty"), Keep(1)) == []
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ezpz_llm.engine.checkpoint.folder import complete
 from ezpz_llm.rundir import RunDir, read_lines, read_record
-from ezpz_llm.trainer.early_end import EarlyEnd
+from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 LONG = ["--n-layer", "1", "--n-embd", "32", "--n-head", "1", "--block-size", "32", "--eval-tokens", "512",
@@ -84,6 +84,11 @@ def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
 def test_a_resumed_run_asks_again_soon_after_its_first_step() -> None:
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
     time.sleep(0.05)
-    assert early_end.agreed(10_001) is None
+    assert early_end.agreed(10_001) == Agreed(None, busy=False)
     early_end._note(signal.SIGTERM, None)
-    assert early_end.agreed(10_100) == "SIGTERM was received"
+    assert early_end.agreed(10_100) == Agreed("SIGTERM was received", busy=False)
+
+
+def test_a_save_is_known_to_be_written_only_by_all() -> None:
+    early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
+    assert early_end.agreed(1, busy=True) == Agreed(None, busy=True)

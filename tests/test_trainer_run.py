@@ -13,11 +13,11 @@ import pytest
 
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.engine.checkpoint.folder import STATE, complete, find, read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.plan import check_resume, plan_run
+from ezpz_llm.trainer.plan import check_state, plan_run
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 SMALL = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048", "--sample-tokens", "20",
@@ -170,9 +170,11 @@ def test_a_run_goes_on_in_its_own_directory_on_text_of_ones_own(tmp_path):
     # The validation split, shorter than the tokens asked for, is used whole: a prediction for all but the first.
     assert {line["val_tokens"] for line in lines if "val_loss" in line} == {245}
     assert [p.name for p in complete(RunDir(run_dir).checkpoints)] == ["step-00000005"]
+    saved = find(run_dir)
     going_on = parse([*options, "--steps", "9", "--resume", str(run_dir)])
     with pytest.raises(UserError, match="the checkpoint's data is"):
-        check_resume(plan_run(going_on, 1, vocab_size=TokenData.open(folder).vocab_size), data="other tokens")
+        check_state(plan_run(going_on, 1, vocab_size=TokenData.open(folder).vocab_size), saved,
+                    read_json(saved / STATE), data="other tokens")
     for wrong, found in ((["--prompt", "É"], "unknown character 'É'"), (["--block-size", "4096"], "too few"),
                          (["--tokenizer", "bytes"], "was prepared with the tokenizer char")):
         done = alone(*wrong, "--run-dir", str(tmp_path / "none"))
