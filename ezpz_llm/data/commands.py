@@ -28,8 +28,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser("prepare", help="text to token shards; prints the folder")
     add.add_argument("corpus", metavar="CORPUS",
-                     help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), or "
-                          "the path of a text, .jsonl or .parquet file, of a folder of such, or of shards of "
+                     help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), "
+                          "or the path of a text, .jsonl or .parquet file, of a folder of such, or of shards of "
                           "build-nanogpt or nanoGPT; or several with weights, as A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
                      help="bytes, char or gpt2 (default: char for shakespeare, gpt2 for data sets, else bytes)")

@@ -2,8 +2,8 @@
 
 Sample i is a pure function of (seed, i) and the stream: windows of T + 1 tokens at stride T, in an order shuffled
 anew each epoch; in a mixture each stream has an order of its own (see `ezpz_llm.data.mixture`). A step takes
-samples [consumed, consumed + global batch), so `consumed` is the whole position: ranks, micro batch and accumulation
-only divide those samples, and any of them may change on resume.
+samples [consumed, consumed + global batch), so `consumed` is the whole position: ranks, micro batch and
+accumulation only divide those samples, and any of them may change on resume.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.samples import Batches, validation_windows
+from ezpz_llm.data.read_ahead import ReadAhead
+from ezpz_llm.data.samples import validation_windows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.seeds import seed_for
@@ -67,9 +68,9 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     prompt = prompt_tokens(config, data) if config.sample_tokens else None
     validation = validation_windows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
-    batches = Batches(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
-                      global_batch=batch.global_batch, micro_batch=batch.micro_batch,
-                      dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
+    batches = ReadAhead(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
+                        global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                        dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
     heartbeat.beat(STARTING)
     engine = make_engine(plan, dist)
     first_step, position = 0, Position()
