@@ -14,7 +14,7 @@ from typing import Any
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.observe.trackers.base import Opening, Row, Tracker, flat
-from ezpz_llm.observe.trackers.choose import Choice
+from ezpz_llm.observe.trackers.choice import Choice
 from ezpz_llm.rundir import RunDir, read_record, update_record
 
 CLOSE_WITHIN_S = 60.0

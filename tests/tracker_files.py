@@ -1,0 +1,56 @@
+"""Reading back what the trackers wrote, with each one's own reader where it has one: {metric: {step: value}}."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+Curves = dict[str, dict[int, float]]
+
+
+def tensorboard_curves(folder: Path) -> Curves:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def mlflow_curves(folder: Path, run_id: str) -> Curves:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    names = client.get_run(run_id).data.metrics
+    return {name: {one.step: one.value for one in client.get_metric_history(run_id, name)} for name in names}
+
+
+def wandb_curves(folder: Path) -> Curves:
+    """Of all offline attempts, in order of their starts."""
+    import json
+
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    curves: Curves = {}
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        for data in _records(path.read_bytes()):
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                     for item in Record.FromString(data).history.item}
+            for name in items.keys() - {"step"}:
+                curves.setdefault(name, {})[items.get("step", -1)] = items[name]
+    return curves
+
+
+def _records(file: bytes) -> Iterator[bytes]:
+    """The records of W&B's file: LevelDB's log format (blocks of 32 KiB; a record is cut where one ends) after a
+    header of seven bytes."""
+    at, whole = 7, b""
+    while at + 7 <= len(file):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", file, at)
+        whole += file[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield whole
+            whole = b""
