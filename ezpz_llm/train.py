@@ -11,6 +11,7 @@ from ezpz_llm.launch.precheck import read_places
 from ezpz_llm.trainer.account import account, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.trainer.settings import remarks
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,8 +32,9 @@ def _check(options: Options) -> int:
     plan = check_run(options, options.world_size or 1)
     places = read_places(os.environ)
     print(account(plan, places))
-    if text := warning(plan, options, places):
-        print(text, file=sys.stderr)
+    for text in (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan))):
+        if text:
+            print(text, file=sys.stderr)
     return 0
 
 

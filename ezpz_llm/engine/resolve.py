@@ -24,6 +24,7 @@ from ezpz_llm.resources import data_dir
 from ezpz_llm.rundir import RunDir, write_json
 
 COMMAND_LINE = "command line"
+DEFAULT_MICRO_BATCH = 4
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -75,7 +76,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
             device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
             model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
-            nvme_path: str | None = None, default_micro_batch: int = 4) -> Resolved:
+            nvme_path: str | None = None, default_micro_batch: int = DEFAULT_MICRO_BATCH) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
     Args:
@@ -86,6 +87,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         tp, pp, sp: degrees in place of the ds_config's.
         model: the shape that is to be divided; None where it is no GPT.
         nvme_path: the folder for state that a layout offloads to files, on each node.
+        default_micro_batch: at most as many sequences a rank takes at once where nothing says how many.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
 

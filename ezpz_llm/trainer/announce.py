@@ -15,6 +15,7 @@ from ezpz_llm.model.kernel import attention_kernel
 from ezpz_llm.observe import StepWork, run_environment
 from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.plan import RunPlan
+from ezpz_llm.trainer.settings import remarks, settings
 
 
 def announce(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None:
@@ -26,7 +27,7 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None
     update_record(dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
                   parameters=parameter_count(plan.model), precision=plan.resolved.precision,
                   environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy)
-    print(description(plan, data, work, dist), flush=True)
+    print(settings(plan), description(plan, data, work, dist), sep="\n", flush=True)
 
 
 def describe_data(data: TokenData) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> s
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
         *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
+        *(("warning", remark) for remark in remarks(plan)),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
 

@@ -29,7 +29,8 @@ class TrainConfig:
     dropout: float | None = _value(None, "dropout probability, if not the model's own")
     bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
 
-    corpus: str = _value("stdlib", "stdlib, shakespeare, or a path: text, jsonl, or a folder of prepared shards")
+    corpus: str = _value("stdlib", "stdlib, shakespeare, fineweb-edu, or a path: text, jsonl, parquet, a folder of "
+                                   "shards; or several with weights, as A=0.7,B=0.3")
     tokenizer: str | None = _value(None, "bytes, char or gpt2 (default: the corpus's own)")
 
     ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
@@ -48,6 +49,7 @@ class TrainConfig:
     lr: float = _value(4e-3, "peak learning rate")
     min_lr: float | None = _value(None, "learning rate at the end of the cosine (default: a tenth of the peak)")
     warmup_steps: int | None = _value(None, "steps of linear warm-up (default: 100, or a tenth of a shorter run)")
+    decay_steps: int | None = _value(None, "step at which the cosine ends (default: the last)")
     beta1: float = _value(0.9, "AdamW's first moment decay")
     beta2: float = _value(0.95, "AdamW's second moment decay")
     eps: float = _value(1e-8, "AdamW's epsilon")
@@ -62,9 +64,9 @@ class TrainConfig:
                                       "corpus without lines)")
     save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
     keep_last: int = _value(2, "checkpoints to keep")
-    log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
     keep_every: int = _value(0, "keep those of every N-th step besides, for ever; 0 for none")
     save_async: bool = _value(True, "write checkpoints while training goes on, from a copy in host memory")
+    log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
 
     track: str | None = _value(None, "also feed tensorboard, wandb or mlflow (or several: a,b), in the "
                                      "run directory; wandb:online and mlflow:online send to your server")

@@ -61,8 +61,11 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     model = get_model_config(config.model, **{name: getattr(config, name) for name in MODEL_OVERRIDES})
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
+    # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
+    largest = config.micro_batch if sources["micro_batch"].startswith("preset ") else None
     resolved = resolve(config.ds_config, world_size=world_size, global_batch=config.global_batch,
-                       micro_batch=config.micro_batch, accumulation=config.accumulation,
+                       micro_batch=None if largest else config.micro_batch, accumulation=config.accumulation,
+                       default_micro_batch=largest or DEFAULT_MICRO_BATCH,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
                        device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
                        nvme_path=config.nvme_path, model=model, sources=sources)
@@ -78,20 +81,24 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
 def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
     if config.min_lr is None:
         config = replace(config, min_lr=config.lr / 10)
+        sources["min_lr"] = "a tenth of lr"
     if config.min_lr > config.lr:
         raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
                         where=f"min_lr ({sources['min_lr']})", instead=f"--min-lr {config.lr / 10:g}")
-    if config.warmup_steps is None:
-        return replace(config, warmup_steps=min(100, config.steps // 10))
-    whole = _whole_run(sources["warmup_steps"])
-    if whole and config.steps < whole["steps"]:
-        # Part of a recipe for a longer run: it keeps its share of the run.
-        sources["warmup_steps"] += f", in proportion to {config.steps} steps"
-        return replace(config, warmup_steps=whole["warmup_steps"] * config.steps // whole["steps"])
-    if config.warmup_steps > config.steps:
-        raise UserError(f"a warm-up of {config.warmup_steps} steps does not end within {config.steps} steps",
+    for name, default in (("decay_steps", config.steps), ("warmup_steps", min(100, config.steps // 10))):
+        given = getattr(config, name)
+        whole = _whole_run(sources[name])
+        if given is None:
+            config = replace(config, **{name: default})
+            sources[name] = "follows from steps"
+        elif whole and config.steps < whole["steps"]:
+            # Part of a recipe for a longer run: it keeps its share of the run.
+            config = replace(config, **{name: max(_AT_LEAST[name], given * config.steps // whole["steps"])})
+            sources[name] += f", in proportion to {config.steps} steps"
+    if config.warmup_steps > config.decay_steps:
+        raise UserError(f"a warm-up of {config.warmup_steps} steps does not end within {config.decay_steps} steps",
                         where=f"warmup_steps ({sources['warmup_steps']})",
-                        instead=f"--warmup-steps {config.steps // 10}, or more --steps")
+                        instead=f"--warmup-steps {config.decay_steps // 10}, or more --steps")
     return config
 
 

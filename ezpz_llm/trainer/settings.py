@@ -1,0 +1,67 @@
+"""Every setting of a run with where it came from, as it is printed before the first step (imports no torch)."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
+from ezpz_llm.trainer.plan import RunPlan
+from ezpz_llm.trainer.schedule import learning_rate
+
+_WIDTH = 110
+_ORDER = ("command line", "preset ", "recipe ", "model ", "follows from ", "a tenth ", "default")
+"""Sources by their beginnings, as they are listed; a file, named by its path, comes after the command line."""
+
+
+def settings(plan: RunPlan) -> str:
+    """All values that the run uses, grouped by their sources; "-" where there is none."""
+    groups: dict[str, list[str]] = {}
+    for name, (value, source) in effective(plan).items():
+        groups.setdefault(source, []).append(f"{name} {_show(value)}")
+    lines = ["settings, by where they come from"]
+    for source in sorted(groups, key=_rank):
+        lines += textwrap.wrap(", ".join(groups[source]), _WIDTH, initial_indent=f"  {source}: ",
+                               subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def effective(plan: RunPlan) -> dict[str, tuple[Any, str]]:
+    """Each setting as the run uses it, with its source: what nobody gave is the model's or the layout's."""
+    config, resolved = plan.config, plan.resolved
+    layout, batch = resolved.layout, resolved.batch
+    found = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
+    for name, value in asdict(plan.model).items():
+        given = name in MODEL_OVERRIDES and getattr(config, name) is not None
+        found[name] = (value, plan.sources[name] if given else f"model {config.model}")
+    for name in ("tp", "pp", "sp"):
+        given = getattr(config, name) is not None
+        found[name] = (getattr(layout, name), plan.sources[name] if given else f"ds_config {config.ds_config}")
+    for name, value in (*asdict(batch).items(), ("precision", resolved.precision), ("clip", resolved.clip)):
+        if name in FIELDS:
+            found[name] = (value, resolved.sources.get(name, plan.sources[name]))
+    return found
+
+
+def remarks(plan: RunPlan) -> list[str]:
+    """What in the settings looks like a mistake."""
+    config = plan.config
+    if config.decay_steps <= config.steps:
+        return []
+    last = learning_rate(config.steps - 1, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
+                         max_steps=config.decay_steps)
+    return [f"the learning rate ends at {last:.3g} and not at {config.min_lr:.3g}: its cosine is over only after "
+            f"step {config.decay_steps}, the run after step {config.steps}"]
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(value) if isinstance(value, str) and (" " in value or not value) else str(value)
+
+
+def _rank(source: str) -> tuple[int, str]:
+    return next((rank * 2 for rank, start in enumerate(_ORDER) if source.startswith(start)), 1), source
