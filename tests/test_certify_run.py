@@ -48,8 +48,9 @@ ISSUED = {
     "zero2": {"all_reduce": (2 * 5, 2 * GPT2), "all_gather": (2, GPT2)},
     "zero3": {"all_gather": (61, 3_459_328), "reduce_scatter": (2 * 6, 2 * LLAMA)},
     "sp2": {"all_reduce": (6, LLAMA), "all_gather": (2, LLAMA), "all_to_all": (2 * 4 * 2 * 4, 3_145_728)},
-    # The all-reduces of activations that the textbook has, those of the loss, and one of all gradients.
-    "tp2": {"all_gather": (2, 16_384), "all_reduce": (37, 5_224_704)},
+    # The all-reduces of activations that the textbook has and one of all gradients; two numbers a token for the
+    # loss, in 11 chunks of a micro batch.
+    "tp2": {"all_gather": (2 * 11, 16_384), "all_reduce": (37, 5_224_704)},
     "pp2": {"send": (4, 262_144), "recv": (4, 262_144)},
 }
 

@@ -20,7 +20,8 @@ TWO = ["fp32:gpt2:fsdp2", "fp32:llama:fsdp2", "bf16:gpt2:fsdp2", "fp32:gpt2:tile
 TWO += [f"fp32:{shape}:{layout}" for shape, layout in zip(("gpt2", "llama") * 3, STAGES, strict=True)]
 OTHERS = ["fp32:llama:zero3:small", "fp32:gpt2:sp2:summed", "checkpoints"]
 FOUR = ["fp32:gpt2:fsdp2", "fp32:llama:sp2", "fp32:llama:zero3,sp2", "fp32:gpt2:zero1,sp2,tp2"]
-LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
+# bf16: runs of one process that only add in another order lie up to 2.2e-3 apart in some of these six steps.
+LOSS_BOUND = {"fp32": 1e-5, "bf16": 4e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
 
 
