@@ -1,0 +1,67 @@
+"""Evaluate a trained model: its validation loss, HellaSwag, or tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from ezpz_llm.errors import run_command
+from ezpz_llm.evaluate import harness, tasks
+from ezpz_llm.evaluate.model import add_arguments, plan_model
+from ezpz_llm.launch.ranks import find_rank
+
+_TASKS = {"val": (tasks.plan_validation, tasks.run_validation),
+          "hellaswag": (tasks.plan_hellaswag, tasks.run_hellaswag)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns its exit code. torch is imported only once there is something to compute."""
+    options = _parser().parse_args(list(argv))
+    world_size = options.world_size if options.check else find_rank(os.environ).world_size
+    if options.task == "harness":
+        return harness.main(options, world_size)
+    plan_task, run_task = _TASKS[options.task]
+    plan = plan_model(options, world_size)
+    planned = plan_task(plan, options)
+    if options.check:
+        print(plan.resolved.explain())
+        return 0
+    from ezpz_llm.dist.setup import setup
+    from ezpz_llm.rundir import update_record
+
+    with setup(device=options.device, run_dir=options.run_dir, name=f"evaluate-{options.task}") as dist:
+        result = run_task(plan, planned, dist, options)
+        if dist.is_main:
+            update_record(dist.run_dir, source=plan.source.describe(), evaluation={options.task: result})
+            print(f"{options.task} of {plan.source.describe()}", *_lines(result), sep="\n", flush=True)
+    return 0
+
+
+def _lines(result: dict[str, object]) -> list[str]:
+    return [f"  {name:<12}{value:.4f}" if isinstance(value, float) else f"  {name:<12}{value}"
+            for name, value in result.items()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.evaluate", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="task", required=True, metavar="TASK")
+    add = commands.add_parser("val", help="the loss on the first tokens of a corpus's validation split",
+                              allow_abbrev=False)
+    add_arguments(add, batch=8)
+    add.add_argument("--corpus", metavar="NAME|PATH", help="the corpus (the run's own)")
+    add.add_argument("--tokens", type=int, metavar="N",
+                     help="validation tokens from the split's start; 0 for all (as many as the run took)")
+    add = commands.add_parser("hellaswag", help="which of four endings is likeliest, from a local file",
+                              allow_abbrev=False)
+    add_arguments(add, batch=16)
+    add.add_argument("--file", required=True, metavar="F", help="hellaswag_val.jsonl, as it is or gzipped")
+    add.add_argument("--items", type=int, metavar="N", help="only the first N items (all)")
+    add = commands.add_parser("harness", help="tasks of lm-evaluation-harness, on the exported model",
+                              allow_abbrev=False)
+    harness.add_arguments(add)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

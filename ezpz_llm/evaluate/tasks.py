@@ -1,0 +1,114 @@
+"""What `evaluate` measures: the loss on a corpus's validation split, HellaSwag, tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ezpz_llm.data.prepare import check_corpus
+from ezpz_llm.errors import UserError
+from ezpz_llm.evaluate.hellaswag import read_items
+from ezpz_llm.evaluate.model import ModelPlan
+from ezpz_llm.resources import user_path
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a validation loss is measured on. `tokens` is None for the whole split."""
+
+    corpus: str
+    tokenizer: str | None
+    tokens: int | None
+
+
+def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
+    """The corpus that was named, or the run's own; as many tokens as the run took, unless that is said.
+
+    Raises:
+        UserError: neither is known, or the corpus is not there.
+    """
+    config = plan.run_config
+    corpus = options.corpus or config.get("corpus")
+    if corpus is None:
+        raise UserError("the model does not say which corpus it was trained on", where=str(plan.source.folder),
+                        instead="--corpus NAME or PATH")
+    tokens = config.get("eval_tokens", 0) if options.tokens is None else options.tokens
+    if tokens < 0:
+        raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more; 0 for the whole split")
+    name = options.tokenizer or (config.get("tokenizer") if options.corpus is None else None)
+    if name is None and plan.source.tokenizer is not None and options.corpus is not None:
+        name = plan.source.tokenizer["name"]
+    check_corpus(corpus, name, plan.model.block_size)
+    return Corpus(corpus, name, tokens or None)
+
+
+def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
+    """The loss in nats a token, as in training. Collective."""
+    from ezpz_llm.data.prepare import prepare
+    from ezpz_llm.data.samples import validation_windows
+    from ezpz_llm.data.shards import TokenData
+    from ezpz_llm.engine.checkpoint.agree import raise_together
+    from ezpz_llm.evaluate.model import open_model
+    from ezpz_llm.evaluate.validation import validation_loss
+
+    error = None
+    try:
+        if dist.is_main:
+            prepare(planned.corpus, planned.tokenizer)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    data = TokenData.open(prepare(planned.corpus, planned.tokenizer, progress=False))
+    _check_tokenizer(plan, data)
+    windows = validation_windows(data.split("val"), plan.model.block_size, planned.tokens)
+    engine = open_model(plan, dist)
+    with engine.evaluating():
+        loss, tokens = validation_loss(engine.loss_sum, windows.batches(options.batch, dist.mesh.dp_rank,
+                                                                        dist.mesh.dp_size),
+                                       device=engine.device, mesh=dist.mesh)
+    return {"val_loss": loss, "val_tokens": tokens, "corpus": planned.corpus,
+            "tokenizer": data.manifest["tokenizer"]["name"]}
+
+
+def _check_tokenizer(plan: ModelPlan, data: Any) -> None:
+    ours, theirs = plan.source.tokenizer, data.manifest["tokenizer"]
+    if ours is not None and ours["fingerprint"] != theirs["fingerprint"]:
+        raise UserError(f"the model was trained on tokens of {ours['name']} ({ours['fingerprint'][:12]}), these "
+                        f"are of {theirs['name']} ({theirs['fingerprint'][:12]})", where=str(data.folder),
+                        instead="tokens of the same tokenizer")
+    if data.vocab_size > plan.model.padded_vocab_size:
+        raise UserError(f"the tokenizer has {data.vocab_size} tokens, the model {plan.model.vocab_size}",
+                        where="--tokenizer", instead="the tokenizer that the model's data were made with")
+
+
+def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
+    """The file with the items, known to have some.
+
+    Raises:
+        UserError: it has not.
+    """
+    if options.items is not None and options.items < 1:
+        raise UserError(f"items is {options.items}", where="--items", instead="1 or more; leave it out for all")
+    path = user_path(options.file)
+    read_items(path, limit=1)
+    return path
+
+
+def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
+    """Both accuracies. Collective."""
+    from ezpz_llm.evaluate.hellaswag import ENDINGS, score
+    from ezpz_llm.evaluate.model import open_model
+    from ezpz_llm.hf.reading import tokenizer_of
+
+    tokenizer = tokenizer_of(plan.source, options.tokenizer)
+    items = read_items(path, options.items)
+    engine = open_model(plan, dist)
+    with engine.evaluating():
+        found = score(engine.row_losses, items, tokenizer, block_size=plan.model.block_size, device=engine.device,
+                      mesh=dist.mesh, items_at_once=max(1, options.batch // ENDINGS))
+    return {**found.as_record(), "file": str(path), "tokenizer": tokenizer.name}

@@ -1,0 +1,109 @@
+"""Continue a prompt with a trained model: a run, a checkpoint or a Hugging Face folder, under any layout."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.errors import UserError, run_command
+from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
+from ezpz_llm.launch.ranks import find_rank
+
+if TYPE_CHECKING:
+    from ezpz_llm.data.tokenizers import Tokenizer
+    from ezpz_llm.dist import Dist
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns its exit code. torch is imported only once there is something to generate."""
+    options = _parser().parse_args(list(argv))
+    _check_numbers(options)
+    plan = plan_model(options, options.world_size if options.check else find_rank(os.environ).world_size)
+    if options.check:
+        print(plan.resolved.explain())
+        return 0
+    from ezpz_llm.dist.setup import setup
+    from ezpz_llm.hf.reading import tokenizer_of
+
+    tokenizer = tokenizer_of(plan.source, options.tokenizer)
+    prompt = tokenizer.encode(options.prompt)
+    if not len(prompt):
+        raise UserError("the prompt has no tokens", where="--prompt", instead="a text to begin with")
+    with setup(device=options.device, run_dir=options.run_dir, name="generate") as dist:
+        texts = generate(plan, dist, tokenizer, prompt, options)
+        if dist.is_main:
+            _report(plan, dist, texts, options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.generate", description=__doc__, allow_abbrev=False)
+    add_arguments(parser, batch=4)
+    parser.add_argument("--prompt", default="Hello, I'm a language model,", metavar="TEXT",
+                        help="where the text starts (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N",
+                        help="tokens to generate; a text ends earlier at an end-of-text token (%(default)s)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to generate (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K",
+                        help="draw among the K likeliest tokens; 0 for all (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X",
+                        help="divides the logits: below 1 is surer, above 1 freer (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (%(default)s)")
+    return parser
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, least in (("tokens", 1), ("samples", 1), ("top_k", 0)):
+        if getattr(options, name) < least:
+            raise UserError(f"{name.replace('_', ' ')} is {getattr(options, name)}",
+                            where=f"--{name.replace('_', '-')}", instead=f"{least} or more")
+    if not 0 < options.temperature < float("inf"):
+        raise UserError(f"the temperature is {options.temperature}", where="--temperature",
+                        instead="more than 0; --top-k 1 for always the likeliest token")
+    seed_for(options.seed, "sample")
+
+
+def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
+             options: argparse.Namespace) -> list[str]:
+    """The texts, each with its prompt; the same on every rank. Collective."""
+    import torch
+
+    from ezpz_llm.evaluate.sampling import sample
+
+    engine = open_model(plan, dist)
+    tokens = torch.tensor(prompt.tolist(), device=engine.device)
+    generator = torch.Generator().manual_seed(seed_for(options.seed, "sample"))
+    texts: list[str] = []
+    with engine.evaluating():
+        while len(texts) < options.samples:
+            rows = tokens.expand(min(options.batch, options.samples - len(texts)), -1)
+            ids = sample(engine.next_logits, rows, new_tokens=options.tokens, generator=generator,
+                         block_size=plan.model.block_size, top_k=options.top_k or None,
+                         vocab_size=min(tokenizer.vocab_size, plan.model.vocab_size),
+                         temperature=options.temperature)
+            texts += [_text(tokenizer, row.tolist(), len(prompt)) for row in ids]
+    return texts
+
+
+def _text(tokenizer: Tokenizer, ids: list[int], prompt: int) -> str:
+    """Up to the first end-of-text token that was generated."""
+    end = tokenizer.end_of_text
+    stop = ids.index(end, prompt) if end in ids[prompt:] else len(ids)
+    return tokenizer.decode(ids[:stop])
+
+
+def _report(plan: ModelPlan, dist: Dist, texts: list[str], options: argparse.Namespace) -> None:
+    from ezpz_llm.rundir import update_record
+
+    for text in texts:
+        print("\n".join(f"| {line}" for line in text.split("\n")), end="\n\n", flush=True)
+    update_record(dist.run_dir, source=plan.source.describe(), samples=texts,
+                  sampling={name: getattr(options, name) for name in ("prompt", "tokens", "top_k", "temperature",
+                                                                      "seed")})
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
