@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.engine.batch import Batch
+from ezpz_llm.engine.gate import StepGate
 from ezpz_llm.engine.layout import Layout
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ class Engine(ABC):
 
     `module` is the part of the plain model that this rank computes, whose parameters the engine may have
     partitioned. Its forward pass has the engine's precision wherever it is called. `skipped_steps` counts the steps
-    whose fp16 gradients overflowed, which changed nothing but the loss scale.
+    whose fp16 gradients overflowed, which changed nothing but the loss scale. `gate` refuses steps whose gradients
+    are not finite or too large, which change nothing at all.
     """
 
     module: nn.Module
     device: torch.device
     layout: Layout
     batch: Batch
+    gate: StepGate
     skipped_steps: int = 0
 
     @abstractmethod

@@ -18,6 +18,7 @@ from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
+from ezpz_llm.engine.gate import StepGate
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.mpu import ModelParallelUnit, mark_divided
 from ezpz_llm.engine.offload import uses_nvme
@@ -49,6 +50,7 @@ class DeepSpeedEngine(MicroStepEngine):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_adamw(groups, adam)
+        self.gate = StepGate(dist.device)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)
         config = deepcopy(resolved.deepspeed)
@@ -62,6 +64,8 @@ class DeepSpeedEngine(MicroStepEngine):
                                 data_parallel_group=None if mpu is None else mpu.get_data_parallel_group())
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
                                             optimizer=optimizer, mpu=mpu, config=config)[0]
+        zero = self._engine.optimizer
+        self.gate.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero_stage else None)
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
@@ -88,7 +92,7 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_whole(self) -> Tensor:
         """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = norm_and_clip(self.module, self._mesh, self._clip, scale)
+        norm = self.gate.norm = norm_and_clip(self.module, self._mesh, self._clip, scale)
         if self._scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()
             return torch.full_like(norm, float("inf"))

@@ -21,6 +21,7 @@ from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.engine.gate import StepGate
 from ezpz_llm.engine.mpu import mark_divided
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
@@ -61,6 +62,9 @@ class PipelineEngine(Engine):
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                             model=pipeline, optimizer=optimizer,
                                             config=_config(resolved, model))[0]
+        zero = self._engine.optimizer
+        self.gate = StepGate(dist.device)
+        self.gate.guard(optimizer, lambda: zero._global_grad_norm)
         schedule = deepspeed.runtime.pipe.schedule.TrainSchedule(self.batch.accumulation, self.layout.pp,
                                                                  dist.mesh.pp_rank)
         self._instructions = [instruction for step in schedule for instruction in step]

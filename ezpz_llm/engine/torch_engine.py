@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
+from ezpz_llm.engine.gate import StepGate
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
@@ -31,6 +32,8 @@ class TorchEngine(MicroStepEngine):
         self._clip = resolved.clip
         self._mesh = dist.mesh
         self._optimizer = make_adamw(groups, adam)
+        self.gate = StepGate(dist.device)
+        self.gate.guard(self._optimizer)
         self._scale = LossScale() if resolved.precision == "fp16" else None
         self._wrapped = self._wrap(model)
 
@@ -54,7 +57,7 @@ class TorchEngine(MicroStepEngine):
     def step(self, lr: float) -> Tensor:
         set_lr(self._optimizer, lr)
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = self._norm_and_clip(scale)
+        norm = self.gate.norm = self._norm_and_clip(scale)
         finite = True
         if self._scale is not None:
             finite = bool(torch.isfinite(norm))

@@ -1,0 +1,97 @@
+"""Gradient, parameter and update norms of each decay group in one step, under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
+
+GROUPS = ("decayed", "others")
+"""Matrices and embeddings, which decay; biases and norms, which do not."""
+KINDS = ("grad", "weight", "update")
+
+
+class GroupNorms:
+    """Squared norms of what this rank holds, found while the optimizer steps.
+
+    The engine's state says which elements of the optimizer's tensors are which parameter's, and which rank answers
+    for them: an element counts once in the sum over all ranks, whatever divides or repeats it. Costs a copy of the
+    parameters that this rank steps (at once, by DeepSpeed's group or sub-group), after the backward pass has given
+    back its activations.
+
+    `squares` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
+    group as the optimizer had it, are there after the step. Gradients are those that the optimizer gets: clipped.
+    """
+
+    def __init__(self, state: EngineState, device: torch.device) -> None:
+        self.squares = torch.zeros(len(KINDS), len(GROUPS), device=device)
+        self.lr: dict[str, float] = {}
+        self._by_storage: dict[int, list[Slice]] = {}
+        for piece in state.slices():
+            if piece.primary:
+                storage = piece.tensors["weight"].untyped_storage().data_ptr()
+                self._by_storage.setdefault(storage, []).append(piece)
+        self._open: list[tuple[Slice, Tensor, Tensor]] = []
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at gradients and weights, and keep the weights."""
+        gradients = [found for group in optimizer.param_groups for parameter in group["params"]
+                     if parameter.grad is not None for found in self._pieces(parameter, group)]
+        pieces = [piece for piece, _ in gradients]
+        weights = [piece.tensors["weight"] for piece in pieces]
+        self._add("grad", pieces, [gradient for _, gradient in gradients])
+        self._add("weight", pieces, weights)
+        self._open = [(piece, weight, weight.clone()) for piece, weight in zip(pieces, weights, strict=True)]
+
+    def _pieces(self, parameter: Tensor, group: dict[str, Any]) -> Iterator[tuple[Slice, Tensor]]:
+        """What lies in a tensor that the optimizer steps: each piece with its gradient, flat."""
+        gradient = parameter.grad.reshape(-1)
+        for piece in self._by_storage.get(parameter.untyped_storage().data_ptr(), ()):
+            offset = piece.tensors["weight"].storage_offset() - parameter.storage_offset()
+            if 0 <= offset < parameter.numel():
+                self.lr[_group(piece)] = float(group["lr"])
+                yield piece, gradient[offset:offset + piece.numel]
+
+    def after(self) -> None:
+        """Look at the weights again."""
+        for _, weight, old in self._open:
+            old.sub_(weight)
+        self._add("update", [piece for piece, _, _ in self._open], [change for _, _, change in self._open])
+        self._open = []
+
+    def _add(self, kind: str, pieces: list[Slice], values: list[Tensor]) -> None:
+        if not pieces:
+            return
+        squares = torch.stack(torch._foreach_norm(values)).square()
+        shares = torch.zeros(len(pieces), len(GROUPS))
+        for number, piece in enumerate(pieces):
+            shares[number, GROUPS.index(_group(piece))] = 1 / piece.replicas
+        self.squares[KINDS.index(kind)] += (squares @ shares.to(squares.device)).to(self.squares.device)
+
+
+def _group(piece: Slice) -> str:
+    """By the whole parameter's dimensions: what a rank steps may be flat."""
+    return GROUPS[len(piece.shape) < 2]
+
+
+def describe(squares: list[list[float]], norm: float) -> dict[str, float]:
+    """What the logs say of the sums over all ranks.
+
+    Args:
+        squares: (3, 2), see GroupNorms.
+        norm: the global gradient norm before clipping, which the groups' squared norms add up to.
+    """
+    gradients, weights, updates = squares
+    clipped = sum(gradients) ** 0.5
+    found = {}
+    for number, group in enumerate(GROUPS):
+        if clipped:
+            found[f"grad_norm_{group}"] = gradients[number] ** 0.5 / clipped * norm
+        if weights[number]:
+            found[f"update_ratio_{group}"] = (updates[number] / weights[number]) ** 0.5
+    return found
