@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ezpz_llm.data.journal import JOURNAL
@@ -111,10 +111,10 @@ def _build(hidden: Path, folder: Path, complete: Callable[[], bool]) -> Iterator
         (folder / name).unlink(missing_ok=True)
 
 
-def clear(hidden: Path) -> None:
-    """Remove what is in the hidden folder, but for the lock that is held on it."""
+def clear(hidden: Path, but: Sequence[str] = ()) -> None:
+    """Remove what is in the hidden folder, but for the lock that is held on it and files with these endings."""
     for left_over in hidden.iterdir():
-        if left_over.name != _LOCK:
+        if left_over.name != _LOCK and not left_over.name.endswith(tuple(but)):
             left_over.unlink()
 
 

@@ -142,8 +142,7 @@ def _reaching(dataset: HubDataset) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError,
-            datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, huggingface_hub.errors.HTTPError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Interrupted(f"the data set cannot be read: {reason}", where=dataset.words,
                           instead="check its name and the network, and give the same command again: "

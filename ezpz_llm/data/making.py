@@ -17,7 +17,7 @@ from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST
 from ezpz_llm.data.progress import progress, say
 from ezpz_llm.data.reader import tasks, texts
 from ezpz_llm.data.request import Request
-from ezpz_llm.data.shard_writer import TRAIN, VAL, ShardWriter
+from ezpz_llm.data.shard_writer import SHARD, TRAIN, VAL, ShardWriter
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, get_tokenizer, to_entry
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import write_json
@@ -137,6 +137,7 @@ def _take_up(request: Request, folder: Path, show: bool) -> _Work:
         tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL))
         work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
         if work.go_on():
+            clear(folder, but=(JOURNAL, SHARD))
             if show:
                 say(f"going on after {journal.documents:,} documents, {work.tokens:,} tokens of an earlier process")
             return work

@@ -13,6 +13,8 @@ from ezpz_llm.data.manifest import sha256_of
 
 SHARD_TOKENS = 100_000_000
 TRAIN, VAL = "train", "val"
+SHARD = ".bin"
+"""Ending of a shard's file name."""
 _COPY_TOKENS = 4 << 20
 
 
@@ -77,7 +79,7 @@ class ShardWriter:
         if any(not path.is_file() or path.stat().st_size < size
                for path, size in zip(paths, bytes_of, strict=True)):
             return False
-        for path in self.folder.glob(f"{self.split}_*.bin"):
+        for path in self.folder.glob(f"{self.split}_*{SHARD}"):
             if path not in paths:
                 path.unlink()
         for path, size in zip(paths, bytes_of, strict=True):
@@ -122,7 +124,7 @@ class ShardWriter:
         return {"tokens": self.tokens, "shards": shards}
 
     def _path(self, index: int) -> Path:
-        return self.folder / f"{self.split}_{index:06d}.bin"
+        return self.folder / f"{self.split}_{index:06d}{SHARD}"
 
     def _shards(self) -> list[tuple[Path, int, int]]:
         """Path, first token and number of tokens of each."""

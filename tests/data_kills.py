@@ -1,0 +1,99 @@
+"""Run by test_data_scale.py: prepares a corpus again and again, killed at each file-system operation in turn.
+
+    python data_kills.py CORPUS FOLDER
+
+A child process is killed before, or just after, its N-th operation that changes the disk; the next child goes on
+to the end. Prints one JSON object: how many operations there are, and for each kill whether the shards are those of
+the undisturbed run to the byte, and how many documents were not read again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ezpz_llm.data import making
+from ezpz_llm.data.journal import JOURNAL
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.reader import tasks
+
+OPERATIONS = ("fsync", "truncate", "replace", "rename", "unlink")
+
+
+def child(corpus: str, out: Path, kill_at: int | None = None, after: bool = False) -> int:
+    """Prepare in a process of its own; its number of operations, or -1 if it was killed."""
+    sent, received = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(received)
+        with os.fdopen(sent) as pipe:
+            said = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            return -1
+        assert status == 0, (status, kill_at)
+        return int(said)
+    os.close(sent)
+    made = 0
+
+    def counted(operation: Callable) -> Callable:
+        @functools.wraps(operation)
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal made
+            made += 1
+            if made == kill_at and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = operation(*args, **kwargs)
+            if made == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+    making._SECONDS_BETWEEN_SAVES = 0.0
+    making.tasks = functools.partial(tasks, size=1 << 12)
+    code = 1
+    try:
+        prepare(corpus, "bytes", out=out, shard_tokens=9_000, val_fraction=0.4, workers=1, progress=False)
+        code = 0
+    finally:
+        os.write(received, str(made).encode())
+        os._exit(code)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Name and hash of each file; a lock or journal that a kill after the end left is no part of the shards."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("[!.]*"))}
+
+
+def main(corpus: str, folder: Path) -> None:
+    operations = child(corpus, folder / "whole")
+    expected = content(folder / "whole")
+    # Of a run that is killed at each fifth operation anew, too: it must come to its end.
+    kills = 0
+    while child(corpus, folder / "often", kill_at=20) < 0:
+        kills += 1
+        assert kills < operations
+    results = [{"kill": "often", "kills": kills, "same": content(folder / "often") == expected, "kept": None}]
+    for number in range(1, operations + 1):
+        out = folder / f"out-{number}"
+        assert child(corpus, out, number, after=number % 2 == 0) == -1
+        journals = [json.loads(path.read_text()) for path in folder.glob(f".{out.name}.partial-*/{JOURNAL}")]
+        child(corpus, out)
+        results.append({"kill": number, "same": content(out) == expected,
+                        "kept": sum(journal["documents"] for journal in journals)})
+        shutil.rmtree(out)
+    print(json.dumps({"operations": operations, "names": sorted(expected), "results": results,
+                      "left": sorted(path.name for path in folder.iterdir())}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

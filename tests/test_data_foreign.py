@@ -1,0 +1,187 @@
+"""Shards of build-nanogpt and nanoGPT, read where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ezpz_llm.data.making import entropy
+from ezpz_llm.data.manifest import read_manifest, verify
+from ezpz_llm.data.prepare import check_corpus, prepare
+from ezpz_llm.data.samples import Batches, validation_windows
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def nanogpt_shards(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray]:
+    """A folder as build-nanogpt's script writes it, of ids below 257; its training and validation tokens."""
+    folder = tmp_path / "edu_fineweb10B"
+    folder.mkdir()
+    tokens = np.random.default_rng(1).integers(0, 257, 7300).astype(np.uint16)
+    for number, start in enumerate(range(0, 7300, 2000)):
+        split = "val" if number == 0 else "train"
+        np.save(folder / f"edufineweb_{split}_{number:06d}.npy", tokens[start:start + 2000])
+    np.save(folder / "edufineweb_eval_000000.npy", tokens[:5])  # "eval" is not "val"
+    return folder, tokens[2000:], tokens[:2000]
+
+
+def unchanged(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def test_build_nanogpt(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cache: Path) -> None:
+    folder, train, val = nanogpt_shards
+    before = unchanged(folder)
+    check_corpus(str(folder), "bytes", 16)
+    assert not cache.exists()
+    index = prepare(str(folder), "bytes", progress=False)
+    assert index.parent == cache / "shards"
+    assert sorted(path.name for path in index.iterdir()) == ["counts.npy", "manifest.json"]
+    assert unchanged(folder) == before
+    data = TokenData.open(index)
+    np.testing.assert_array_equal(data.split("train")[:], train)
+    np.testing.assert_array_equal(data.split("val")[:], val)
+    np.testing.assert_array_equal(data.split("train")[1990:2010], train[1990:2010])
+    counts = np.bincount(np.concatenate([train, val]), minlength=257)
+    assert data.unigram_entropy == pytest.approx(entropy(counts))
+    np.testing.assert_array_equal(np.load(index / "counts.npy"), counts)
+    facts = read_manifest(index)
+    assert (facts["tokens"], facts["documents"], facts["written_by"]) == (7300, counts[256], "build-nanogpt")
+    first = facts["splits"]["train"]["shards"][0]
+    assert first["sha256"] == hashlib.sha256(Path(first["file"]).read_bytes()).hexdigest()
+    assert verify(index) == 4
+    assert prepare(str(folder), "bytes", progress=False) == index
+    check_corpus(str(folder), "bytes", 16)
+    with pytest.raises(UserError, match="too few for one window"):
+        check_corpus(str(folder), "bytes", 6000)
+    # Batches and validation are the ones of any other stream.
+    batch = Batches(data.split("train"), block_size=16, seed=1, global_batch=4, micro_batch=4, dp_rank=0, dp_size=1)
+    tokens, targets = batch.micro_batches(0)[0]
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+    assert validation_windows(data.split("val"), 16).predictions == 1999
+    with pytest.raises(UserError, match="leave --out, --val-fraction"):
+        prepare(str(folder), "bytes", val_fraction=0.2)
+    # Other files, or another tokenizer, are another corpus.
+    os.utime(folder / "edufineweb_train_000001.npy", ns=(1, 1))
+    assert prepare(str(folder), "bytes", progress=False) != index
+
+
+def test_shards_that_do_not_do(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cache: Path) -> None:
+    folder, train, _ = nanogpt_shards
+    shard = folder / "edufineweb_train_000002.npy"
+    whole = shard.read_bytes()
+
+    def refused(message: str, where: Path = shard) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            prepare(str(folder), "bytes", progress=False)
+        assert str(where) in str(caught.value)
+        assert list(cache.rglob("*.*")) == []
+
+    os.truncate(shard, len(whole) - 100)
+    refused("this shard is truncated, or no shard")
+    shard.write_bytes(b"some text")
+    refused("this shard is truncated, or no shard")
+    np.save(shard, train[:10].astype(np.float32))
+    refused("this shard holds float32 in 1 dimensions")
+    np.save(shard, train[:10].astype(np.uint32))
+    refused("these shards are of several types", folder)
+    bad = train[:100].copy()
+    bad[70] = 300
+    np.save(shard, bad)
+    refused("token 300 at place 70: the tokenizer bytes has only 257")
+    shard.write_bytes(whole)
+    index = prepare(str(folder), "bytes", progress=False)
+    os.truncate(shard, len(whole) - 100)
+    message = re.escape(f"has {len(whole) - 100:,} bytes; the manifest expects")
+    with pytest.raises(UserError, match=message) as caught:
+        TokenData.open(index)
+    assert "copy that file again" in str(caught.value)
+    (folder / "edufineweb_val_000000.npy").unlink()
+    with pytest.raises(UserError, match="have no val split"):
+        check_corpus(str(folder))
+
+
+def test_nanogpt_characters(tmp_path: Path) -> None:
+    """prepare.py of shakespeare_char: train.bin, val.bin and a pickled table, which is read without running it."""
+    text = "To be, or not to be: that is the question.\n" * 40
+    characters = sorted(set(text))
+    ids = np.array([characters.index(character) for character in text], np.uint16)
+    ids[:1500].tofile(tmp_path / "train.bin")
+    ids[1500:].tofile(tmp_path / "val.bin")
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)),
+            "stoi": {character: number for number, character in enumerate(characters)}}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    data = TokenData.open(prepare(str(tmp_path), progress=False))
+    assert data.vocab_size == len(characters)
+    assert data.tokenizer.decode(data.split("train")[:]) + data.tokenizer.decode(data.split("val")[:]) == text
+    assert data.manifest["written_by"] == "nanoGPT"
+    with pytest.raises(UserError, match="these tokens are characters, not of the tokenizer bytes"):
+        prepare(str(tmp_path), "bytes", progress=False)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta | {"itos": {0: "ab", 1: "c"}}))
+    with pytest.raises(UserError, match="not characters in code point order"):
+        prepare(str(tmp_path), progress=False)
+    (tmp_path / "meta.pkl").unlink()
+    with pytest.raises(UserError, match=r"there is no meta\.pkl"):
+        prepare(str(tmp_path), "char", progress=False)
+    np.array([1, 2, 3], np.uint8).tofile(tmp_path / "val.bin")
+    with pytest.raises(UserError, match="this shard is truncated, or no shard"):
+        prepare(str(tmp_path), "bytes", progress=False)
+
+
+class Runs:
+    """What a hostile file unpickles to."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch was-here",)
+
+
+def test_a_meta_file_cannot_run_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.bin", "val.bin"):
+        np.array([0, 1, 2], np.uint16).tofile(tmp_path / name)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Runs()}))
+    with pytest.raises(UserError, match=r"it names .*\.system"):
+        prepare(str(tmp_path), progress=False)
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_ten_billion_tokens_in_a_hundred_shards(tmp_path: Path) -> None:
+    """20 GB of (empty) shards: opening them and taking a thousand samples from all over costs no memory."""
+    program = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from ezpz_llm.data.samples import Batches
+from ezpz_llm.data.shards import TokenStream
+folder, shard = Path(sys.argv[1]), 100_000_000
+paths = [folder / f"{number}.bin" for number in range(100)]
+for path in paths:
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(2 * shard)
+stream = TokenStream([(path, shard) for path in paths], np.dtype("<u2"), "sparse shards")
+assert len(stream) == 10**10
+batches = Batches(stream, block_size=1024, seed=1, global_batch=64, micro_batch=64, dp_rank=0, dp_size=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for step in range(16):
+    batches.micro_batches(64 * step)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64 * 1024  # kB

@@ -1,0 +1,156 @@
+"""Corpora mixed by weights: exact shares, and a pure function of (seed, i) all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ezpz_llm.data.making import entropy
+from ezpz_llm.data.mixture import BLOCK, draw, shares
+from ezpz_llm.data.prepare import check_corpus, prepare
+from ezpz_llm.data.samples import IGNORED, Batches, sample_windows, validation_windows
+from ezpz_llm.data.shards import Mixture, TokenData, TokenStream
+from ezpz_llm.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@given(weights=st.lists(st.floats(0.1, 100), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_shares_add_up_and_are_the_nearest(weights: list[float]) -> None:
+    counts = shares([str(weight) for weight in weights], weights)
+    assert sum(counts) == BLOCK
+    exact = [weight / sum(weights) * BLOCK for weight in weights]
+    assert all(abs(count - value) < 1 for count, value in zip(counts, exact, strict=True))
+
+
+@given(weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=4), seed=st.integers(0, 2**64 - 1),
+       block=st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_each_sample_of_each_stream_comes_once(weights: list[float], seed: int, block: int) -> None:
+    """In each block every stream gives its share, of its own next samples; each index alone gives the same."""
+    counts = shares([str(weight) for weight in weights], weights)
+    which, own = draw(counts, seed, np.arange(block * BLOCK, (block + 1) * BLOCK))
+    for part, count in enumerate(counts):
+        np.testing.assert_array_equal(np.sort(own[which == part]), np.arange(block * count, (block + 1) * count))
+    one_which, one_own = draw(counts, seed, np.array([block * BLOCK + 77]))
+    assert (one_which[0], one_own[0]) == (which[77], own[77])
+
+
+def test_streams_are_interleaved_and_seeds_differ() -> None:
+    counts = shares(["a", "b"], [0.7, 0.3])
+    which, _ = draw(counts, 1, np.arange(20 * BLOCK))
+    assert counts == (2867, 1229)
+    for stretch in np.split(which, 80):
+        assert 0.24 < stretch.mean() < 0.36  # not one stream after the other
+    assert not np.array_equal(which[:BLOCK], which[BLOCK:2 * BLOCK])
+    assert not np.array_equal(which[:BLOCK], draw(counts, 2, np.arange(BLOCK))[0])
+
+
+def stream_of(first: int, length: int, path: Path) -> TokenStream:
+    path.write_bytes(np.arange(first, first + length, dtype="<u2").tobytes())
+    return TokenStream([(path, length)], np.dtype("<u2"), path.name)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Mixture:
+    """Two streams whose tokens say where they lie: 0 to 5000, and from 10,000 on."""
+    streams = stream_of(0, 5000, tmp_path / "a.bin"), stream_of(10_000, 1700, tmp_path / "b.bin")
+    return Mixture(streams, (3072, 1024))
+
+
+def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None:
+    def step(consumed: int, dp_size: int, micro: int, batch: int = 24) -> np.ndarray:
+        found = []
+        for rank in range(dp_size):
+            batches = Batches(mixture, block_size=16, seed=3, global_batch=batch, micro_batch=micro, dp_rank=rank,
+                              dp_size=dp_size)
+            for tokens, targets in batches.micro_batches(consumed):
+                np.testing.assert_array_equal(targets, tokens + 1)
+                found.append(tokens[:, 0])
+        return np.concatenate(found)
+
+    for consumed in (0, 4090, 70_000):
+        expected = step(consumed, 1, 24)
+        for dp_size, micro in ((2, 6), (3, 4), (24, 1)):
+            np.testing.assert_array_equal(step(consumed, dp_size, micro), expected)
+        divided = np.concatenate([step(consumed, 1, 8, 8), step(consumed + 8, 2, 8, 16)])
+        np.testing.assert_array_equal(divided, expected)
+    # Of 20 blocks each stream gives its share, through its own windows in its own epochs.
+    starts = np.concatenate([step(first, 1, 512, 512) for first in range(0, 20 * BLOCK, 512)])
+    assert (starts >= 10_000).mean() == 0.25
+    _, often = np.unique(starts[starts >= 10_000], return_counts=True)
+    assert often.max() < 3 * 20 * 1024 / 1700
+    np.testing.assert_array_equal(np.sort(starts[:BLOCK][starts[:BLOCK] < 10_000]),
+                                  np.sort(sample_windows(5000, 16, 3, np.arange(3072))))
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, (4999, 1699)), (1000, (750, 250)), (4, (3, 1))])
+@pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (3, 2), (5, 4)])
+def test_validation_takes_each_stream_in_its_share(mixture: Mixture, most: int | None, expected: tuple[int, int],
+                                                   micro: int, ranks: int) -> None:
+    windows = validation_windows(mixture, 16, most)
+    assert windows.predictions == sum(expected)
+    batches = [entry for rank in range(ranks) for entry in windows.batches(micro, rank, ranks)]
+    targets = np.concatenate([entry[1] for entry in batches])
+    tokens = np.concatenate([entry[0] for entry in batches])
+    counted = targets != IGNORED
+    wanted = [*range(1, expected[0] + 1), *range(10_001, 10_001 + expected[1])]
+    np.testing.assert_array_equal(targets[counted], wanted)
+    np.testing.assert_array_equal(tokens[counted] + 1, targets[counted])
+
+
+def test_a_mixture_is_named_by_its_parts(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words of text\n" * 500)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{number}"}) + "\n" for number in range(2000)))
+    words = f"{tmp_path / 'a.txt'}=0.7, {tmp_path / 'b.jsonl'}=0.3"
+    check_corpus(words)
+    folder = prepare(words, progress=False)
+    assert prepare(words, progress=False) == folder
+    check_corpus(words, None, 64)
+    check_corpus(str(folder), "bytes", 64)
+    data = TokenData.open(folder)
+    parts = [TokenData.open(prepare(str(tmp_path / name), progress=False)) for name in ("a.txt", "b.jsonl")]
+    assert data.split("train").counts == (2867, 1229)
+    assert data.manifest["documents"] == 2001
+    assert len(data.split("train")) == sum(len(part.split("train")) for part in parts)
+    shared = [np.bincount(np.concatenate([part.split("train")[:], part.split("val")[:]]), minlength=257)
+              for part in parts]
+    mean = sum(count / count.sum() * weight / 4096 for count, weight in zip(shared, (2867, 1229), strict=True))
+    assert data.unigram_entropy == pytest.approx(entropy(mean))
+    assert data.fingerprint not in (parts[0].fingerprint, parts[1].fingerprint)
+    other = prepare(words.replace("0.7", "0.8"), progress=False)
+    assert TokenData.open(other).fingerprint != data.fingerprint
+    np.testing.assert_array_equal(data.first_tokens(3), parts[0].split("train")[:3])
+    assert data.tokenizer.name == "bytes"
+
+
+def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words of text\n" * 500)
+    (tmp_path / "b.txt").write_text("other words\n" * 500)
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    chars = prepare(str(a), "char", progress=False)
+    mixed = prepare(f"{a}=1,{b}=1", progress=False)
+    for words, tokenizer, message in [
+        (f"{a}=0.7,{a}=0.3", None, "is mixed with itself"),
+        (f"{a}=1,{b}=0", None, "has the weight 0 of 1; the least is 1 in 4096"),
+        (f"{a}=1,{b}=0.0001", None, "the least is 1 in 4096"),
+        (f"{a}=1,{b}=1.2.3", None, "a weight is no number"),
+        (f"{a}=1,{tmp_path / 'c.txt'}=1", None, "no such corpus file or folder"),
+        (f"{a}=1,{b}=1", "char", "must have one tokenizer; these have two different tables of char"),
+        (f"{chars}=1,{b}=1", None, "must have one tokenizer; these have char and bytes"),
+        (f"{mixed}=1,{b}=1", None, "a mixture cannot be part of another"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            prepare(words, tokenizer, progress=False)
+    with pytest.raises(UserError, match="leave --out"):
+        prepare(f"{a}=1,{b}=1", out=tmp_path / "out", progress=False)
