@@ -1,0 +1,37 @@
+"""What a run begins with: a named shape, or a model whose weights are there already (imports no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import PurePath
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.hf.source import Source, adapted, find_source
+from ezpz_llm.model.config import ModelConfig, get_model_config
+from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
+
+_NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
+"""What a named model may have otherwise than the weights: these win."""
+
+
+def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
+    """The model, its name, and the weights it begins with: None for first values from the seed.
+
+    Args:
+        named: whether the model's name was chosen, and is not the default.
+
+    Raises:
+        UserError: an unknown name, a shape that does not work out, or one that is not the weights'.
+    """
+    overrides = {name: getattr(config, name) for name in MODEL_OVERRIDES}
+    if config.init_from is None:
+        return get_model_config(config.model, **overrides), config.model, None
+    source = find_source(config.init_from, "--init-from")
+    if named:
+        for name, value in asdict(get_model_config(config.model, **overrides)).items():
+            found = getattr(source.model, name)
+            if name not in _NOT_SHAPE and value != found:
+                raise UserError(f"{config.model} is not the model of these weights: {name} is {value}, theirs is "
+                                f"{found}", where=str(source.folder), instead="leave --model out: the weights bring their own")
+    name = config.model if named else PurePath(config.init_from).name or str(source.folder)
+    return adapted(source.model, str(source.folder), **overrides), name, source
