@@ -3,7 +3,7 @@
 A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
 `step_time_s`, `tokens_per_second`, `tokens_per_second_per_device`, `data_s`, `forward_s`, `backward_s`,
 `optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where the device's peak is known; `val_loss`
-and `val_tokens` on steps that evaluated. A loss or norm that is not finite is null, since JSON has no NaN.
+and `val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that evaluated so. A loss or norm that is not finite is null, since JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class MetricsLog:
         self._values: list[torch.Tensor] = []
         self._unwritten: list[dict[str, Any]] = []
         self._validations: dict[int, tuple[float, int]] = {}
+        self._figures: dict[int, dict[str, float]] = {}
         self._before_collectives = array("d")
         self._bubble = BubbleMeter(dist)
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
@@ -91,6 +92,10 @@ class MetricsLog:
         if all(step != pending for pending, _ in self._pending):
             raise ValueError(f"validation of step {step}, which is not waiting to be written")
         self._validations[step] = (val_loss, val_tokens)
+
+    def record_task(self, step: int, **figures: float) -> None:
+        """Put further results of an evaluation on the line of `step`, which is recorded and not yet written."""
+        self._figures[step] = figures
 
     @property
     def due(self) -> bool:
@@ -195,6 +200,7 @@ class MetricsLog:
         if step in self._validations:
             val_loss, line["val_tokens"] = self._validations[step]
             line["val_loss"] = val_loss if finite(val_loss) else None
+        line.update(self._figures.pop(step, {}))
         return line
 
     def _add_mfu(self, line: dict[str, Any], mfu: float) -> None:

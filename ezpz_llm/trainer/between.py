@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.evaluate import hellaswag
 from ezpz_llm.evaluate.sampling import sample
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.launch.phases import EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
+from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session
 
@@ -20,9 +22,13 @@ def after_step(session: Session) -> None:
     if last or _due(step, config.eval_every):
         with session.clock.span("evaluation"):
             validate(session)
+    scores = bool(session.hellaswag) and (last or _due(step, config.hellaswag_every))
+    if scores:
+        with session.clock.span("evaluation"):
+            score_hellaswag(session)
     saves = config.save_every >= 0 and (last or _due(step, config.save_every))
     # Before a save, so that a run that goes on from it finds the lines of all steps before.
-    if last or saves or session.metrics.due or _due(step, config.eval_every):
+    if last or saves or scores or session.metrics.due or _due(step, config.eval_every):
         with session.clock.span("logging"):
             session.metrics.flush(session.timeline)
     if session.prompt is not None and (last or _due(step, config.sample_every)):
@@ -58,6 +64,22 @@ def validate(session: Session) -> None:
     session.metrics.record_validation(session.step, loss, tokens)
 
 
+def score_hellaswag(session: Session) -> None:
+    """Put HellaSwag's accuracies on this step's line, and print them."""
+    session.heartbeat.beat(EVALUATING, session.step)
+    engine, dist = session.engine, session.dist
+    with engine.evaluating(), eager():
+        found = hellaswag.score(
+            engine.row_losses, session.hellaswag, session.data.tokenizer, device=engine.device, mesh=dist.mesh,
+            block_size=session.plan.model.block_size,
+            items_at_once=max(1, session.batches.micro_batch // hellaswag.ENDINGS))
+    session.metrics.record_task(session.step, hellaswag_acc=found.acc, hellaswag_acc_norm=found.acc_norm)
+    if dist.is_main:
+        update_record(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
+        print(f"HellaSwag after step {session.step}: acc_norm {found.acc_norm:.4f}, acc {found.acc:.4f} "
+              f"({found.items} items, normalised by tokens)", flush=True)
+
+
 def show_sample(session: Session) -> None:
     """Generate a short text and print it on rank 0. Every rank takes part, since parameters may be sharded."""
     session.heartbeat.beat(SAMPLING, session.step)
@@ -66,7 +88,8 @@ def show_sample(session: Session) -> None:
     generator = torch.Generator().manual_seed(seed_for(config.seed, "sample", session.step))
     with engine.evaluating():
         ids = sample(engine.next_logits, prompt, new_tokens=config.sample_tokens, generator=generator,
-                     block_size=session.plan.model.block_size, vocab_size=session.data.vocab_size)
+                     block_size=session.plan.model.block_size, vocab_size=session.data.vocab_size,
+                     top_k=config.top_k or None, temperature=config.temperature)
     if session.dist.is_main:
         text = tokenizer.decode(ids[0].tolist())
         lines = "\n".join(f"  | {line}" for line in text.splitlines())

@@ -29,6 +29,9 @@ class TrainConfig:
     dropout: float | None = _value(None, "dropout probability, if not the model's own")
     bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
 
+    init_from: str | None = _value(None, "weights to begin with, which bring the model's shape: a folder or hub id "
+                                         "of Hugging Face's, a run directory or a checkpoint")
+
     corpus: str = _value("stdlib", "stdlib, shakespeare, fineweb-edu, or a path: text, jsonl, parquet, a folder of "
                                    "shards; or several with weights, as A=0.7,B=0.3")
     tokenizer: str | None = _value(None, "bytes, char or gpt2 (default: the corpus's own)")
@@ -62,6 +65,11 @@ class TrainConfig:
     sample_tokens: int = _value(200, "tokens to generate; 0 for no sample")
     prompt: str | None = _value(None, "where the sample starts (default: a new line, or the first token of a "
                                       "corpus without lines)")
+    top_k: int = _value(50, "samples draw among the K likeliest tokens; 0 for all")
+    temperature: float = _value(1.0, "divides the logits of samples: below 1 is surer, above 1 freer")
+    hellaswag: str | None = _value(None, "file of HellaSwag items to score: hellaswag_val.jsonl, as it is or gzipped")
+    hellaswag_every: int = _value(0, "steps between scores of HellaSwag; 0 for one at the end")
+    hellaswag_items: int = _value(0, "only the first N items; 0 for all")
     save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
     keep_last: int = _value(2, "checkpoints to keep")
     keep_every: int = _value(0, "keep those of every N-th step besides, for ever; 0 for none")

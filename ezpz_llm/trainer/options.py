@@ -13,7 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.trainer.config import FIELDS, TrainConfig
-from ezpz_llm.trainer.presets import PRESETS, RECIPES
+from ezpz_llm.trainer.presets import FINE_TUNING, PRESETS, RECIPES
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def parse(argv: Sequence[str]) -> Options:
     layers += [(str(bulk["config"]), from_file), ("command line", given)]
 
     model = next((layer["model"] for _, layer in reversed(layers) if "model" in layer), TrainConfig.model)
+    if any(layer.get("init_from") is not None for _, layer in layers):
+        layers.insert(0, ("fine-tuning", FINE_TUNING))
     layers.insert(0, (f"recipe of {model}", RECIPES.get(model, {})))
     values = {name: field.default for name, field in FIELDS.items()}
     sources = dict.fromkeys(values, "default")

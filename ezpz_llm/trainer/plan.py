@@ -13,17 +13,21 @@ from ezpz_llm.engine.checkpoint import find
 from ezpz_llm.engine.checkpoint.folder import STATE, read_json
 from ezpz_llm.engine.resolve import DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.errors import UserError
-from ezpz_llm.model.config import ModelConfig, get_model_config
+from ezpz_llm.evaluate.hellaswag import read_items
+from ezpz_llm.hf.source import Source
+from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.trackers import choose
+from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
+from ezpz_llm.trainer.beginning import choose_model
+from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
 
 _DEFAULT_CLIP = 1.0
 _AT_LEAST = {"steps": 1, "warmup_steps": 0, "decay_steps": 1, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
              "sample_tokens": 0, "save_every": -1, "keep_last": 1, "keep_every": 0, "log_every": 1,
-             "trace_steps": 0, "seed": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
+             "trace_steps": 0, "top_k": 0, "hellaswag_every": 0, "hellaswag_items": 0,  "seed": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
@@ -36,6 +40,8 @@ class RunPlan:
     sources: dict[str, str]
     model: ModelConfig
     resolved: Resolved
+    begins_with: Source | None = None
+    """The weights it starts from; None for first values from the seed."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -58,7 +64,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     config, sources = options.config, dict(options.sources)
     choose(config.track, os.environ)
-    model = get_model_config(config.model, **{name: getattr(config, name) for name in MODEL_OVERRIDES})
+    model, name, begins_with = choose_model(config, named=sources["model"] != "default")
+    config = replace(config, model=name)
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
     # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
@@ -75,7 +82,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         config = replace(config, recompute=resolved.recompute)
         sources["recompute"] = resolved.sources["recompute"]
     _check_numbers(replace(config, clip=resolved.clip), {**sources, "clip": resolved.sources["clip"]})
-    return RunPlan(_with_schedule(config, sources), sources, model, resolved)
+    return RunPlan(_with_schedule(config, sources), sources, model, resolved, begins_with)
 
 
 def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
@@ -114,6 +121,8 @@ def check_run(options: Options, world_size: int) -> RunPlan:
     """Find what is wrong with a run before any rank starts: its numbers, layout, corpus and resume point."""
     plan = plan_run(options, world_size)
     check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size)
+    if plan.config.hellaswag is not None:
+        read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
         check_resume(plan)
@@ -170,7 +179,7 @@ def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise refuse(name, f"{least} or more")
-    for name in ("lr", "eps"):
+    for name in ("lr", "eps", "temperature"):
         if not getattr(config, name) > 0:
             raise refuse(name, "more than 0")
     for name in ("beta1", "beta2"):
@@ -183,7 +192,7 @@ def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
 
 
 def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:
-    if config.model in ADOPTS_VOCABULARY:
+    if config.model in ADOPTS_VOCABULARY and config.init_from is None:
         return replace(model, vocab_size=vocab_size)
     if vocab_size > model.padded_vocab_size:
         raise UserError(f"the tokenizer has {vocab_size} tokens, more than {config.model}'s {model.vocab_size}",

@@ -48,6 +48,9 @@ def _fineweb(model: str, micro_batch: int, *, tokens: int = 10 * _G, decay_token
         "sample_every": 250, "sample_tokens": 32, "prompt": "Hello, I'm a language model,", **more,
     }
 
+FINE_TUNING = {"lr": 3e-5}
+"""What weights that are trained already want, where nothing else is said."""
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-124m-fineweb": _fineweb("gpt2-124m", 64),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.checkpoint.saver import NotWritten, Saver
+from ezpz_llm.evaluate.hellaswag import Item
 from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile, Tracking
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
@@ -74,6 +75,8 @@ class Session:
     """The step of the last checkpoint that this run has completed."""
     unsaved: NotWritten | None = None
     """Why the last checkpoint is not there; None where it is."""
+    hellaswag: Sequence[Item] = ()
+    """What `--hellaswag` names; empty where nothing is scored."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
 

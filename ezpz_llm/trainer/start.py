@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from ezpz_llm.engine.checkpoint.retention import Keep
 from ezpz_llm.engine.checkpoint.saver import Saver
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.errors import UserError
+from ezpz_llm.evaluate.hellaswag import Item, read_items
+from ezpz_llm.hf.weights import Weights, open_for_ranks
 from ezpz_llm.launch.phases import LOADING, STARTING
 from ezpz_llm.model.compile import compile_blocks
 from ezpz_llm.model.decay import decay_groups
@@ -43,7 +46,7 @@ from ezpz_llm.observe import (
 )
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.observe.trackers import choose
-from ezpz_llm.resources import cache_dir
+from ezpz_llm.resources import cache_dir, user_path
 from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
@@ -86,7 +89,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
                    tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
                    first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
-                                               in_background=config.save_async))
+                                               in_background=config.save_async),
+                   hellaswag=hellaswag_items(config, data, dist))
 
 
 def open_data(options: Options, dist: Dist) -> TokenData:
@@ -104,7 +108,9 @@ def open_data(options: Options, dist: Dist) -> TokenData:
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     """The model in the engine of the plan's layout."""
     config = plan.config
-    model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type)
+    with first_weights(plan, dist) as weights:
+        model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
+                         None if weights is None else weights.read)
     recompute_blocks(model, config.recompute)
     if config.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
@@ -113,6 +119,33 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
                           eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
     torch.manual_seed(dropout_seed(config, dist))
     return engine
+
+
+def first_weights(plan: RunPlan, dist: Dist) -> AbstractContextManager[Weights | None]:
+    """The weights that the run begins with; None where they come from the seed, or a checkpoint will bring them."""
+    if plan.begins_with is None or plan.config.resume is not None:
+        return nullcontext()
+    return open_for_ranks(plan.begins_with, dist)
+
+
+def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:
+    """What `--hellaswag` names, if anything.
+
+    Raises:
+        UserError: no such file, or a tokenizer that does not know every text. The same on every rank.
+    """
+    if config.hellaswag is None:
+        return []
+    items, error = [], None
+    try:
+        if data.manifest["tokenizer"]["name"] == "char":
+            raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
+                            instead="--tokenizer bytes or gpt2")
+        items = read_items(user_path(config.hellaswag), config.hellaswag_items or None)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    return items
 
 
 def dropout_seed(config: TrainConfig, dist: Dist) -> int:
