@@ -2,8 +2,9 @@
 
 A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
 `step_time_s`, `tokens_per_second`, `tokens_per_second_per_device`, `data_s`, `forward_s`, `backward_s`,
-`optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where the device's peak is known; `val_loss`
-and `val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that evaluated so. A loss or norm that is not finite is null, since JSON has no NaN.
+`optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where the device's peak is known; `val_loss`,
+`val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that evaluated so. A loss or norm that is not finite is
+null, since JSON has no NaN.
 """
 
 from __future__ import annotations

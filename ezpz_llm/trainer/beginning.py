@@ -32,6 +32,7 @@ def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, So
             found = getattr(source.model, name)
             if name not in _NOT_SHAPE and value != found:
                 raise UserError(f"{config.model} is not the model of these weights: {name} is {value}, theirs is "
-                                f"{found}", where=str(source.folder), instead="leave --model out: the weights bring their own")
+                                f"{found}", where=str(source.folder),
+                                instead="leave --model out: the weights bring their own")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
     return adapted(source.model, str(source.folder), **overrides), name, source

@@ -67,7 +67,7 @@ class TrainConfig:
                                       "corpus without lines)")
     top_k: int = _value(50, "samples draw among the K likeliest tokens; 0 for all")
     temperature: float = _value(1.0, "divides the logits of samples: below 1 is surer, above 1 freer")
-    hellaswag: str | None = _value(None, "file of HellaSwag items to score: hellaswag_val.jsonl, as it is or gzipped")
+    hellaswag: str | None = _value(None, "file of HellaSwag items to score: hellaswag_val.jsonl, or that gzipped")
     hellaswag_every: int = _value(0, "steps between scores of HellaSwag; 0 for one at the end")
     hellaswag_items: int = _value(0, "only the first N items; 0 for all")
     save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")

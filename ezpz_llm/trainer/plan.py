@@ -27,7 +27,8 @@ from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
 _DEFAULT_CLIP = 1.0
 _AT_LEAST = {"steps": 1, "warmup_steps": 0, "decay_steps": 1, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
              "sample_tokens": 0, "save_every": -1, "keep_last": 1, "keep_every": 0, "log_every": 1,
-             "trace_steps": 0, "top_k": 0, "hellaswag_every": 0, "hellaswag_items": 0,  "seed": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
+             "trace_steps": 0, "top_k": 0, "hellaswag_every": 0, "hellaswag_items": 0,
+             "seed": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
