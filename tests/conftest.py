@@ -15,6 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-faults", action="store_true", help="write docs/faults.md (test_cluster_faults.py)")
     parser.addoption("--write-layouts-page", action="store_true",
                      help="write docs/layouts_command.md (test_layouts_command.py)")
+    parser.addoption("--write-resume-results", action="store_true",
+                     help="write benchmarks/results/kills.json and resume_matrix.json (test_checkpoint_*.py)")
     parser.addoption("--write-matrix", action="store_true",
                      help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
 

@@ -1,0 +1,179 @@
+"""Real ranks without the seconds that loading torch and DeepSpeed takes: forked from a process that has them.
+
+`Server` is what tests use; run as a program, this file is the process that is forked from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
+from ezpz_llm.rundir import RUN_DIR_VARIABLE
+
+TRAIN = "ezpz_llm.train:main"
+
+
+class Job:
+    """The ranks of one run. `pids` are theirs; `output` what all of them printed so far."""
+
+    def __init__(self, server: Server, folder: Path, pids: list[int]) -> None:
+        self._server = server
+        self._folder = folder
+        self._codes: dict[int, int] = {}
+        self.pids = pids
+
+    @property
+    def output(self) -> str:
+        return "".join(f"-- rank {rank}\n{(self._folder / f'rank{rank}.log').read_text(errors='replace')}"
+                       for rank in range(len(self.pids)))
+
+    def phase(self, rank: int) -> str:
+        """What the rank says it is doing (launch/phases.py); "" at first."""
+        path = self._folder / f"heartbeat{rank}"
+        return path.read_text().split("\n")[0] if path.exists() else ""
+
+    def codes(self) -> list[int | None]:
+        """The ranks' exit codes, -N for signal N, None for those that run."""
+        for pid in self.pids:
+            if pid not in self._codes and (code := self._server.ask({"poll": pid})) is not None:
+                self._codes[pid] = code
+        return [self._codes.get(pid) for pid in self.pids]
+
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
+        """kill -9, as a node that goes away or a kernel without memory does it."""
+        for rank, code in enumerate(self.codes()):
+            if code is None and (ranks is None or rank in ranks):
+                os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait(self, timeout_s: float = 240) -> list[int]:
+        """Wait for all ranks to end. One that fails takes the others with it, as under launch."""
+        deadline = time.monotonic() + timeout_s
+        while None in (codes := self.codes()):
+            if any(codes):
+                time.sleep(1)
+                self.kill()
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        return codes
+
+
+class Server:
+    """A process with everything loaded; `with` ends it and whatever it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._jobs = folder, 0
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
+        env = {name: value for name, value in env.items() if not name.startswith(("PMI_", "SLURM_", "MASTER_"))}
+        self._process = subprocess.Popen([sys.executable, __file__], env=env, stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, ranks: int, words: Sequence[str], run_dir: Path, program: str = TRAIN, **env: str) -> Job:
+        """Begin a run on so many ranks: `program` (module:function) is called with the words."""
+        self._jobs += 1
+        folder = self._folder / f"job{self._jobs}"
+        folder.mkdir(parents=True)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        common = {RUN_DIR_VARIABLE: str(run_dir), **env}
+        if ranks > 1:
+            common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
+                       "LOCAL_WORLD_SIZE": str(ranks)}
+        pids = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            pids.append(self.ask({"program": program, "words": list(words), "log": str(folder / f"rank{rank}.log"),
+                                  "env": {**common, **own, HEARTBEAT_VARIABLE: str(folder / f"heartbeat{rank}")}}))
+        return Job(self, folder, pids)
+
+    def run(self, ranks: int, words: Sequence[str], run_dir: Path, program: str = TRAIN, **env: str) -> Job:
+        """A whole run, which has to end well."""
+        job = self.start(ranks, words, run_dir, program, **env)
+        assert job.wait() == [0] * ranks, job.output
+        return job
+
+
+def wait_for(condition: Callable[[], object], job: Job, timeout_s: float = 120) -> bool:
+    """Whether the condition came true before a rank ended."""
+    deadline = time.monotonic() + timeout_s
+    looked = time.monotonic()
+    while not condition():
+        if time.monotonic() - looked > 0.1:
+            if job.codes() != [None] * len(job.pids):
+                return False
+            looked = time.monotonic()
+        assert time.monotonic() < deadline, job.output
+        time.sleep(0.0005)
+    return True
+
+
+def _serve() -> None:
+    """Fork a rank, or tell what became of one, for every line of standard input; in the end kill what is left."""
+    from ezpz_llm.engine.deepspeed_import import import_deepspeed
+
+    import_deepspeed("cpu")
+    importlib.import_module("ezpz_llm.trainer.run")
+    running: set[int] = set()
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "poll" in question:
+            pid, status = os.waitpid(question["poll"], os.WNOHANG)
+            running.discard(pid)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = _fork(question)
+            running.add(answer)
+        print(json.dumps(answer), flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _fork(question: dict[str, Any]) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        os.environ.update(question["env"])
+        module, function = question["program"].split(":")
+        from ezpz_llm.errors import run_command
+
+        code = run_command(getattr(importlib.import_module(module), function), question["words"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,79 @@
+"""Programs that the tests of resuming run on real ranks, by the trainer's own functions; not a test file itself.
+
+Each is called with one word, a JSON object, and has rank 0 write what it found to the object's `out`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.dist.setup import setup
+from ezpz_llm.rundir import read_lines
+from ezpz_llm.trainer.loop import train_step
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.saving import save
+from ezpz_llm.trainer.session import Session, WallClock
+from ezpz_llm.trainer.start import go_back, start
+
+
+def take_steps(session: Session, count: int) -> dict[str, Any]:
+    """The losses of the next steps, and the position after them."""
+    for _ in range(count):
+        train_step(session, session.step)
+        session.step += 1
+    session.metrics.flush(session.timeline)
+    session.position = session.position.agree(session.dist)
+    session.dist.barrier()
+    lines = list(read_lines(session.dist.run_dir.metrics))[-count:]
+    return {"losses": [line["loss"] for line in lines], "consumed": session.position.consumed,
+            "sample_hash": session.position.sample_hash}
+
+
+def everywhere(dist: Dist, value: Any) -> list[Any]:
+    """Every rank's value."""
+    values = [value] * dist.world_size
+    if dist.world_size > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def begin(wanted: dict[str, Any], dist: Dist) -> Session:
+    return start(parse(wanted["words"]), dist, WallClock(), Heartbeat(os.environ))
+
+
+def save_and_go_on(argv: Sequence[str]) -> int:
+    """`steps` steps, a checkpoint, and as many steps again."""
+    wanted = json.loads(argv[0])
+    with setup(device="cpu") as dist:
+        session = begin(wanted, dist)
+        take_steps(session, wanted["steps"])
+        save(session, at_once=True)
+        found = take_steps(session, wanted["steps"])
+        if dist.is_main:
+            Path(wanted["out"]).write_text(json.dumps({**found, "folder": str(session.dist.run_dir.path)}))
+    return 0
+
+
+def go_on_from_each(argv: Sequence[str]) -> int:
+    """One engine goes back to each of the `checkpoints` in turn, and takes `steps` steps from there."""
+    wanted = json.loads(argv[0])
+    found: dict[str, Any] = {}
+    with setup(device="cpu") as dist:
+        session = begin(wanted, dist)
+        for name, where in wanted["checkpoints"].items():
+            plan = replace(session.plan, config=replace(session.config, resume=where))
+            session.step, session.position = go_back(plan, session.data, session.engine, dist)
+            states = everywhere(dist, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
+            found[name] = {**take_steps(session, wanted["steps"]), "random_states": states}
+        if dist.is_main:
+            Path(wanted["out"]).write_text(json.dumps(found))
+    return 0
