@@ -18,7 +18,8 @@ class Traits:
     of its own, by its local rank; else all ranks of a host share it. `bound`: a process group is told its device
     ahead, so that it neither guesses nor waits for the first collective. `overlaps`: communication can run beside
     computation. `bf16`: whether it multiplies matrices in bfloat16, or has to be asked. `fp16`: whether it does in
-    float16 at a useful speed. `float64`: whether it computes in it at all.
+    float16 at a useful speed. `tf32`: whether products of fp32 may be rounded to TF32; older devices of a kind
+    do not, which a probe finds out. `float64`: whether it computes in it at all.
     """
 
     collectives: str
@@ -27,11 +28,12 @@ class Traits:
     overlaps: bool = True
     bf16: Literal["yes", "no", "ask"] = "ask"
     fp16: bool = True
+    tf32: bool = False
     float64: bool = True
 
 
 DEVICES = {
-    "cuda": Traits("nccl", bound=True),
+    "cuda": Traits("nccl", bound=True, tf32=True),
     "xpu": Traits("xccl", bf16="yes"),
     "mps": Traits("gloo", own=False, bf16="no", float64=False),
     "cpu": Traits("gloo", own=False, overlaps=False, fp16=False),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.precision import autocast_forward
+from ezpz_llm.engine.precision import autocast_forward, set_products
 from ezpz_llm.engine.resolve import Resolved, check_precision
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         for buffer in model.buffers():
             buffer.data = buffer.data.to(dist.device)
     model.train()
+    set_products(dist.device, resolved.precision)
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
     adam = {"lr": lr, "betas": betas, "eps": eps}

@@ -1,6 +1,7 @@
 """One precision recipe per dtype, the same in every engine.
 
 fp32: parameters and arithmetic in fp32.
+tf32: as fp32, with the factors of matrix products rounded to 10 bits of mantissa, which matrix units need.
 bf16: parameters, gradients, their reduction and the optimizer in fp32; the forward pass, and with it the backward
 pass's matrix products, under torch.autocast in bfloat16.
 fp16: as bf16 with float16, and a dynamic loss scale.
@@ -40,7 +41,7 @@ def autocast_forward(module: nn.Module, device: torch.device, precision: str) ->
     The module's own `forward` is wrapped, and not the call to the engine: DeepSpeed's engine switches an autocast
     that surrounds it off, and evaluation calls the module without the engine.
     """
-    if precision == "fp32":
+    if precision not in DTYPES:
         return
     dtype = DTYPES[precision]
     inner = module.forward
@@ -51,6 +52,28 @@ def autocast_forward(module: nn.Module, device: torch.device, precision: str) ->
             return inner(*args, **kwargs)
 
     module.forward = forward
+
+
+def set_products(device: torch.device, precision: str) -> None:
+    """Let fp32 matrix products be TF32's or fp32's own, for all of this process, and see that they are.
+
+    A setting that a device does not know is ignored there in silence.
+
+    Raises:
+        UserError: tf32 is asked for, and products are as exact as without it.
+    """
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision == "tf32" and not rounds_products(device):
+        raise UserError(f"tf32 has no effect on {device}: matrix products are as exact there as in fp32",
+                        where="precision", instead="--precision fp32, or bf16 or fp16 where the device has them")
+
+
+def rounds_products(device: torch.device) -> bool:
+    """Whether an fp32 matrix product loses what TF32 has no bits for."""
+    size = 512
+    value = 1 + 2.0 ** -13
+    product = torch.full((size, size), value, device=device) @ torch.eye(size, device=device)
+    return bool((product != value).any())
 
 
 class LossScale:

@@ -25,7 +25,7 @@ from ezpz_llm.rundir import RunDir, write_json
 
 COMMAND_LINE = "command line"
 DEFAULT_MICRO_BATCH = 4
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     Args:
         ds_config: a name in ds_configs/ or a path.
         global_batch, micro_batch, accumulation: in sequences; None where the run does not say.
-        precision: "fp32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
+        precision: "fp32", "tf32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
         model: the shape that is to be divided; None where it is no GPT.
@@ -210,6 +210,9 @@ def check_precision(precision: str | None, source: str, device: str | None) -> N
     if precision == "fp16" and device in DEVICES and not DEVICES[device].fp16:
         raise UserError(f"fp16 on a {device.upper()}: its matrix products are about a hundred times slower than "
                         "fp32 there", where=f"precision ({source})", instead="--precision bf16 or fp32")
+    if precision == "tf32" and device in DEVICES and not DEVICES[device].tf32:
+        raise UserError(f"tf32 on a {device.upper()}: its matrix products have no such form",
+                        where=f"precision ({source})", instead="--precision bf16 or fp32")
 
 
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,

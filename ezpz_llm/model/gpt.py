@@ -12,10 +12,12 @@ configuration, and the product of queries and keys is a module, as is the head, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
@@ -52,17 +54,22 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class CausalProduct(nn.Module):
-    """Scaled dot products of whole sequences, the part of attention that has no parameters."""
+    """Scaled dot products of whole sequences, the part of attention that has no parameters.
+
+    `explicit`: by the definition, with all scores in memory, where torch would choose among its kernels.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
+        self.explicit = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D)."""
-        return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=q.shape[1] != k.shape[1])
+        with sdpa_kernel(SDPBackend.MATH) if self.explicit else nullcontext():
+            return functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
+                enable_gqa=q.shape[1] != k.shape[1])
 
 
 class Attention(nn.Module):

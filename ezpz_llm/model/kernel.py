@@ -21,11 +21,11 @@ class AttentionKernel:
 
 
 def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
-                     dtype: torch.dtype) -> AttentionKernel:
+                     dtype: torch.dtype, explicit: bool = False) -> AttentionKernel:
     """Ask torch which kernel it takes for training with `micro_batch` full sequences.
 
     `dtype` is that of the products: bfloat16 under autocast. The answer changes with the shape: fp32, dropout or
-    grouped queries may rule out the fast kernels.
+    grouped queries may rule out the fast kernels. `explicit`: the math kernel was asked for.
     """
     def heads(count: int) -> torch.Tensor:
         return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
@@ -35,6 +35,6 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
     # The same question that scaled_dot_product_attention asks itself; torch has no public name for it.
     choice = torch._fused_sdp_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
                                      enable_gqa=config.n_head != config.n_kv_head)
-    backend = SDPBackend(choice)
+    backend = SDPBackend.MATH if explicit else SDPBackend(choice)
     scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
     return AttentionKernel(backend.name.lower(), scores if backend == SDPBackend.MATH else 0)
