@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ezpz_llm.data.samples import IGNORED
-from ezpz_llm.data.tokenizers import Tokenizer
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
+    from ezpz_llm.data.tokenizers import Tokenizer
     from ezpz_llm.dist.mesh import Mesh
 
 ENDINGS = 4

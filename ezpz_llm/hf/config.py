@@ -10,6 +10,7 @@ from ezpz_llm.hf.names import family_of
 from ezpz_llm.model.config import ModelConfig
 
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
+_LARGE = 2 ** 15
 _ABSENT = object()
 
 
@@ -78,6 +79,12 @@ class _Keys:
                             instead=f"a checkpoint with {name} {' or '.join(map(repr, allowed))}")
 
 
+def _vocabulary(keys: _Keys) -> dict[str, int]:
+    """Padded only where that is a small part: the rows that are added take part in the softmax."""
+    size = keys.get("vocab_size")
+    return {"vocab_size": size, "vocab_multiple": 128 if size >= _LARGE else 1}
+
+
 def _from_gpt2(keys: _Keys) -> ModelConfig:
     keys.must_be("activation_function", keys.get("activation_function", "gelu_new"), _GELU)
     keys.must_be("scale_attn_weights", keys.get("scale_attn_weights", True), (True,))
@@ -85,7 +92,7 @@ def _from_gpt2(keys: _Keys) -> ModelConfig:
     keys.must_be("add_cross_attention", keys.get("add_cross_attention", False), (False,))
     return ModelConfig(n_layer=keys.get("n_layer"), n_head=keys.get("n_head"), n_embd=keys.get("n_embd"),
                        block_size=keys.get("n_positions", keys.stored.get("n_ctx", 1024)),
-                       vocab_size=keys.get("vocab_size"), intermediate_size=keys.get("n_inner", 0),
+                       **_vocabulary(keys), intermediate_size=keys.get("n_inner", 0),
                        norm_eps=keys.get("layer_norm_epsilon", 1e-5), tied=keys.get("tie_word_embeddings", True))
 
 
@@ -100,7 +107,7 @@ def _from_llama(keys: _Keys) -> ModelConfig:
     keys.must_be("head_dim", keys.get("head_dim", width // heads), (width // heads,))
     return ModelConfig(n_layer=keys.get("num_hidden_layers"), n_head=heads, n_embd=width,
                        n_kv_head=keys.get("num_key_value_heads", heads),
-                       block_size=keys.get("max_position_embeddings"), vocab_size=keys.get("vocab_size"),
+                       block_size=keys.get("max_position_embeddings"), **_vocabulary(keys),
                        intermediate_size=keys.get("intermediate_size"), norm="rmsnorm",
                        norm_eps=keys.get("rms_norm_eps", 1e-6), position="rope",
                        rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))), mlp="swiglu",

@@ -66,7 +66,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     config, sources = options.config, dict(options.sources)
     choose(config.track, os.environ)
     model, name, begins_with = choose_model(config, named=sources["model"] != "default")
-    config = replace(config, model=name)
+    if name != config.model:
+        config, sources["model"] = replace(config, model=name), "weights to begin with"
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
     # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
