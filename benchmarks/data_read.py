@@ -1,45 +1,83 @@
-"""How fast a step's tokens are read: python3 benchmarks/data_read.py FOLDER [--block-size T] [--global-batch N]
+"""How long a step waits for its samples: python3 benchmarks/data_read.py FOLDER [--cold] [--out FILE.json]
 
-FOLDER is one that `python3 -m ezpz_llm.data prepare` printed. One process reads whole global batches; prints
-one JSON object.
+FOLDER is one that `python3 -m ezpz_llm.data prepare` printed. One process reads whole global batches, once as asked
+for and once with the thread that the trainer uses, which reads a step ahead while the device computes (here: the
+process sleeps). With --cold the shards are dropped from the system's cache before every step, so that each window
+comes from the disk. Prints one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from ezpz_llm.data.read_ahead import ReadAhead
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.rundir import write_json
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--block-size", type=int, default=256)
-    parser.add_argument("--global-batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=2000)
-    args = parser.parse_args()
-    stream = TokenData.open(args.folder).split("train")
-    batches = Batches(stream, block_size=args.block_size, seed=1, global_batch=args.global_batch,
-                      micro_batch=args.global_batch, dp_rank=0, dp_size=1)
-    times = []
-    for step in range(args.steps):
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.glob("*.bin"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure(batches: Batches, folder: Path, steps: int, compute_s: float, cold: bool) -> dict[str, float]:
+    """Seconds that a step waits, and its share of waiting and computing together; the first step is left out."""
+    waits = []
+    for step in range(steps + 1):
+        if cold:
+            drop_from_cache(folder)
         began = time.perf_counter()
-        batches.micro_batches(step * args.global_batch)
-        times.append(time.perf_counter() - began)
-    # The mean holds the calls that compute thousands of starts at once, which the median leaves out.
-    mean = statistics.fmean(times)
-    print(json.dumps({
-        "folder": str(args.folder), "split_tokens": len(stream), "block_size": args.block_size,
-        "global_batch": args.global_batch, "steps": args.steps, "step_s_mean": mean,
-        "step_s_median": statistics.median(times), "step_s_max": max(times),
-        "tokens_per_second": args.global_batch * args.block_size / mean,
-    }))
+        batches.micro_batches(step * batches.global_batch)
+        waits.append(time.perf_counter() - began)
+        time.sleep(compute_s)
+    # The mean holds the calls that compute thousands of places at once, which the median leaves out.
+    mean = statistics.fmean(waits[1:])
+    return {"wait_s_mean": mean, "wait_s_median": statistics.median(waits[1:]), "wait_s_max": max(waits[1:]),
+            "share_of_step": mean / (mean + compute_s) if compute_s else 1.0}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--block-size", type=int, default=1024)
+    parser.add_argument("--global-batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--compute-ms", type=float, default=100.0, help="what a step takes besides its samples")
+    parser.add_argument("--cold", action="store_true", help="read from the disk, not from the system's cache")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    stream = TokenData.open(arguments.folder).split("train")
+    found: dict[str, Any] = {}
+    for name, kind in (("as asked for", Batches), ("a step ahead", ReadAhead)):
+        batches = kind(stream, block_size=arguments.block_size, seed=1, global_batch=arguments.global_batch,
+                       micro_batch=arguments.global_batch, dp_rank=0, dp_size=1)
+        found[name] = measure(batches, arguments.folder, arguments.steps, arguments.compute_ms / 1e3,
+                              arguments.cold)
+    result = {
+        "command": f"python3 benchmarks/data_read.py FOLDER --block-size {arguments.block_size} --global-batch "
+                   f"{arguments.global_batch} --steps {arguments.steps} --compute-ms {arguments.compute_ms:g}"
+                   f"{' --cold' * arguments.cold}",
+        "date": datetime.date.today().isoformat(), "split_tokens": len(stream),
+        "versions": {"python": platform.python_version(), "numpy": np.__version__}, **found}
+    print(json.dumps(result))
+    if arguments.out:
+        write_json(arguments.out, result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_standin import COMMIT, hub
 
 from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.encode import encode_task
@@ -347,6 +348,40 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), expected)
     assert read_manifest(out)["documents"] == sum(map(bool, texts))
     assert read_manifest(out)["splits"]["val"]["tokens"] == 9000
+
+
+def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
+    """From a server that answers as the hub does: the sample, its commit, a file that cannot be had, going on."""
+    pytest.importorskip("datasets")
+    texts, folder, withheld = documents(900), tmp_path / "repository", {"sample/10BT/002_00000.parquet"}
+    (folder / "sample" / "10BT").mkdir(parents=True)
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: data/*\n"
+                                      "- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n")
+    for number in range(3):
+        write_parquet(folder / "sample" / "10BT" / f"{number:03d}_00000.parquet",
+                      texts[300 * number:300 * number + 300], row_group_size=100)
+    (folder / "data").mkdir()
+    write_parquet(folder / "data" / "000.parquet", ["not in the sample"])
+    with hub(folder, withheld) as (address, asked):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "no_proxy": "127.0.0.1",
+                        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+        command = [*HASTY, "prepare", "fineweb-edu", "--tokenizer", "bytes", "--val-tokens", "5000", "--download"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 2, done.stderr
+        assert "the data set cannot be read" in done.stderr
+        assert "Traceback" not in done.stderr
+        withheld.clear()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert "going on after" in done.stderr
+        assert not [line for line in asked if "/data/000.parquet" in line]
+    out = Path(done.stdout.strip())
+    assert out.name.startswith("fineweb-edu-sample-10BT-bytes-")
+    np.testing.assert_array_equal(all_tokens(out, "val", "train"), tokens_of(texts))
+    assert read_manifest(out)["source"]["revision"] == COMMIT
+    # Once prepared it needs no network, nor leave to use it.
+    assert prepare("fineweb-edu", "bytes", val_tokens=5000) == out
 
 
 def test_data_sets_are_fetched_only_where_that_was_asked_for(tmp_path: Path, cache: Path) -> None:
