@@ -25,6 +25,7 @@ from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks, texts
 from ezpz_llm.data.shard_writer import ShardWriter
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
 from ezpz_llm.errors import UserError
 
 SHAKESPEARE_SHA = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -278,6 +279,24 @@ def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path
         prepare(str(out))
 
 
+def test_a_manifest_of_another_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Also gpt2's, whose file need not be on this machine for it."""
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    out = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out", progress=False)
+    whole = json.loads((out / "manifest.json").read_text())
+    for name in ("bytes", "gpt2"):
+        entry = {"name": name, "fingerprint": "0" * 64}
+        (out / "manifest.json").write_text(json.dumps(whole | {"tokenizer": entry}))
+        for check in (lambda: check_corpus(str(out)), lambda: prepare(str(out)),
+                      lambda: prepare(str(tmp_path / "a.txt"), out=out)):
+            with pytest.raises(UserError, match=f"made by another {name} tokenizer: fingerprint 0{{64}}") as caught:
+                check()
+            assert "prepare the corpus again" in str(caught.value)
+    (out / "manifest.json").write_text(json.dumps(whole | {"tokenizer": {"name": "gpt2",
+                                                                          "fingerprint": GPT2_FINGERPRINT}}))
+    check_corpus(str(out), "gpt2")
+
+
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     source, out = tmp_path / "a.txt", tmp_path / "out"
     source.write_text("some text " * 100)
@@ -363,6 +382,6 @@ def test_help_is_fast_and_torch_free() -> None:
     assert time.perf_counter() - began < 1
     found = subprocess.run(
         [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.commands;"
-         "print([name for name in ('torch', 'deepspeed', 'rich') if name in sys.modules])"],
+         "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
         capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == "[]", found.stderr

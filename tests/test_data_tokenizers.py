@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ezpz_llm.data.encode import pack, token_dtype
 from ezpz_llm.data.reader import cut_text
 from ezpz_llm.data.tokenizers import (
+    GPT2_FINGERPRINT,
     GPT2_NAMES,
     GPT2_VOCAB,
     CharTokenizer,
@@ -144,6 +145,7 @@ def test_gpt2(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(vocab_bpe().read_bytes())
     assert provide_gpt2(tmp_path) == GPT2_VOCAB.path
     tokenizer = get_tokenizer("gpt2")
+    assert tokenizer.fingerprint == GPT2_FINGERPRINT
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (50_257, 50_256)
     ids = tokenizer.encode(GPT2_TEXT)
     np.testing.assert_array_equal(ids, [15496, 11, 314, 1101, 257, 3303, 2746, 11])

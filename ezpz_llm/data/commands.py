@@ -109,7 +109,12 @@ def _show(args: argparse.Namespace) -> int:
           f"fingerprint {facts['tokenizer']['fingerprint'][:12]}")
     print(f"documents    {facts['documents']:,}")
     for name, split in facts["splits"].items():
-        print(f"{name:12} {split['tokens']:,} tokens in {len(split['shards'])} shards of {facts['dtype']}")
+        shards = f" in {len(split['shards'])} shards of {facts['dtype']}" if not data.parts else ""
+        print(f"{name:12} {split['tokens']:,} tokens{shards}")
+    if data.parts:
+        counts = data.split("train").counts
+        for (part, weight), count in zip(data.parts, counts, strict=True):
+            print(f"part         {weight:g} ({count} of {sum(counts)} samples): {part.folder}")
     print(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "
           f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}")
     print(f"made by      {facts['command']}")
