@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ezpz_llm.engine.group_norms import GroupNorms
+
+if TYPE_CHECKING:
+    from ezpz_llm.engine.checkpoint.slices import EngineState
 
 
 class StepGate:
@@ -28,13 +31,12 @@ class StepGate:
     Attributes:
         limit: of the norm before clipping; infinity refuses only what is not a number.
         norm: of the step that is about to be made, for engines that find it themselves.
-        group_norms: where set, measures the next step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.limit = math.inf
         self.norm: Tensor | None = None
-        self.group_norms: GroupNorms | None = None
+        self._measuring: GroupNorms | None = None
         self._device = device
         self._ask: Callable[[], Tensor | float] | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
@@ -49,6 +51,21 @@ class StepGate:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
+    def measure(self, state: EngineState) -> None:
+        """Measure the next step by decay group.
+
+        Args:
+            state: the engine's, not kept in files.
+        """
+        self._measuring = GroupNorms(state, self._device)
+
+    def measured(self) -> GroupNorms | None:
+        """What was found since `measure`, which ends here; None where nothing was asked for."""
+        found, self._measuring = self._measuring, None
+        if found is not None:
+            found.close()
+        return found
+
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         norm = self.norm if self._ask is None else self._ask()
         refused = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
@@ -56,15 +73,15 @@ class StepGate:
             optimizer.found_inf = refused.float()
         elif bool(refused):
             self._take_gradients(optimizer)
-        if self.group_norms is not None:
-            self.group_norms.before(optimizer)
+        if self._measuring is not None:
+            self._measuring.before(optimizer)
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
-        if self.group_norms is not None:
-            self.group_norms.after()
+        if self._measuring is not None:
+            self._measuring.after()
 
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """A parameter without a gradient is left alone by every optimizer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,12 @@ class GroupNorms:
     parameters that this rank steps (at once, by DeepSpeed's group or sub-group), after the backward pass has given
     back its activations.
 
-    `squares` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
+    `sums` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
     group as the optimizer had it, are there after the step. Gradients are those that the optimizer gets: clipped.
     """
 
     def __init__(self, state: EngineState, device: torch.device) -> None:
-        self.squares = torch.zeros(len(KINDS), len(GROUPS), device=device)
+        self.sums = torch.zeros(len(KINDS), len(GROUPS), device=device)
         self.lr: dict[str, float] = {}
         self._by_storage: dict[int, list[Slice]] = {}
         for piece in state.slices():
@@ -64,6 +65,28 @@ class GroupNorms:
         self._add("update", [piece for piece, _, _ in self._open], [change for _, _, change in self._open])
         self._open = []
 
+    def close(self) -> None:
+        """Let go of the engine's tensors."""
+        self._by_storage = {}
+
+    def describe(self, totals: list[list[float]], grad_norm: float | None) -> dict[str, float]:
+        """What a log line says of a step.
+
+        Args:
+            totals: `sums` over all ranks.
+            grad_norm: the global norm before clipping, which the groups' norms before clipping add up to; None
+                where it is no number, and nothing was changed.
+        """
+        gradients, weights, updates = totals
+        clipped = math.sqrt(sum(gradients))
+        found = {f"lr_{group}": lr for group, lr in self.lr.items()}
+        for group, gradient, weight, update in zip(GROUPS, gradients, weights, updates, strict=True):
+            if grad_norm is not None and clipped and math.isfinite(clipped):
+                found[f"grad_norm_{group}"] = math.sqrt(gradient) / clipped * grad_norm
+            if weight:
+                found[f"update_ratio_{group}"] = math.sqrt(update / weight)
+        return found
+
     def _add(self, kind: str, pieces: list[Slice], values: list[Tensor]) -> None:
         if not pieces:
             return
@@ -71,27 +94,9 @@ class GroupNorms:
         shares = torch.zeros(len(pieces), len(GROUPS))
         for number, piece in enumerate(pieces):
             shares[number, GROUPS.index(_group(piece))] = 1 / piece.replicas
-        self.squares[KINDS.index(kind)] += (squares @ shares.to(squares.device)).to(self.squares.device)
+        self.sums[KINDS.index(kind)] += (squares @ shares.to(squares.device)).to(self.sums.device)
 
 
 def _group(piece: Slice) -> str:
     """By the whole parameter's dimensions: what a rank steps may be flat."""
     return GROUPS[len(piece.shape) < 2]
-
-
-def describe(squares: list[list[float]], norm: float) -> dict[str, float]:
-    """What the logs say of the sums over all ranks.
-
-    Args:
-        squares: (3, 2), see GroupNorms.
-        norm: the global gradient norm before clipping, which the groups' squared norms add up to.
-    """
-    gradients, weights, updates = squares
-    clipped = sum(gradients) ** 0.5
-    found = {}
-    for number, group in enumerate(GROUPS):
-        if clipped:
-            found[f"grad_norm_{group}"] = gradients[number] ** 0.5 / clipped * norm
-        if weights[number]:
-            found[f"update_ratio_{group}"] = (updates[number] / weights[number]) ** 0.5
-    return found

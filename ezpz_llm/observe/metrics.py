@@ -3,8 +3,10 @@
 A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
 `step_time_s`, `tokens_per_second`, `tokens_per_second_per_device`, `data_s`, `forward_s`, `backward_s`,
 `optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where the device's peak is known; `val_loss`,
-`val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that evaluated so. A loss or norm that is not finite is
-null, since JSON has no NaN.
+`val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that evaluated so; on steps that are flushed at once
+`lr_G`, `grad_norm_G` and `update_ratio_G` (norm of the update over norm of the parameters) of the groups G
+`decayed` and `others`; `skipped` on steps that changed nothing. A loss or norm that is not finite is null, since
+JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import errno
 import statistics
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,6 +30,14 @@ from ezpz_llm.rundir import RunDir, append_line
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
+
+
+class Measured(Protocol):
+    """Numbers of one step of which each rank has a part, `sums`; the line gets what their totals mean."""
+
+    sums: torch.Tensor
+
+    def describe(self, totals: list[Any], grad_norm: float | None) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class MetricsLog:
         self._flush_every = flush_every
         self._pending: list[tuple[int, float]] = []
         self._values: list[torch.Tensor] = []
+        self._measured: dict[int, Measured] = {}
         self._unwritten: list[dict[str, Any]] = []
         self._validations: dict[int, tuple[float, int]] = {}
         self._figures: dict[int, dict[str, float]] = {}
@@ -78,8 +90,15 @@ class MetricsLog:
         if dist.is_main:
             trim_history(run_dir, first_step)
 
-    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Keep a finished step's local mean loss and global norm (0-d tensors, copied on the device, not read)."""
+    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float,
+               measured: Measured | None = None) -> None:
+        """Keep a finished step's local mean loss and global norm (0-d tensors, copied on the device, not read).
+
+        Args:
+            measured: what else was found on all ranks in this step.
+        """
+        if measured is not None:
+            self._measured[step] = measured
         self._pending.append((step, lr))
         norm = grad_norm.detach().to(loss.device, non_blocking=True)
         self._values.append(torch.stack((loss.detach().float(), norm.float())))
@@ -103,11 +122,24 @@ class MetricsLog:
         """Whether the last recorded step is one to flush after."""
         if not self._pending:
             return False
-        step = self._pending[-1][0]
+        return self.is_due(self._pending[-1][0])
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is one to flush after."""
         return step % self._flush_every == 0 or step == self._first_step + 1
 
-    def flush(self, timeline: StepTimeline) -> None:
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier `step`: later lines are dropped. Nothing may wait to be written."""
+        self._first_step = step
+        if self._dist.is_main:
+            trim_history(self._run_dir, step)
+
+    def flush(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Reduce, write and show what was recorded since the last flush. A collective: every rank calls it.
+
+        Args:
+            look: is given every line, on every rank, before it is written, and may add to it. Losses and norms are
+                the same on all ranks, times are each rank's own.
 
         Raises:
             ValueError: the timeline did not time exactly the recorded steps.
@@ -120,12 +152,16 @@ class MetricsLog:
         values = self._reduce()
         lines = [self._line(step, lr, loss, norm, time) for (step, lr), (loss, norm), time
                  in zip(self._pending, values, times, strict=True)]
+        self._add_measured(lines)
+        for line in lines if look else ():
+            look(line)
         self._before_collectives.extend(time.phases["data"] + time.phases["forward"] for time in times)
         for time in times:
             self._bubble.add(time)
         first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
         if self.non_finite_step is None:
             self.non_finite_step = first_bad
+        self._measured = {}
         self._pending, self._values, self._validations = [], [], {}
         if not self._dist.is_main:
             return
@@ -149,6 +185,17 @@ class MetricsLog:
                 raise
             print(f"warning: {error.strerror}: {len(self._unwritten)} line(s) of {self._run_dir.metrics} wait for "
                   "room", flush=True)
+
+    def _add_measured(self, lines: list[dict[str, Any]]) -> None:
+        """Put what was measured besides on the lines of its steps, summed over ranks in one collective."""
+        if not self._measured:
+            return
+        sums = torch.stack([found.sums for found in self._measured.values()])
+        if self._dist.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        by_step = {line["step"]: line for line in lines}
+        for (step, found), values in zip(self._measured.items(), sums.tolist(), strict=True):
+            by_step[step].update(found.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
         """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective.

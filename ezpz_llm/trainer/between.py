@@ -29,12 +29,12 @@ def after_step(session: Session) -> None:
     saves = config.save_every >= 0 and (last or _due(step, config.save_every))
     # Before a save, so that a run that goes on from it finds the lines of all steps before.
     if last or saves or scores or session.metrics.due or _due(step, config.eval_every):
-        with session.clock.span("logging"):
-            session.metrics.flush(session.timeline)
+        flush(session)
     if session.prompt is not None and (last or _due(step, config.sample_every)):
         with session.clock.span("sampling"):
             show_sample(session)
-    if saves:
+    # Not among bad steps: there has to be something good to go back to.
+    if saves and (last or not session.guard.streak):
         with session.clock.span("checkpoints"):
             save(session, at_once=last)
 
@@ -42,11 +42,21 @@ def after_step(session: Session) -> None:
 def end_early(session: Session, why: str) -> None:
     """Keep what there is: the log and, where the run saves at all, a checkpoint of this step."""
     session.stopped = why
-    with session.clock.span("logging"):
-        session.metrics.flush(session.timeline)
+    flush(session)
     if session.config.save_every >= 0:
         with session.clock.span("checkpoints"):
             save(session, at_once=True)
+
+
+def flush(session: Session) -> None:
+    """Write the lines that wait, look at them, and limit the gradient norm of the next steps accordingly."""
+    guard, limit, refused = session.guard, session.guard.limit, session.guard.refused
+    with session.clock.span("logging"):
+        session.metrics.flush(session.timeline, guard.look)
+    session.engine.gate.limit = guard.limit
+    if guard.refused > refused and session.dist.is_main:
+        print(f"warning: {guard.refused - refused} step(s) up to step {session.step} changed nothing: their "
+              f"gradient norm is no number, or above {limit:.4g}", flush=True)
 
 
 def _due(step: int, every: int) -> bool:

@@ -42,7 +42,7 @@ class TrainConfig:
     sp: int | None = _value(None, "sequence-parallel degree, if not the ds_config's own")
     nvme_path: str | None = _value(None, "folder on each node's own disk for what zero3_nvme keeps in files "
                                          "(default: the run directory)")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = _value(
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _value(
         "auto", "auto is bf16 where the device computes in it, else fp32")
     global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")
     micro_batch: int | None = _value(None, "sequences a rank takes at once (default: 4, or what the others imply)")
@@ -58,6 +58,14 @@ class TrainConfig:
     eps: float = _value(1e-8, "AdamW's epsilon")
     weight_decay: float = _value(0.1, "decay of tensors with two or more dimensions")
     clip: float | None = _value(None, "largest gradient norm, 0 for no clipping (default: 1)")
+
+    spike_norm: float = _value(10.0, "skip a step whose gradient norm is more than this many times the median of "
+                                     "the last 128; 0: only one that is no number")
+    spike_loss: float = _value(1.0, "nats by which a step's loss may exceed the median of the last 128; a higher "
+                                    "one is bad, as a skipped step is; 0: only one that is no number")
+    bad_steps: int = _value(10, "bad steps in a row that are too many")
+    on_bad_steps: Literal["stop", "rollback"] = _value(
+        "stop", "what then: stop with an error, or go back to the last checkpoint and on with other samples")
 
     eval_every: int = _value(250, "steps between validations; 0 for one at the end")
     eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
@@ -81,6 +89,13 @@ class TrainConfig:
     profile: bool = _value(True, "profile the host side of the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on rank 0 with torch.profiler, after the warm-up")
     compile: bool = _value(False, "torch.compile the blocks")
+    attention: Literal["auto", "explicit", "flash3"] = _value(
+        "auto", "auto is torch's choice of kernel, explicit keeps all scores, flash3 is FlashAttention-3")
+    loss_chunk: int | None = _value(None, "tokens whose logits are computed at once; 0 for all, kept for the "
+                                          "backward pass (default: chosen by vocabulary and device)")
+    optimizer: Literal["adamw", "adamw_unfused", "adamw_8bit"] = _value(
+        "adamw", "AdamW in one fused kernel, without one, or with moments in 8 bits (bitsandbytes)")
+    z_loss: float = _value(0.0, "weight of the squared log-normaliser in what is minimised, such as 1e-4")
     recompute: int = _value(0, "recompute the activations of every K-th block in the backward pass; 0 for none")
 
     seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")

@@ -63,6 +63,10 @@ class EarlyEnd:
         """A checkpoint was written in so many seconds: that much has to be left before the end."""
         self._save_s = seconds
 
+    def went_back(self) -> None:
+        """The run is at an earlier step again: ask after the next."""
+        self._ask_after, self._asked_after = 0, None
+
     def agreed(self, step: int, busy: bool = False) -> Agreed | None:
         """What the ranks agree on after `step`; None after most steps, where they do not ask. Collective.
 

@@ -27,18 +27,18 @@ def finish(session: Session) -> int:
     for profile in session.profiles:
         profile.close()
     straggler, bubble = session.metrics.straggler(), session.metrics.bubble()
-    diverged = session.metrics.non_finite_step
     if session.dist.is_main:
         report(session, straggler, bubble)
-    if session.stopped is not None and session.dist.is_main:
+    if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
-    if diverged is not None and session.dist.is_main:
-        print(f"error: the loss is not a number from step {diverged} on\n  instead: a lower --lr, or --clip 1",
-              file=sys.stderr, flush=True)
+    failed = session.failed or session.guard.ends_in_nothing
+    if failed and session.dist.is_main:
+        print(f"error: stopped after step {session.step} of {session.config.steps}: {session.guard.why()}\n"
+              "  instead: a lower --lr, --clip 1, or --on-bad-steps rollback", file=sys.stderr, flush=True)
     if session.unsaved is not None and session.dist.is_main:
         print(f"error: {session.unsaved}", file=sys.stderr, flush=True)
-    return 0 if diverged is None and session.unsaved is None else 1
+    return 1 if failed or session.unsaved is not None else 0
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None) -> None:

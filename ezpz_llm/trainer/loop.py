@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.launch.phases import COMPILING, TRAINING
 from ezpz_llm.trainer.between import after_step, end_early
 from ezpz_llm.trainer.position import hash_samples
+from ezpz_llm.trainer.rollback import goes_on
 from ezpz_llm.trainer.saving import go_on_saving
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
@@ -16,7 +18,8 @@ from ezpz_llm.trainer.session import Session
 
 def train(session: Session) -> None:
     """Run the optimizer steps that are left, or as many as there is time for. Every rank runs it in lockstep."""
-    for step in range(session.step, session.config.steps):
+    while session.step < session.config.steps:
+        step = session.step
         compiles = session.config.compile and step == session.first_step
         session.heartbeat.beat(COMPILING if compiles else TRAINING, step)
         for profile in session.profiles:
@@ -27,6 +30,8 @@ def train(session: Session) -> None:
         for profile in session.profiles:
             profile.after_step(step)
         after_step(session)
+        if session.guard.is_over and not goes_on(session):
+            return
         if session.step == session.config.steps:
             return
         agreed = session.early_end.agreed(session.step, session.saver.is_busy)
@@ -46,6 +51,8 @@ def train_step(session: Session, step: int) -> None:
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
                          max_steps=config.decay_steps)
+    if session.metrics.is_due(step + 1) and not uses_nvme(engine.layout):
+        engine.gate.measure(engine.training_state())
     timeline.begin_step()
     skipped = -1
     while skipped != engine.skipped_steps:
@@ -54,7 +61,7 @@ def train_step(session: Session, step: int) -> None:
         loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
     timeline.end_step()
     session.position = session.position.advance(session.batches.global_batch, session.taken)
-    session.metrics.record(step + 1, loss, grad_norm, rate)
+    session.metrics.record(step + 1, loss, grad_norm, rate, engine.gate.measured())
 
 
 def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,6 +15,7 @@ from ezpz_llm.engine.resolve import DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source
+from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.resources import user_path
@@ -25,10 +26,13 @@ from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
 
 _DEFAULT_CLIP = 1.0
-_AT_LEAST = {"steps": 1, "warmup_steps": 0, "decay_steps": 1, "eval_every": 0, "eval_tokens": 0, "sample_every": 0,
-             "sample_tokens": 0, "save_every": -1, "keep_last": 1, "keep_every": 0, "log_every": 1,
-             "trace_steps": 0, "top_k": 0, "hellaswag_every": 0, "hellaswag_items": 0,
-             "seed": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "recompute": 0}
+_AT_LEAST = {
+    **dict.fromkeys(("steps", "decay_steps", "keep_last", "bad_steps", "log_every"), 1),
+    **dict.fromkeys(("warmup_steps", "eval_every", "eval_tokens", "sample_every", "sample_tokens", "top_k",
+                     "keep_every", "hellaswag_every", "hellaswag_items", "trace_steps", "spike_norm", "spike_loss",
+                     "seed", "weight_decay", "clip", "min_lr", "recompute", "loss_chunk", "z_loss"), 0),
+    "save_every": -1,
+}
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
@@ -77,7 +81,8 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                        default_micro_batch=largest or DEFAULT_MICRO_BATCH,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
                        device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
-                       nvme_path=config.nvme_path, model=model, sources=sources)
+                       optimizer=config.optimizer, nvme_path=config.nvme_path, model=model, sources=sources)
+    check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
     config = replace(config, **resolved.adam)
     sources.update({name: resolved.sources[name] for name in resolved.adam})
     if resolved.recompute is not None:
@@ -188,6 +193,10 @@ def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
         if not 0 <= getattr(config, name) < 1:
             raise refuse(name, "at least 0, less than 1")
     seed_for(config.seed, "init")  # refuses a seed out of its range
+    if config.on_bad_steps == "rollback" and config.save_every <= 0 and config.resume is None:
+        raise UserError(f"with save_every {config.save_every} there is no checkpoint to go back to before the end",
+                        where=f"--on-bad-steps rollback ({sources['on_bad_steps']})",
+                        instead="--save-every 500, or --on-bad-steps stop")
     if config.prompt == "" and config.sample_tokens:
         raise UserError("the prompt is empty", where=f"--prompt ({sources['prompt']})",
                         instead="--sample-tokens 0 for no sample")

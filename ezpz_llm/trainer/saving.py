@@ -23,8 +23,7 @@ def save(session: Session, *, at_once: bool = False) -> None:
     is lost but the chance to go back to this step. At the end of a run there is no next one (`finish` says so).
     """
     session.heartbeat.beat(SAVING, session.step)
-    with _warned(session):
-        _note(session, session.saver.finish())
+    settle(session)
     if session.saved_step == session.step:
         return
     session.position = session.position.agree(session.dist)
@@ -34,6 +33,12 @@ def save(session: Session, *, at_once: bool = False) -> None:
             print(f"note: checkpoints are not written in the background: {note}", flush=True)
         if at_once or note:
             _note(session, session.saver.finish())
+
+
+def settle(session: Session) -> None:
+    """Complete the save in progress, if there is one."""
+    with _warned(session):
+        _note(session, session.saver.finish())
 
 
 def go_on_saving(session: Session) -> None:
@@ -46,7 +51,8 @@ def _state(session: Session) -> dict[str, Any]:
     position = session.position
     return {"step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
             "seed": session.config.seed, "data": session.data.fingerprint,
-            "tokenizer": session.data.manifest.get("tokenizer"), "model": asdict(session.plan.model)}
+            "tokenizer": session.data.manifest.get("tokenizer"), "model": asdict(session.plan.model),
+            "guard": session.guard.state()}
 
 
 def _note(session: Session, saved: checkpoint.Saved | None) -> None:

@@ -18,6 +18,7 @@ from ezpz_llm.evaluate.hellaswag import Item
 from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile, Tracking
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
+from ezpz_llm.trainer.guards import Guard
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
 
@@ -69,6 +70,7 @@ class Session:
     step: int
     position: Position
     saver: Saver
+    guard: Guard
     taken: int = 0
     """The hash of the samples that this rank answers for in the step in progress (see position.py)."""
     saved_step: int | None = None
@@ -79,6 +81,10 @@ class Session:
     """What `--hellaswag` names; empty where nothing is scored."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
+    failed: bool = False
+    """Whether that is a failure."""
+    went_back: list[int] = field(default_factory=list)
+    """The steps of the checkpoints that it went back to."""
 
     @property
     def config(self) -> TrainConfig:

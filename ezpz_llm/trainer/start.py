@@ -30,9 +30,11 @@ from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.hf.weights import Weights, open_for_ranks
 from ezpz_llm.launch.phases import LOADING, STARTING
+from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.flops import flops_per_token
+from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.observe import (
     HostProfile,
@@ -50,6 +52,7 @@ from ezpz_llm.resources import cache_dir, user_path
 from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
+from ezpz_llm.trainer.guards import Guard
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
 from ezpz_llm.trainer.position import Position
@@ -76,9 +79,12 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                         dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
     heartbeat.beat(STARTING)
     engine = make_engine(plan, dist)
-    first_step, position = 0, Position()
+    first_step, position, guard = 0, Position(), Guard(config)
     if config.resume is not None:
-        first_step, position = go_back(plan, data, engine, dist)
+        state = go_back(plan, data, engine, dist)
+        first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
+        guard.restore(state.get("guard"))
+        engine.gate.limit = guard.limit
     work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
                     flops_per_token(plan.model), peak_flops(dist.device, plan.resolved.precision))
     tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
@@ -89,7 +95,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
                    tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
                    first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
-                                               in_background=config.save_async),
+                                               in_background=config.save_async), guard,
                    hellaswag=hellaswag_items(config, data, dist))
 
 
@@ -111,6 +117,8 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     with first_weights(plan, dist) as weights:
         model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
                          None if weights is None else weights.read)
+    use_attention(model, config.attention, dist.device)
+    configure_head(model, config.loss_chunk, config.z_loss)
     recompute_blocks(model, config.recompute)
     if config.compile:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
@@ -153,8 +161,8 @@ def dropout_seed(config: TrainConfig, dist: Dist) -> int:
     return seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63
 
 
-def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple[int, Position]:
-    """Load a checkpoint; the step and the data position to go on from.
+def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
+    """Load the checkpoint to go on from; its state.
 
     Raises:
         UserError: there is none that is not damaged, or it does not fit the run.
@@ -175,7 +183,7 @@ def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> tuple
             print(f"warning: {damage.found}\n  where:   {damage.where}\n"
                   f"  the run goes on from {found.folder.name} instead", file=sys.stderr, flush=True)
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
-    return state["step"], Position.at(state["consumed"], state["sample_hash"])
+    return state
 
 
 def open_trackers(tracking: Tracking, dist: Dist, first_step: int) -> None:
