@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
 from ezpz_llm.launch.failures.ranks import unfold
 from ezpz_llm.launch.node.orders import take_stacks
-from ezpz_llm.rundir import RunDir, read_record, write_atomic
+from ezpz_llm.rundir import RunDir, newest_run, read_record, write_atomic
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
@@ -31,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
         UserError: there is no such run, or launch did not start it.
     """
     options = _parse(argv)
-    run_dir = RunDir(options.run_dir.absolute()) if options.run_dir else _newest(Path("runs"))
+    named = options.run_dir
+    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm why RUN_DIR")
     record = _record(run_dir)
     if options.logs:
         _ask_for_logs(run_dir, options.logs)
@@ -60,13 +60,6 @@ def _ranks(text: str) -> set[int]:
         return unfold(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7") from error
-
-
-def _newest(folder: Path) -> RunDir:
-    records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    if not records:
-        raise UserError(f"no run in {folder}/", where=os.getcwd(), instead="ezpz-llm why RUN_DIR")
-    return RunDir(records[-1].parent.absolute())
 
 
 def _record(run_dir: RunDir) -> dict:

@@ -13,6 +13,10 @@ from ezpz_llm.rundir import RunDir, read_lines, write_atomic
 
 Row = TypeVar("Row")
 
+PHASES = ("data", "forward", "backward", "optimizer")
+"""What a step is made of; collectives run inside them, overlapped, and cannot be told apart by spans."""
+OTHER = "other"
+
 WARMUP_STEPS = 10
 """Steps at the start of a run that summaries leave out (fewer in a run of under a hundred)."""
 

@@ -9,6 +9,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ezpz_llm.observe.history import finite, read_history, steady
@@ -44,30 +45,60 @@ def downsample(x: Sequence[float], y: Sequence[float], points: int,
     return [statistics.fmean(x[group]) for group in groups], [reduce(y[group]) for group in groups]
 
 
+@dataclass(frozen=True)
+class Curve:
+    """One series of a plot: a line of braille dots, or separate `mark`s of one character each.
+
+    `colour` is one of the terminal's 256, -1 for plotext's own choice; `lettered` draws the line with `mark`s.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    mark: str = ""
+    lettered: bool = False
+    colour: int = -1
+
+    @property
+    def is_line(self) -> bool:
+        return not self.mark or self.lettered
+
+
 def series_plot(x: Sequence[float], y: Sequence[float | None], title: str, xlabel: str, ylabel: str,
                 width: int = _DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
                 reduce: Reduce = statistics.fmean, label: str = "",
                 points: tuple[str, Sequence[float], Sequence[float | None]] | None = None) -> str:
-    """A line plot of y over x as text of `width` by `height` characters, ending in a newline.
-
-    Values that are not finite (or None) are left out, long series are reduced to two values a column.
+    """A line plot of y over x, see curves_plot.
 
     Args:
         label: the line's name beside that of `points`.
         points: a second series (name, x, y), drawn as separate marks.
     """
+    curves = [Curve(label, x, y)]
+    if points is not None:
+        curves.append(Curve(points[0], points[1], points[2], mark="o"))
+        # In the heading, since plotext's own legend covers part of the curve.
+        xlabel += f"; line: {label}, o: {points[0]}"
+    return curves_plot(curves, title, xlabel, ylabel, width, height, colour=colour, reduce=reduce)
+
+
+def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = _DEFAULT_WIDTH,
+                height: int = 16, *, colour: bool = False, reduce: Reduce = statistics.fmean) -> str:
+    """A plot of several series as text of `width` by `height` characters, ending in a newline.
+
+    Values that are not finite (or None) are left out, long lines are reduced to two values a column.
+    """
     import plotext
 
-    x, y = _drawable(x, y)
-    series = [(*downsample(x, y, _DOTS_PER_COLUMN * width, reduce), "braille")]
-    if points is not None:
-        series.append((*_drawable(points[1], points[2]), "o"))
-    series = [one for one in series if one[0]]
     heading = f"{title} ({ylabel}) over {xlabel}" if ylabel else f"{title} over {xlabel}"
-    if points is not None:
-        # In the heading, since plotext's own legend covers part of the curve.
-        heading += f"; line: {label}, o: {points[0]}"
-    if not series:
+    drawn = []
+    for curve in curves:
+        x, y = _drawable(curve.x, curve.y)
+        if curve.is_line:
+            x, y = downsample(x, y, _DOTS_PER_COLUMN * width, reduce)
+        if x:
+            drawn.append((curve, x, y))
+    if not drawn:
         return f"{heading}: nothing to draw\n"
 
     # plotext cuts plots to 80x22 where there is no terminal, unless told not to; and it keeps one figure for all.
@@ -76,14 +107,16 @@ def series_plot(x: Sequence[float], y: Sequence[float | None], title: str, xlabe
     figure.clear()
     figure.plot_size(width, height)
     figure.title(heading)
-    for xs, ys, marker in series:
-        signal = figure.signal(xs, ys, marker=marker)
-        if marker == "braille":
+    for curve, x, y in drawn:
+        symbol = curve.mark or "braille"
+        marker = symbol if curve.colour < 0 else plotext.marker(symbol, pixel=curve.colour)
+        signal = figure.signal(x, y, marker=marker)
+        if curve.is_line:
             signal.lines()
         figure.draw(signal)
-    for axis, column in (("x", 0), ("y", 1)):
-        values = list(itertools.chain.from_iterable(one[column] for one in series))
-        ticks = _ticks(min(values), max(values))
+    for axis, column in (("x", 1), ("y", 2)):
+        values = list(itertools.chain.from_iterable(one[column] for one in drawn))
+        ticks = round_ticks(min(values), max(values))
         figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
     text = figure.build().string(colorless=not colour)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
@@ -133,7 +166,7 @@ def _drawable(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """Three to eight round numbers between `low` and `high`; just the one where they are equal."""
     if not high - low > abs(high) * 1e-12:
         return [low]

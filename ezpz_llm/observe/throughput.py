@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ezpz_llm.observe.peaks import Peak
+if TYPE_CHECKING:
+    from ezpz_llm.observe.peaks import Peak
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-PHASES = ("data", "forward", "backward", "optimizer")
-"""What a step is made of; collectives run inside them, overlapped, and cannot be told apart by spans."""
-OTHER = "other"
+from ezpz_llm.observe.history import OTHER, PHASES
 
 
 @dataclass(frozen=True)

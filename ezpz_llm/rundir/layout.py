@@ -141,3 +141,15 @@ def default_run_dir(name: str, parent: Path | None = None, now: float | None = N
         attempt += 1
         path = base.with_name(f"{base.name}-{attempt}")
     return RunDir(path)
+
+
+def newest_run(folder: Path, instead: str) -> RunDir:
+    """The run in `folder` whose record was written last.
+
+    Raises:
+        UserError: there is none; it says to type `instead`.
+    """
+    records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    if not records:
+        raise UserError(f"no run in {folder}/", where=os.getcwd(), instead=instead)
+    return RunDir(records[-1].parent.absolute())

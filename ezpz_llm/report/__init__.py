@@ -1,0 +1,1 @@
+"""Runs as charts and tables, in the terminal and as one page (no torch)."""

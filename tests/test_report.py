@@ -1,0 +1,269 @@
+"""Reports of runs that finished, resumed, changed their batch, ended early or are still being written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browser import Browser, find_browser
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.report.__main__ import main
+from ezpz_llm.report.charts import Axis, Series, chart
+from ezpz_llm.report.compare import differences, verdict
+from ezpz_llm.report.document import report_page
+from ezpz_llm.report.runs import load_runs
+from ezpz_llm.report.terminal import report_text
+from ezpz_llm.rundir import RunDir, append_line, write_json
+
+PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.009, "other_s": 0.001}
+
+
+def make_run(folder: Path, lines=range(1, 101), tokens=2048, *, planned=100, lr=0.004, **record) -> Path:
+    """A run directory with the members that the trainer writes."""
+    run_dir = RunDir(folder).create()
+    for step in lines:
+        append_line(run_dir.metrics, {
+            "step": step, "loss": 5 - 0.02 * step + lr, "lr": lr, "grad_norm": 1 + 1 / step, "step_time_s": 0.1,
+            "tokens_per_second": tokens / 0.1, "tokens_per_second_per_device": tokens / 0.2, **PHASES,
+            **({"val_loss": 5.1 - 0.02 * step, "val_tokens": 64} if step % 50 == 0 else {})})
+    write_json(run_dir.record, {
+        "config": {"model": "tiny-gpt2", "steps": planned, "lr": lr, "min_lr": lr / 10, "log_every": 10},
+        "sources": {"model": "default", "steps": "default", "lr": "command line", "min_lr": "a tenth of lr"},
+        "environment": {"world_size": 2, "versions": {"torch": "2.13.0"}, "device": {"type": "cpu"}},
+        "precision": "fp32", "launch": {"typed": ["launch", "-n", "2"], "started": 1000.0}, **record})
+    return folder
+
+
+def test_a_finished_run_in_numbers(tmp_path):
+    run, = load_runs([make_run(tmp_path / "a")])
+    assert run.state == "finished, step 100 of 100"
+    assert run.notes == ()
+    assert run.tokens[-1] == 204800
+    assert run.hours[-1] == pytest.approx(10 / 3600)
+    assert run.validation == (100, pytest.approx(3.1))
+    assert run.last_loss == pytest.approx(5.004 - 0.02 * 95.5)
+    assert run.median("tokens_per_second_per_device") == pytest.approx(10240)
+
+
+@pytest.mark.parametrize(("record", "silent_s", "state"), [
+    ({}, 5, "running, step 40 of 100 written 5 s ago"),
+    ({}, 7500, "no word of an end; step 40 of 100 was written 2 hours ago"),
+    ({"exit": {"code": 137, "cause": "out of memory", "ended": 2000.0}}, 5,
+     "failed after step 40 of 100: out of memory (code 137)"),
+    ({"exit": {"code": 0, "cause": "all ranks ended well", "ended": 2000.0}, "steps": 40,
+      "stopped": "SIGTERM was received"}, 5, "stopped after step 40 of 100: SIGTERM was received"),
+    # Of an earlier attempt: launch has started the run again since, and it has got further.
+    ({"exit": {"code": 137, "cause": "out of memory", "ended": 900.0}, "steps": 20, "stopped": "SIGTERM"}, 5,
+     "running, step 40 of 100 written 5 s ago"),
+])
+def test_how_a_run_stands(tmp_path, record, silent_s, state):
+    folder = make_run(tmp_path / "a", range(1, 41), **record)
+    os.utime(folder / "metrics.jsonl", (5000, 5000))
+    run, = load_runs([folder], now=5000 + silent_s)
+    assert run.state == state
+
+
+def test_resumed_with_another_batch_cut_short_and_not_a_number(tmp_path):
+    folder = make_run(tmp_path / "a", range(11, 21))
+    make_run(folder, range(21, 31), tokens=4096, config={"steps": 100, "resume": "runs/first", "log_every": 10})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "loss": null, "step_time_s": 0.1, "tokens_per_second": 40960}\n')
+        file.write('{"step": 33, "loss": 4.0, "step_time_s": 0.1, "tokens_per_second": 40960}\n{"step": 34, "lo')
+    run, = load_runs([folder])
+    assert run.tokens[0] == 11 * 2048, "steps before the first line count"
+    assert run.tokens[-1] == 20 * 2048 + 12 * 4096
+    said = " ".join(run.notes)
+    for part in ("begin at step 11: it goes on from runs/first",
+                 "from step 21 on a step has 4,096 tokens, before 2,048", "1 steps between",
+                 "not a number at 1 step(s), first at step 31"):
+        assert part in said
+    assert "Nothing to draw" not in report_page([run])
+    assert "loss (nats/token)" in report_text([run], 80, colour=False)
+
+
+def test_a_step_that_is_written_twice_counts_once(tmp_path):
+    folder = make_run(tmp_path / "a", [1, 2, 3, 2, 3, 4])
+    run, = load_runs([folder])
+    assert run.column("step") == [1, 2, 3, 4]
+    assert run.tokens[-1] == 4 * 2048
+
+
+def test_more_than_one_differing_setting_is_flagged_and_derived_ones_are_not_counted(tmp_path):
+    """Trap 65: runs that differ in more than one thing."""
+    first, = load_runs([make_run(tmp_path / "a")])
+    same, other = load_runs([make_run(tmp_path / "b"), make_run(tmp_path / "c", lr=0.002)])
+    assert verdict(differences([first, same])) == "The runs have the same settings."
+    one = differences([first, other])
+    assert one == {"lr": ["0.004", "0.002"]}, "min_lr only follows from it"
+    assert verdict(one) == "The runs differ in one setting: lr."
+    third, = load_runs([make_run(tmp_path / "d", lr=0.002, precision="bf16")])
+    two = differences([first, third])
+    assert set(two) == {"lr", "precision"}
+    assert verdict(two).startswith("warning: the runs differ in 2 settings (lr, precision)")
+    assert "warning: the runs differ in 2 settings" in report_text([first, third], 80, colour=False)
+    assert 'class="warning"' in report_page([first, third])
+
+
+def test_names_are_as_short_as_they_can_be_and_a_run_counts_once(tmp_path):
+    places = [make_run(tmp_path / parts, range(1, 3)) for parts in ("x/run", "y/run")]
+    assert [run.name for run in load_runs([*places, places[0]])] == ["x/run", "y/run"]
+    assert [run.name for run in load_runs(places[:1])] == ["run"]
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    make_run(tmp_path / "runs" / "a", range(1, 3))
+    with pytest.raises(UserError, match="no run directory") as error:
+        load_runs([tmp_path / "runs"])
+    assert error.value.instead == f"ezpz-llm report {tmp_path / 'runs' / 'a'}"
+    damaged = make_run(tmp_path / "b", range(1, 3))
+    (damaged / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match="after 1 steps comes a line"):
+        load_runs([damaged])
+    RunDir(tmp_path / "empty").create()
+    write_json(tmp_path / "empty" / "run.json", {"launch": {"typed": []}})
+    with pytest.raises(UserError, match="no step has been written yet"):
+        main([str(tmp_path / "empty")])
+
+
+def test_the_command_draws_in_the_terminal_and_writes_the_page(tmp_path):
+    places = [make_run(tmp_path / name, range(1, last), lr=lr) for name, last, lr in
+              (("first", 101, 0.004), ("second", 61, 0.5))]
+    command = [sys.executable, "-m", "ezpz_llm.report", *map(str, places), "--html", "page.html"]
+    begin = time.monotonic()
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+                         env={**os.environ, "COLUMNS": "90"})
+    assert run.returncode == 0, run.stderr
+    assert time.monotonic() - begin < 20
+    assert "\x1b" not in run.stdout
+    drawn = run.stdout.split("loss (nats/token)")[1]
+    assert {"A", "B"} <= set(drawn.split("tokens/s")[0]), "each run has its letter"
+    assert "  A first\n  B second\n" in run.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "page.html", "second"]
+    page = (tmp_path / "page.html").read_text()
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
+    unwritable = subprocess.run([*command[:-1], "nowhere/page.html"], cwd=tmp_path, capture_output=True, text=True,
+                                timeout=60, check=False)
+    assert unwritable.returncode == 2
+    assert "--html nowhere/page.html" in unwritable.stderr
+
+
+class _Balance(HTMLParser):
+    """Every element that opens closes in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        """Such as a path: it closes itself."""
+
+
+def test_the_page_is_well_formed_whatever_a_run_is_called(tmp_path):
+    runs = load_runs([make_run(tmp_path / name, range(1, 5)) for name in ('<script>alert("1")&', "b")])
+    page = report_page(runs)
+    balance = _Balance()
+    balance.feed(page)
+    assert balance.open == []
+    assert "<script>alert" not in page
+
+
+def test_a_chart_has_gaps_long_series_and_logarithms():
+    long = Series("long", range(5000), [None if 2000 <= i < 3000 else i / 5000 + 1 for i in range(5000)], 0)
+    drawn = chart("t", Axis("x"), Axis("y"), [long])
+    path = re.search(r'data-name="long" d="([^"]*)"', drawn)[1]
+    assert path.count("M") == 2, "one gap"
+    assert 150 < len(re.findall("[ML]", path)) <= 300
+    log = chart("t", Axis("x"), Axis("y", log=True), [Series("log", [1, 2, 3, 4], [0, 1, 100, 10000], 1)])
+    path = re.search(r'data-name="log" d="([^"]*)"', log)[1]
+    heights = [float(pair.split()[1]) for pair in re.findall(r"[ML]([\d. ]+)", path)]
+    assert len(heights) == 3, "zero has no place on a logarithmic axis"
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.02)
+    assert "Nothing to draw" in chart("t", Axis("x"), Axis("y"), [Series("none", [1], [None], 0)])
+    assert "d3" in chart("t", Axis("x"), Axis("y"), [Series("many", [1], [1], 11), Series("b", [1], [2], 3)])
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if (program := find_browser()) is None:
+        pytest.skip("no browser is installed (chromium)")
+    found = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
+
+
+CONTRAST = """(() => {
+  const light = text => {
+    const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
+      .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b };
+  const paper = light(getComputedStyle(document.body).backgroundColor);
+  const against = colour => {
+    const own = light(colour);
+    return (Math.max(own, paper) + .05) / (Math.min(own, paper) + .05) };
+  const words = [...document.querySelectorAll("body, .faint, figcaption, .unit, caption, summary, td, label")];
+  const lines = [...document.querySelectorAll("path.line, path.dots")];
+  return [Math.min(...words.map(one => against(getComputedStyle(one).color))),
+          Math.min(...lines.map(one => against(getComputedStyle(one).stroke)))];
+})()"""
+
+
+@pytest.mark.timeout(180)
+def test_the_page_in_a_real_browser(browser, tmp_path):
+    runs = load_runs([make_run(tmp_path / f"run-{i}", lr=0.1 * i) for i in range(1, 10)])
+    page = tmp_path / "page.html"
+    page.write_text(report_page(runs))
+    for width, dark in ((1200, False), (1200, True), (360, False), (360, True)):
+        browser.open(page, width, dark=dark)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == \
+            ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
+        words, lines = browser.evaluate(CONTRAST)
+        assert words >= 4.5, "WCAG 2.2 AA: text"
+        assert lines >= 3, "WCAG 2.2 AA: graphics"
+        smallest = browser.evaluate("Math.min(...[...document.querySelectorAll('.ticks span, td, label')]"
+                                    ".map(one => parseFloat(getComputedStyle(one).fontSize)))")
+        assert smallest >= 12, "letters keep their size on a narrow screen"
+        overlaps = browser.evaluate("""[...document.querySelectorAll(".ticks.x")].filter(axis => {
+            const boxes = [...axis.children].map(one => one.getBoundingClientRect()).filter(box => box.width);
+            return boxes.some((box, i) => i && box.left < boxes[i - 1].right); }).length""")
+        assert overlaps == 0, "numbers along an axis stand apart"
+
+    visible = "[...document.querySelectorAll('#loss0 ~ .panel')].map(one => one.offsetHeight > 0)"
+    assert browser.evaluate(visible) == [True, False, False, False]
+    browser.evaluate("document.querySelector('#loss0').focus()")
+    browser.press("ArrowRight")
+    assert browser.evaluate(visible) == [False, True, False, False], "another view by keyboard"
+    browser.evaluate("[...document.querySelectorAll('.plot')].find(one => one.offsetHeight).focus()")
+    browser.press("Home")
+    said = browser.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
+    assert said.startswith("step 1: run-1 5.08, run-2 5.18"), "the cursor reads what the file says"
+
+    requests = {message["params"]["request"]["url"].split(":")[0] for message in browser.messages
+                if message["method"] == "Network.requestWillBeSent"}
+    assert requests == {"file"}
+    complaints = [message for message in browser.messages
+                  if message["method"] in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
+    assert complaints == []
+    tree = browser.call("Accessibility.getFullAXTree")["nodes"]
+    names = [node["name"]["value"] for node in tree if node.get("role", {}).get("value") in ("image", "img")]
+    assert any(re.match(r"Training loss.*run-1: 5\.\d+ at first, 3\.\d+ at the end", name) for name in names)
+
+    browser.open(page, 360, script=False)
+    assert browser.evaluate("document.querySelector('.plot').tabIndex") == -1
+    assert browser.evaluate("document.querySelector('.plot path.line').getBoundingClientRect().height") > 100
+    browser.evaluate("document.querySelector('label[for=loss2]').click()")
+    assert browser.evaluate(visible) == [False, False, True, False], "charts and views do without scripts"
