@@ -197,6 +197,95 @@ def failures(folder: Path, dist: Dist) -> dict[str, object]:
     return result
 
 
+def settle_together(saver: checkpoint.Saver, dist: Dist) -> checkpoint.Saved | None:
+    """As the training loop does it: ask who is busy, and go on once nobody is."""
+    while True:
+        busy = torch.tensor(float(saver.is_busy))
+        torch_dist.all_reduce(busy, op=torch_dist.ReduceOp.MAX)
+        if not busy and (saved := saver.advance()):
+            return saved
+
+
+def background(folder: Path, dist: Dist) -> dict[str, object]:
+    """Train on while checkpoints are written; go back to each of them."""
+    result: dict[str, object] = {}
+    for layout in LAYOUTS:
+        run_dir = run_dir_of(folder, f"background-{layout}", dist)
+        saver = checkpoint.Saver(dist, run_dir, checkpoint.Keep(1, every=2), in_background=True)
+        engine = build(layout, dist, seed=1, dropout=0.1, width=96)
+        losses, folders, busy = train(engine, dist, 0, 2), [], []
+        for step in (2, 3, 4):
+            assert saver.start(engine, state_after(step)) is None
+            busy.append(saver.is_busy)
+            losses += train(engine, dist, step, step + 1)
+            if step != 3:  # the next start waits for the one that nobody asked about
+                folders.append(settle_together(saver, dist).folder.name)
+        for step in (2, 4):
+            checkpoint.load(run_dir.checkpoints / f"step-0000000{step}", engine, dist)
+            found = train(engine, dist, step, 5)
+            result[f"{layout} from {step}"] = [found, losses[step:]]
+        result[layout] = {"busy": busy, "folders": folders, "left": sorted(os.listdir(run_dir.checkpoints)),
+                          "saved twice": saver.advance() is None and saver.finish() is None}
+    return result
+
+
+def background_failure(folder: Path, dist: Dist) -> dict[str, object]:
+    """A disk that is full for one rank while training goes on; with room again, the next checkpoint is written."""
+    run_dir = run_dir_of(folder, "background-failure", dist)
+    saver = checkpoint.Saver(dist, run_dir, None, in_background=True)
+    engine = build("zero1", dist, seed=1)
+    checkpoint.save(engine, dist, run_dir, state_after(0))
+    result: dict[str, object] = {}
+    for rank in (0, 1):
+        with small_files_only(5000 if dist.rank == rank else resource.RLIM_INFINITY):
+            saver.start(engine, state_after(1))
+            train(engine, dist, 0, 1)
+            result[f"full disk on rank {rank}"] = error_of(dist, lambda: settle_together(saver, dist))
+    dist.barrier()
+    result["left"] = sorted(os.listdir(run_dir.checkpoints))
+    saver.start(engine, state_after(1))
+    result["then"] = saver.finish().folder.name
+    return result
+
+
+def damage(path: Path, dist: Dist) -> None:
+    """Flip a bit in the middle of a file."""
+    dist.barrier()
+    if dist.is_main:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+    dist.barrier()
+
+
+def fall_back(folder: Path, dist: Dist) -> dict[str, object]:
+    """Load from a run whose newest checkpoints are damaged, in a file that one rank alone checks."""
+    run_dir = run_dir_of(folder, "damaged", dist)
+    engine = build("zero1", dist, seed=1)
+    for step in (1, 2, 3):
+        train(engine, dist, step - 1, step)
+        checkpoint.save(engine, dist, run_dir, state_after(step))
+    expected = train(engine, dist, 3, 5)
+    result: dict[str, object] = {}
+    for name, victim in (("newest", "step-00000003/rank-00001.safetensors"),
+                         ("two", "step-00000002/state.json"), ("all", "step-00000001/index.json")):
+        accepted: list[str] = []
+        loaded = None
+
+        def go_back(accepted: list[str] = accepted) -> None:
+            nonlocal loaded
+            loaded = checkpoint.load_newest(run_dir.path, engine, dist,
+                                            lambda place, state: accepted.append(f"{place.name} {state['step']}"))
+
+        damage(run_dir.checkpoints / victim, dist)
+        result[name] = {"error": error_of(dist, go_back), "accepted": accepted}
+        if loaded is not None:
+            result[name] |= {"folder": loaded.folder.name, "state": loaded.state["step"],
+                             "passed over": [str(damage) for damage in loaded.passed_over],
+                             "losses": train(engine, dist, loaded.state["step"], 5)}
+    return {**result, "expected": expected}
+
+
 def save_for_ever(folder: Path, dist: Dist) -> dict[str, object]:
     """Save step after step until killed, from the step that an earlier call came to."""
     engine = build("ddp", dist, seed=1, width=384)  # 43 MB of state: a save takes long enough to be hit
@@ -210,7 +299,8 @@ def save_for_ever(folder: Path, dist: Dist) -> dict[str, object]:
 
 
 PROGRAMS = {program.__name__: program for program in (same_layout, cross_layout, other_world, train_alone,
-                                                      new_process, failures, save_for_ever)}
+                                                      new_process, failures, background, background_failure,
+                                                      fall_back, save_for_ever)}
 
 
 def main() -> None:

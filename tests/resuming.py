@@ -18,8 +18,10 @@ import torch
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.rundir import read_lines
+from ezpz_llm.trainer.between import flush
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session, WallClock
 from ezpz_llm.trainer.start import go_back, start
@@ -30,7 +32,7 @@ def take_steps(session: Session, count: int) -> dict[str, Any]:
     for _ in range(count):
         train_step(session, session.step)
         session.step += 1
-    session.metrics.flush(session.timeline)
+    flush(session)
     session.position = session.position.agree(session.dist)
     session.dist.barrier()
     lines = list(read_lines(session.dist.run_dir.metrics))[-count:]
@@ -71,7 +73,8 @@ def go_on_from_each(argv: Sequence[str]) -> int:
         session = begin(wanted, dist)
         for name, where in wanted["checkpoints"].items():
             plan = replace(session.plan, config=replace(session.config, resume=where))
-            session.step, session.position = go_back(plan, session.data, session.engine, dist)
+            state = go_back(plan, session.data, session.engine, dist)
+            session.step, session.position = state["step"], Position.at(state["consumed"], state["sample_hash"])
             states = everywhere(dist, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
             found[name] = {**take_steps(session, wanted["steps"]), "random_states": states}
         if dist.is_main:

@@ -51,7 +51,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pieces.write_text(json.dumps({"zero_optimization": {
         "stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 3000}}))
     extra = ["zero3_offload_optimizer"] if is_built("cpu_adam") else []
-    found = run(2, "same_layout,cross_layout,failures", folder, str(pieces), *extra)
+    programs = "same_layout,cross_layout,failures,background,background_failure,fall_back"
+    found = run(2, programs, folder, str(pieces), *extra)
     found |= run(1, "other_world,train_alone", folder)
     return found | run(2, "new_process", folder)
 
@@ -116,6 +117,50 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(results: dict[st
     assert first == second
     assert told in first
     assert results["failures"]["unchanged by failed loads"]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero0", "zero1", "zero2", "zero3"])
+def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(results: dict[str, Any],
+                                                                        layout: str) -> None:
+    found = results["background"]
+    for step in (2, 4):
+        resumed, straight = found[f"{layout} from {step}"]
+        assert resumed == straight, step
+    assert found[layout]["folders"] == ["step-00000002", "step-00000004"]
+    assert found[layout]["left"] == ["latest", "step-00000002", "step-00000004"]
+    assert found[layout]["saved twice"]
+
+
+def test_a_save_in_the_background_does_not_wait_for_the_disk(results: dict[str, Any]) -> None:
+    assert any(any(results["background"][layout]["busy"]) for layout in ("ddp", "zero1"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_in_the_background_is_told_at_a_step_boundary(results: dict[str, Any], rank: int) -> None:
+    found = results["background_failure"]
+    first, second = found[f"full disk on rank {rank}"]
+    assert first == second
+    assert "the checkpoint of step 1 could not be written" in first
+    assert "step-00000000 stands" in first
+    assert f"rank {rank}" in first
+    assert found["left"] == ["latest", "step-00000000"]
+    assert found["then"] == "step-00000001"
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(results: dict[str, Any]) -> None:
+    found = results["fall_back"]
+    assert (found["newest"]["folder"], found["newest"]["state"]) == ("step-00000002", 2)
+    assert found["newest"]["error"] == ["no error"] * 2
+    assert len(found["newest"]["passed over"]) == 1
+    assert "rank-00001.safetensors has sha256" in found["newest"]["passed over"][0]
+    assert found["newest"]["losses"][1:] == found["expected"]
+    assert found["newest"]["accepted"] == ["step-00000002 2"]
+    assert found["two"]["folder"] == "step-00000001"
+    assert len(found["two"]["passed over"]) == 2
+    assert found["two"]["losses"][2:] == found["expected"]
+    first, second = found["all"]["error"]
+    assert first == second
+    assert "rank-00001.safetensors has sha256" in first
 
 
 def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ once, as they are after a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,18 +64,22 @@ class _ZeroState(EngineState):
 class PartitionedOptimizer(_ZeroState):
     """Stages 1 and 2: each parameter group is one flat buffer, cut evenly over the ranks, across parameters."""
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> Iterator[Slice]:
+        return self._slices(moments.at_hand)
+
+    def extents(self) -> Iterator[Slice]:
+        return self._slices(moments.extent)
+
+    def _slices(self, tensors_of: moments.Access) -> Iterator[Slice]:
         inner = self.zero.optimizer
-        result: list[Slice] = []
         for group, parameters, flat in zip(inner.param_groups, self.zero.bit16_groups,
                                            self.zero.single_partition_of_fp32_groups, strict=True):
-            tensors = moments.storage(inner, group, flat)
-            for parameter in parameters:
-                mapping = parameter._hp_mapping  # None where no element of the parameter lies in this partition
-                if mapping is not None:
-                    result += self._cut(parameter, mapping.lp_fragment_address.start, tensors,
-                                        mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
-        return result
+            with tensors_of(inner, group, flat) as tensors:
+                for parameter in parameters:
+                    mapping = parameter._hp_mapping  # None where no element of the parameter lies in this partition
+                    if mapping is not None:
+                        yield from self._cut(parameter, mapping.lp_fragment_address.start, tensors,
+                                             mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
 
     def _refresh_model(self) -> None:
         self.zero.update_lp_params()
@@ -89,12 +93,14 @@ class PartitionedParameters(_ZeroState):
 
     def slices(self) -> Iterator[Slice]:
         for number in range(len(self.zero.fp16_groups)):
-            with self._at_hand(number):
-                yield from self._sub_group(number, self._tensors(number))
+            with self._at_hand(number), self._tensors(number, moments.at_hand) as tensors:
+                yield from self._sub_group(number, tensors)
 
     def extents(self) -> Iterator[Slice]:
         for number in range(len(self.zero.fp16_groups)):
-            yield from self._sub_group(number, {} if self._in_files(number) else self._tensors(number))
+            with (nullcontext({}) if self._in_files(number)
+                  else self._tensors(number, moments.extent)) as tensors:
+                yield from self._sub_group(number, tensors)
 
     def _sub_group(self, number: int, tensors: dict[str, torch.Tensor]) -> Iterator[Slice]:
         offset = 0
@@ -106,10 +112,11 @@ class PartitionedParameters(_ZeroState):
                 yield from self._cut(parameter, start, tensors, offset, numel)
             offset += size
 
-    def _tensors(self, number: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, number: int,
+                 tensors_of: moments.Access) -> AbstractContextManager[dict[str, torch.Tensor]]:
         inner = self.zero.optimizer
         group = inner.param_groups[self.zero.sub_group_to_group_id[number]]
-        return moments.storage(inner, group, self.zero.fp32_partitioned_groups_flat[number])
+        return tensors_of(inner, group, self.zero.fp32_partitioned_groups_flat[number])
 
     def _in_files(self, number: int) -> bool:
         return self.zero._swappable_optimizer_subgroup(number)

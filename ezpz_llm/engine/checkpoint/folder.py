@@ -142,11 +142,11 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError as error:
         what = f"{path.name} is missing" if path.parent.is_dir() else "the folder is not there"
-        raise _damaged(path.parent, what) from error
+        raise damaged(path.parent, what) from error
     except (OSError, ValueError) as error:
-        raise _damaged(path.parent, f"{path.name} cannot be read: {error}") from error
+        raise damaged(path.parent, f"{path.name} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise _damaged(path.parent, f"{path.name} is not a JSON object")
+        raise damaged(path.parent, f"{path.name} is not a JSON object")
     return value
 
 
@@ -161,9 +161,9 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
         try:
             found = hash_file(folder / record.name)
         except OSError as error:
-            raise _damaged(folder, f"{record.name} cannot be read: {error.strerror}") from error
+            raise damaged(folder, f"{record.name} cannot be read: {error.strerror}") from error
         if found != record.sha256:
-            raise _damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
+            raise damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
 
 
 def hash_file(path: Path) -> str:
@@ -179,12 +179,13 @@ def _check_size(folder: Path, record: FileRecord) -> None:
     try:
         size = (folder / record.name).stat().st_size
     except FileNotFoundError:
-        raise _damaged(folder, f"{record.name} is missing") from None
+        raise damaged(folder, f"{record.name} is missing") from None
     if size != record.size:
-        raise _damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
+        raise damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
 
 
-def _damaged(folder: Path, what: str) -> Damaged:
+def damaged(folder: Path, what: str) -> Damaged:
+    """The error for a checkpoint in which something is wrong."""
     others = [path for path in complete(folder.parent) if path.name != folder.name]
     return Damaged(f"the checkpoint is damaged: {what}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,18 +35,22 @@ class FsdpState(EngineState):
         self.rows, self.shapes, self.optimizer = rows, shapes, optimizer
         self.rank, self.size = rank, size
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> Iterator[Slice]:
+        return self._slices(moments.at_hand)
+
+    def extents(self) -> Iterator[Slice]:
+        return self._slices(moments.extent)
+
+    def _slices(self, tensors_of: moments.Access) -> Iterator[Slice]:
         groups = {rows: group for group in self.optimizer.param_groups for rows in group["params"]}
-        result = []
         for name, rows in self.rows.items():
             if not rows.numel():
                 continue
             shape = self.shapes[name]
             start = self.rank * -(-shape[0] // self.size) * math.prod(shape[1:])
-            tensors = moments.storage(self.optimizer, groups[rows], rows)
-            result.append(Slice(name, shape, whole(shape), start, start + rows.numel(),
-                                {kind: tensor.view(-1) for kind, tensor in tensors.items()}))
-        return result
+            with tensors_of(self.optimizer, groups[rows], rows) as tensors:
+                yield Slice(name, shape, whole(shape), start, start + rows.numel(),
+                            {kind: tensor.view(-1) for kind, tensor in tensors.items()})
 
     @property
     def optimizer_step(self) -> int:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from ezpz_llm.engine.eight_bit import has_eight_bits, moments_at_hand
+
+Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
+                  AbstractContextManager[dict[str, torch.Tensor]]]
+"""`at_hand` or `extent`."""
 
 
 def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
@@ -27,6 +34,24 @@ def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         for kind in ("exp_avg", "exp_avg_sq"):
             state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
     return {"weight": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+@contextmanager
+def at_hand(optimizer: torch.optim.Optimizer, group: dict[str, Any],
+            parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """The same for as long as one works on it: moments in 8 bits are copied, and rounded again if written to."""
+    if not has_eight_bits(optimizer):
+        yield storage(optimizer, group, parameter)
+        return
+    with moments_at_hand(optimizer, group, parameter) as found:
+        yield {"weight": parameter.detach(), **found}
+
+
+@contextmanager
+def extent(optimizer: torch.optim.Optimizer, group: dict[str, Any],
+           parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """The same without what would have to be copied."""
+    yield {} if has_eight_bits(optimizer) else storage(optimizer, group, parameter)
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:

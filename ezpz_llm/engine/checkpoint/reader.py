@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.engine.checkpoint import rng
 from ezpz_llm.engine.checkpoint.agree import broadcast, raise_together
@@ -18,6 +18,7 @@ from ezpz_llm.engine.checkpoint.folder import (
     STATE,
     Damaged,
     candidates,
+    damaged,
     read_json,
     read_manifest,
     shard_name,
@@ -86,6 +87,11 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     error = None
     try:
         _verify_share(folder, dist)
+    except UserError as found:
+        error = found
+    # Settled before anything is read: what other ranks have found damaged says nothing.
+    raise_together(dist, error)
+    try:
         state, index = read_json(folder / STATE), read_index(folder)
         if accept is not None:
             accept(folder, state)
@@ -139,5 +145,13 @@ def _random_states(shard: Any) -> dict[str, torch.Tensor]:
 
 
 def _verify_share(folder: Path, dist: Dist) -> None:
-    """Check this rank's share of the files' hashes."""
-    verify(folder, read_manifest(folder)[dist.rank::dist.world_size])
+    """Check this rank's share of the files' hashes, and that what should be tensors is."""
+    share = read_manifest(folder)[dist.rank::dist.world_size]
+    verify(folder, share)
+    for record in share:
+        if record.name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / record.name, framework="pt"):
+                    pass
+            except SafetensorError as error:
+                raise damaged(folder, f"{record.name} is not a safetensors file: {error}") from error

@@ -75,12 +75,12 @@ class EngineState(ABC):
     def slices(self) -> Iterable[Slice]:
         """Everything this rank holds. Moments that do not exist before the first step are made (zero).
 
-        Asked for between steps. Where state lies in files, the tensors of a slice are there only until the next one
-        is asked for; what was written to them by then is kept.
+        Asked for between steps. Where state lies in files or has fewer bits than fp32, the tensors of a slice are
+        there only until the next one is asked for; what was written to them by then is kept.
         """
 
     def extents(self) -> Iterable[Slice]:
-        """The same slices, without tensors where state lies in files: nothing is read for it."""
+        """The same slices, without tensors where they would have to be read or copied."""
         return self.slices()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,14 +34,18 @@ class TorchState(EngineState):
         self.optimizer = optimizer
         self.rank, self.world_size = rank, world_size
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> Iterator[Slice]:
+        return self._slices(moments.at_hand)
+
+    def extents(self) -> Iterator[Slice]:
+        return self._slices(moments.extent)
+
+    def _slices(self, tensors_of: moments.Access) -> Iterator[Slice]:
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
-        result: list[Slice] = []
         for parameter, at in self.placed:
-            tensors = moments.storage(self.optimizer, groups[parameter], parameter)
-            flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
-            result += cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
-        return result
+            with tensors_of(self.optimizer, groups[parameter], parameter) as tensors:
+                flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
+                yield from cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
 
     @property
     def optimizer_step(self) -> int:

@@ -1,0 +1,162 @@
+"""A disk that fills and checkpoints that go bad under real runs: one clear message, and nothing lost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_ranks import Server, wait_for
+
+from ezpz_llm.engine.checkpoint import find
+from ezpz_llm.engine.checkpoint.folder import complete, read_manifest, verify
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+
+RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32", "--ds-config", "zero2",
+       "--precision", "fp32", "--global-batch", "8", "--micro-batch", "2", "--eval-every", "0",
+       "--eval-tokens", "512", "--sample-tokens", "0", "--profile", "false"]
+SIZE_MB = 11
+"""Room for two checkpoints of 5 MB, but not for a third; a run keeps one, and needs room for two."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("jobs")) as started:
+        yield started
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few megabytes, in memory."""
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m", "none", str(place)],
+                          capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        ctypes.CDLL(None).umount2(os.fsencode(place), 2)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_lines(RunDir(run_dir).metrics)}
+
+
+def fill(place: Path) -> Path:
+    """Take all the room that is left."""
+    ballast = place / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        size = 1 << 20
+        while size:
+            try:
+                file.write(b"x" * size)
+            except OSError:
+                size //= 2
+    return ballast
+
+
+def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, small_disk: Path,
+                                                              tmp_path: Path) -> None:
+    """Full in the middle of the run, with room again later: one warning, every line and a whole checkpoint."""
+    words = [*RUN, "--steps", "400", "--save-every", "20", "--keep-last", "1", "--log-every", "5"]
+    run_dir = small_disk / "run"
+    job = server.start(2, words, run_dir)
+    assert wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), job), job.output
+    ballast = fill(small_disk)
+    try:
+        assert wait_for(lambda: "training goes on" in job.output, job), job.output
+        folder = find(run_dir)
+        verify(folder, read_manifest(folder))
+    finally:
+        ballast.unlink()
+    assert job.wait() == [0, 0], job.output
+    text = job.output
+    assert "could not be written: No space left on device" in text
+    assert f"{folder.name} stands" in text
+    assert "Traceback" not in text
+    assert list(losses(run_dir)) == list(range(1, 401))
+    newest = find(run_dir)
+    assert newest.name == "step-00000400"
+    verify(newest, read_manifest(newest))
+    assert [path.name for path in complete(run_dir / "checkpoints")] == [newest.name]
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error(server: Server, small_disk: Path) -> None:
+    words = [*RUN, "--steps", "60", "--save-every", "20", "--keep-last", "2", "--log-every", "5"]
+    job = server.start(2, words, small_disk / "run")
+    assert job.wait() == [1, 1], job.output
+    assert "error: the checkpoint of step 60 could not be written: No space left on device" in job.output
+    assert "make room there" in job.output
+    assert "Traceback" not in job.output
+    run_dir = small_disk / "run"
+    assert find(run_dir).name == "step-00000040"
+    assert len(losses(run_dir)) == 60
+    assert read_record(RunDir(run_dir))["steps"] == 60
+
+
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(server: Server, tmp_path: Path) -> None:
+    words = [*RUN, "--save-every", "4", "--log-every", "3"]
+    run_dir = tmp_path / "run"
+    server.run(2, [*words, "--steps", "10", "--warmup-steps", "2", "--decay-steps", "16"], run_dir)
+    before = losses(run_dir)
+    assert [path.name for path in complete(run_dir / "checkpoints")] == ["step-00000008", "step-00000010"]
+    victim = run_dir / "checkpoints" / "step-00000010" / "rank-00001.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    job = server.run(2, [*words, "--steps", "16", "--warmup-steps", "2", "--decay-steps", "16", "--resume",
+                         str(run_dir)], run_dir)
+    assert job.output.count("the checkpoint is damaged: rank-00001.safetensors has sha256") == 1
+    assert "the run goes on from step-00000008 instead" in job.output
+    after = losses(run_dir)
+    assert list(after) == list(range(1, 17))
+    assert {step: after[step] for step in before} == before
+    for folder in complete(run_dir / "checkpoints"):
+        verify(folder, read_manifest(folder))
+
+
+PICKLED = """
+import json, os, pathlib, pickle, sys
+from types import SimpleNamespace
+import torch
+from ezpz_llm.dist.degrees import Degrees
+from ezpz_llm.engine.checkpoint import load
+from ezpz_llm.engine.checkpoint.folder import describe, write_manifest
+from ezpz_llm.engine.checkpoint.torch_state import TorchState
+
+class Bad:
+    def __reduce__(self):
+        return (os.mkdir, (sys.argv[1] + "/mark",))
+
+folder = pathlib.Path(sys.argv[1]) / "step-00000001"
+folder.mkdir()
+shard = "rank-00000.safetensors"
+(folder / shard).write_bytes(pickle.dumps(Bad()))
+state = {"step": 1, "world_size": 1, "optimizer_step": 1, "loss_scale": None}
+(folder / "state.json").write_text(json.dumps(state))
+piece = {"box": [[0, 4]], "start": 0, "stop": 4, "file": shard, "key": "weight"}
+index = {"format": 1, "kinds": ["weight", "exp_avg", "exp_avg_sq"],
+         "parameters": {"weight": {"shape": [4], "pieces": [piece]}}}
+(folder / "index.json").write_text(json.dumps(index))
+write_manifest(folder, 1, [describe(folder / name) for name in (shard, "state.json", "index.json")])
+model = torch.nn.Module()
+model.weight = torch.nn.Parameter(torch.zeros(4))
+state = TorchState(model, torch.optim.AdamW(model.parameters()), 0, 1, None)
+engine = SimpleNamespace(training_state=lambda: state, device=torch.device("cpu"))
+load(folder, engine, SimpleNamespace(rank=0, world_size=1, is_main=True, mesh=SimpleNamespace(degrees=Degrees(1))))
+"""
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    """A pickle that would leave a mark, under a manifest that vouches for it, is refused and not opened."""
+    done = subprocess.run([sys.executable, "-c", PICKLED, str(tmp_path)], capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 1
+    assert "rank-00000.safetensors is not a safetensors file" in done.stderr
+    assert not (tmp_path / "mark").exists()
