@@ -37,7 +37,9 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     set_products(dist.device, resolved.precision)
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
-    adam = {"lr": lr, "betas": betas, "eps": eps}
+    adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+    if resolved.optimizer != "adamw":
+        adam["kind"] = resolved.optimizer
     if resolved.layout.engine == "ddp":
         from ezpz_llm.engine.torch_engine import TorchEngine
 

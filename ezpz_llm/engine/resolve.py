@@ -13,6 +13,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine import offload
 from ezpz_llm.engine.batch import Batch, solve_batch
 from ezpz_llm.engine.ds_config import DsConfig, load
+from ezpz_llm.engine.eight_bit import Optimizer, check_optimizer
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
 from ezpz_llm.engine.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.engine.legal import Case
@@ -48,6 +49,7 @@ class Resolved:
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     recompute: int | None = None
+    optimizer: Optimizer = "adamw"
     nvme_path: str | None = None
 
     def write(self, run_dir: RunDir) -> None:
@@ -76,7 +78,8 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
             device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
             model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
-            nvme_path: str | None = None, default_micro_batch: int = DEFAULT_MICRO_BATCH) -> Resolved:
+            nvme_path: str | None = None, optimizer: Optimizer = "adamw",
+            default_micro_batch: int = DEFAULT_MICRO_BATCH) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
     Args:
@@ -86,6 +89,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
         model: the shape that is to be divided; None where it is no GPT.
+        optimizer: which AdamW steps the parameters.
         nvme_path: the folder for state that a layout offloads to files, on each node.
         default_micro_batch: at most as many sequences a rank takes at once where nothing says how many.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
@@ -128,10 +132,13 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
                                                           str(config.path))
     elif wishes.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
+    check_optimizer(optimizer, layout)
+    if optimizer == "adamw_8bit" and deepspeed is not None:
+        deepspeed["zero_allow_untested_optimizer"] = True
     nvme_path, used["nvme_path"] = _choose("nvme_path", nvme_path, offload.wished_path(config), config, sources)
     notes += offload.place(layout, nvme_path, used["nvme_path"])
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
-                    notes, recompute, nvme_path)
+                    notes, recompute, optimizer, nvme_path)
 
 
 def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:
