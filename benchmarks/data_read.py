@@ -2,8 +2,8 @@
 
 FOLDER is one that `python3 -m ezpz_llm.data prepare` printed. One process reads whole global batches, once as asked
 for and once with the thread that the trainer uses, which reads a step ahead while the device computes (here: the
-process sleeps). With --cold the shards are dropped from the system's cache before every step, so that each window
-comes from the disk. Prints one JSON object.
+process sleeps). With --cold the shards are dropped from the system's cache first, so that windows come from the
+disk (take shards of many more tokens than the steps do). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from ezpz_llm.data.shards import TokenData
 from ezpz_llm.rundir import write_json
 
 
-def drop_from_cache(folder: Path) -> None:
-    for path in folder.glob("*.bin"):
+def drop_from_cache(data: TokenData) -> None:
+    for shard in data.manifest["splits"]["train"]["shards"]:
+        path = data.folder / shard["file"]
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def measure(batches: Batches, folder: Path, steps: int, compute_s: float, cold: bool) -> dict[str, float]:
+def measure(batches: Batches, steps: int, compute_s: float) -> dict[str, float]:
     """Seconds that a step waits, and its share of waiting and computing together; the first step is left out."""
     waits = []
     for step in range(steps + 1):
-        if cold:
-            drop_from_cache(folder)
         began = time.perf_counter()
         batches.micro_batches(step * batches.global_batch)
         waits.append(time.perf_counter() - began)
@@ -60,13 +59,16 @@ def main() -> int:
     parser.add_argument("--cold", action="store_true", help="read from the disk, not from the system's cache")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    stream = TokenData.open(arguments.folder).split("train")
+    data = TokenData.open(arguments.folder)
     found: dict[str, Any] = {}
     for name, kind in (("as asked for", Batches), ("a step ahead", ReadAhead)):
+        stream = batches = None  # what is mapped cannot be dropped
+        if arguments.cold:
+            drop_from_cache(data)
+        stream = data.split("train")
         batches = kind(stream, block_size=arguments.block_size, seed=1, global_batch=arguments.global_batch,
                        micro_batch=arguments.global_batch, dp_rank=0, dp_size=1)
-        found[name] = measure(batches, arguments.folder, arguments.steps, arguments.compute_ms / 1e3,
-                              arguments.cold)
+        found[name] = measure(batches, arguments.steps, arguments.compute_ms / 1e3)
     result = {
         "command": f"python3 benchmarks/data_read.py FOLDER --block-size {arguments.block_size} --global-batch "
                    f"{arguments.global_batch} --steps {arguments.steps} --compute-ms {arguments.compute_ms:g}"

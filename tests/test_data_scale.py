@@ -312,9 +312,10 @@ def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="other shards are here"):
         prepare(str(tmp_path / "a.jsonl"), out=folder, shard_tokens=size, val_tokens=size + 1)
     for choice, message in (({"val_tokens": -1}, "-1 validation tokens"),
+                            ({"val_tokens": 10**8}, "nothing is left to train on: the corpus has"),
                             ({"val_tokens": 1, "val_fraction": 0.1}, "two validation splits")):
         with pytest.raises(UserError, match=message):
-            prepare(str(tmp_path / "a.jsonl"), **choice)
+            prepare(str(tmp_path / "a.jsonl"), progress=False, **choice)
 
 
 def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:

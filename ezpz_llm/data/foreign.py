@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,8 @@ def _open(path: Path) -> np.memmap:
     return tokens
 
 
-def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray, advance) -> str:
+def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
+           advance: Callable[[int], None]) -> str:
     """Add to `counts` how often each id occurs; returns the file's sha256."""
     path = Path(tokens.filename)
     digest = hashlib.sha256()

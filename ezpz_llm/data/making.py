@@ -185,8 +185,12 @@ def _tokenizer(request: Request, revision: str | None) -> Tokenizer:
 
 def _finish(work: _Work) -> dict[str, Any]:
     """Divide the splits and say what there is."""
-    work.divide()
     request, corpus, journal = work.request, work.request.corpus, work.journal
+    if request.val_tokens is not None and not work.train.tokens:
+        raise UserError(f"nothing is left to train on: the corpus has {work.tokens:,} tokens, and the first "
+                        f"{request.val_tokens:,} are to validate on", where=corpus.words,
+                        instead=f"--val-tokens {work.tokens // 100}")
+    work.divide()
     val = ({"val_fraction": request.val_fraction} if request.val_tokens is None
            else {"val_tokens": request.val_tokens})
     manifest = {

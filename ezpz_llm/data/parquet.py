@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.data.public import reading
 from ezpz_llm.errors import UserError
@@ -82,7 +82,7 @@ def _check_column(parquet: ParquetFile, path: Path) -> None:
                         instead=f'name files that have the documents in a column of strings called "{TEXT}"')
 
 
-def _pyarrow():
+def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
