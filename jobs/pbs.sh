@@ -25,6 +25,8 @@ run_dir=$PWD/runs/$PBS_JOBID
 # (3) what to run, and what to add where the job is started again; (): nothing, for a program that cannot go on:
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero1)
 go_on=(--resume "$run_dir")
+# PBS lets only operators queue a running job again: queue several jobs, each after the one before.
+again=()
 
 # ---- run (the same for every job)
 case $(python3 -m ezpz_llm.submit.state "$run_dir") in
@@ -37,4 +39,12 @@ case $(python3 -m ezpz_llm.submit.state "$run_dir") in
 esac
 # The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
 trap : TERM
+before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 "${command[@]}"
+code=$?
+# It ended in order before its last step, and further than it was: it asks to be queued again, where that is possible.
+if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_dir") == resume &&
+      $(cat "$run_dir/checkpoints/latest") != "$before" ]]; then
+    "${again[@]}"
+fi
+exit $code

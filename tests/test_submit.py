@@ -182,6 +182,8 @@ def test_a_job_submitted_from_a_job_does_not_inherit_its_variables() -> None:
     ({"launch": {"started": 6.0}, "exit": {"code": 0}}, "", "complete"),
     ({"launch": {"started": 6.0}, "exit": {"code": 0}, "config": {"steps": 9}, "steps": 9}, "latest", "complete"),
     ({"launch": {"started": 6.0}, "exit": {"code": 0}, "config": {"steps": 9}, "steps": 4}, "latest", "resume"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 137}, "config": {"steps": 4}}, "latest", "complete"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 137}, "config": {"steps": 5}}, "metrics manifest", "resume"),
 ])
 def test_a_job_knows_how_far_its_run_has_come(record: dict, files: str, state: str, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path).create()
@@ -189,6 +191,10 @@ def test_a_job_knows_how_far_its_run_has_come(record: dict, files: str, state: s
         update_record(run_dir, **record)
     if "latest" in files:
         (run_dir.checkpoints / "latest").write_text("step-00000004")
+    if "manifest" in files:
+        # Between two checkpoints of one step there may be a moment without `latest`.
+        (run_dir.checkpoints / ".step-00000004.replaced").mkdir()
+        (run_dir.checkpoints / ".step-00000004.replaced" / "manifest.json").write_text("{}")
     if "metrics" in files:
         run_dir.metrics.write_text("{}\n")
     assert find_state(run_dir) == state
@@ -294,6 +300,48 @@ def test_a_template_has_every_section_and_loses_only_what_is_filled(name: str) -
     assert filled.startswith("#!/bin/bash\n# by hand\n\n# ---- request\n#X -a\n\n# ---- environment\ncd /\n\n")
     assert "ezpz_llm.submit.state" in filled
     assert "ACCOUNT" not in filled
+
+
+STOPS = """
+import json, sys
+from pathlib import Path
+from ezpz_llm.rundir import RunDir, read_record, update_record
+run_dir, steps, code = RunDir(Path(sys.argv[1])), *map(int, sys.argv[2:4])
+done = read_record(run_dir).get("steps", 0) + steps
+update_record(run_dir, launch={"started": done}, config={"steps": 30}, steps=done, exit={"code": code})
+if steps:
+    (run_dir.checkpoints / "latest").write_text(f"step-{done:08d}")
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("steps", "code", "words", "asks"), [
+    (10, 0, ("--requeue",), 2),  # after steps 10 and 20; at 30 it is complete
+    (10, 0, (), 0),
+    (0, 0, ("--requeue",), 0),  # it comes no further: it would for ever
+    (10, 1, ("--requeue",), 0),  # a failure is somebody's to look at
+])
+def test_a_run_that_ends_early_asks_to_be_queued_again(steps: int, code: int, words: tuple[str, ...], asks: int,
+                                                       tmp_path: Path) -> None:
+    """The job's script itself, with a scontrol that only notes what it was asked."""
+    path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    (path / "launch").write_text(f'#!/bin/bash\nexec {sys.executable} {tmp_path}/stops.py "$2" {steps} {code}\n')
+    (path / "launch").chmod(0o755)
+    (tmp_path / "stops.py").write_text(STOPS)
+    done = submit(tmp_path, *JOB, *words, "--run-dir", "r", "--", str(path / "launch"), "python3", "-m",
+                  "ezpz_llm.train", path=path)
+    assert done.returncode == 0, done.stderr
+    scheduler(path, "scontrol", ":")
+    (path / "calls").unlink()
+    env = clean_env() | {"SLURM_JOB_ID": "7", "PATH": f"{path}{os.pathsep}{clean_env()['PATH']}"}
+    for _ in range(4):
+        ended = subprocess.run(["bash", str(tmp_path / "r/job.sh")], env=env, capture_output=True, text=True,
+                               timeout=60, check=False)
+        assert ended.returncode == code, ended.stderr
+    calls = (path / "calls").read_text().splitlines() if (path / "calls").exists() else []
+    assert calls == ["requeue 7"] * asks
+    if asks:
+        assert "is complete, nothing is left to do" in ended.stdout
 
 
 def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:

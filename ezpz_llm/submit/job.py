@@ -113,6 +113,7 @@ def write_script(job: Job, typed: list[str]) -> str:
     request, run_dir = job.request, str(job.run_dir.path)
     words = [*job.options.launch_words, *(["--run-dir", run_dir] if job.options.launch.run_dir is None else [])]
     go_on = ["--resume", run_dir] if job.target.module in _RESUMES else []
+    again = job.scheduler.AGAIN if request.requeue else {}
     named = {run_dir: '"$run_dir"'}
     introduction = (f"# Written by: {shlex.join(typed)}".replace("\n", "\n# ")
                     + "\n# It may be changed, and queued again by hand.")
@@ -122,7 +123,7 @@ def write_script(job: Job, typed: list[str]) -> str:
         "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s),
         "command": [f"run_dir={shlex.quote(run_dir)}",
                     *array_lines("command", [*words, *job.options.launch_arguments], named),
-                    *array_lines("go_on", go_on, named)],
+                    *array_lines("go_on", go_on, named), *array_lines("again", list(again), again)],
     })
 
 

@@ -11,6 +11,9 @@ from ezpz_llm.submit.request import Request
 
 NAME, PROGRAM, TEMPLATE, DIRECTIVE = "pbs", "qsub", "pbs.sh", "#PBS"
 
+AGAIN: dict[str, str] = {}
+"""Only operators may queue a running job again; those of a chain follow each other."""
+
 _HINTS = ((r"account|project|allocation", "--account"), (r"queue", "--queue"), (r"walltime", "--time"),
           (r"select|nodes|nodect", "--nodes"))
 

@@ -11,6 +11,9 @@ from ezpz_llm.submit.request import Request
 
 NAME, PROGRAM, TEMPLATE, DIRECTIVE = "slurm", "sbatch", "slurm.sh", "#SBATCH"
 
+AGAIN = {"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'}
+"""The words by which a running job asks to be queued again, and what stands for them in the script."""
+
 _SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
           "-p": "--partition", "-q": "--qos", "-t": "--time"}
 _HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),

@@ -16,6 +16,9 @@ from pathlib import Path
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.rundir import RunDir, read_record
 
+_SIGNALS = 128
+"""Exit codes above tell which signal ended a program."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Print the state of the one run directory named."""
@@ -32,12 +35,16 @@ def find_state(run_dir: RunDir) -> str:
     # A launch before the submission was another job's, in the same directory.
     if launched == (record.get("submit") or {}).get("launched_before"):
         return "new"
-    ended_well = (record.get("exit") or {}).get("code") == 0
+    code = (record.get("exit") or {}).get("code")
+    ended_well, was_killed = code == 0, code is None or code > _SIGNALS
     # The trainer ends with 0 also where the reservation's end left steps undone.
     wanted = (record.get("config") or {}).get("steps", 0)
-    if ended_well and record.get("steps", 0) >= wanted:
+    newest = run_dir.checkpoints / "latest"
+    saved = int(newest.read_text().strip().removeprefix("step-") or 0) if newest.is_file() else 0
+    # Killed after its last checkpoint, a run has nothing left to do either.
+    if (ended_well and record.get("steps", 0) >= wanted) or (was_killed and 0 < wanted <= saved):
         return "complete"
-    if (run_dir.checkpoints / "latest").exists():
+    if newest.exists() or any(run_dir.checkpoints.glob("*step-*/manifest.json")):
         return "resume"
     return "restart" if run_dir.metrics.exists() else "new"
 

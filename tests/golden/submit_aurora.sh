@@ -31,6 +31,7 @@ export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 run_dir=/home/user/work/runs/a
 command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero3)
 go_on=(--resume "$run_dir")
+again=()
 
 # ---- run (the same for every job)
 case $(python3 -m ezpz_llm.submit.state "$run_dir") in
@@ -43,7 +44,15 @@ case $(python3 -m ezpz_llm.submit.state "$run_dir") in
 esac
 # The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
 trap : TERM
+before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
 "${command[@]}"
+code=$?
+# It ended in order before its last step, and further than it was: it asks to be queued again, where that is possible.
+if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_dir") == resume &&
+      $(cat "$run_dir/checkpoints/latest") != "$before" ]]; then
+    "${again[@]}"
+fi
+exit $code
 
 # ranks      48 (12 devices (site aurora))
 # queued by  qsub /home/user/work/runs/a/job.sh
