@@ -9,6 +9,7 @@ import torch
 
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
+from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.model.config import parameter_count
 from ezpz_llm.model.kernel import attention_kernel
@@ -59,10 +60,26 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> s
                       f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
+        ("saves", saves(plan, dist)),
         *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
         *(("warning", remark) for remark in remarks(plan)),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
+
+
+def saves(plan: RunPlan, dist: Dist) -> str:
+    """When checkpoints are written, which are kept, and what memory that takes."""
+    config = plan.config
+    if config.save_every < 0:
+        return "none"
+    when = f"every {config.save_every} steps and at the end" if config.save_every else "at the end"
+    besides = f" and those of every {config.keep_every}th step" if config.keep_every else ""
+    text = f"{when}, the last {config.keep_last}{besides} kept"
+    if not (config.save_async and config.save_every) or uses_nvme(plan.resolved.layout):
+        return text
+    # The weights and both moments in fp32, of which each rank writes an equal share.
+    gigabytes = 12 * parameter_count(plan.model) / dist.world_size / 1e9
+    return f"{text}, from a copy of {gigabytes:.2g} GB in each rank's host memory while training goes on"
 
 
 def attention(plan: RunPlan, dist: Dist) -> str:

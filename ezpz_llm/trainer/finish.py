@@ -16,6 +16,7 @@ from ezpz_llm.observe import (
     where_time_went,
 )
 from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.saving import account
 from ezpz_llm.trainer.session import Session
 
 
@@ -53,4 +54,5 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
     print(final_text(summary, run_dir, profile), end="", flush=True)
     update_record(run_dir, val_loss=summary.val_loss, val_tokens=session.validation.predictions,
                   steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
-                  sample_hash=session.position.sample_hash, summary=summary.as_record())
+                  sample_hash=session.position.sample_hash, checkpoints=account(session),
+                  summary=summary.as_record())

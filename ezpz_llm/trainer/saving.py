@@ -5,6 +5,7 @@ All of it collective, at step boundaries.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,16 @@ def _note(session: Session, saved: checkpoint.Saved | None) -> None:
     if saved is None:
         return
     session.unsaved, session.saved_step = None, saved.step
+    session.saves.append(saved)
     session.early_end.saved(saved.seconds)
+
+
+def account(session: Session) -> dict[str, Any]:
+    """What checkpoints cost the run, for run.json: seconds until one was complete, seconds that training waited."""
+    saves = session.saves
+    return {"written": len(saves), "bytes": saves[-1].size if saves else None,
+            "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,
+            "training_waited_s": session.clock.split().get("checkpoints", 0.0)}
 
 
 @contextmanager

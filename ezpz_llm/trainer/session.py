@@ -13,7 +13,7 @@ from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.checkpoint.saver import NotWritten, Saver
+from ezpz_llm.engine.checkpoint.saver import NotWritten, Saved, Saver
 from ezpz_llm.evaluate.hellaswag import Item
 from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile, Tracking
 from ezpz_llm.trainer.config import TrainConfig
@@ -73,8 +73,10 @@ class Session:
     guard: Guard
     taken: int = 0
     """The hash of the samples that this rank answers for in the step in progress (see position.py)."""
+    saves: list[Saved] = field(default_factory=list)
+    """The checkpoints that this run has completed."""
     saved_step: int | None = None
-    """The step of the last checkpoint that this run has completed."""
+    """The step of the last checkpoint that this run has completed, or gone back to."""
     unsaved: NotWritten | None = None
     """Why the last checkpoint is not there; None where it is."""
     hellaswag: Sequence[Item] = ()
