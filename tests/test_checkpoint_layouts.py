@@ -153,24 +153,6 @@ def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Ser
     assert len(complete(RunDir(run_dir).checkpoints)) == 2
 
 
-def test_the_hash_tells_a_lost_a_repeated_and_a_swapped_sample() -> None:
-    samples = [[[5, 6, 7]], [[6, 7, 8]], [[9, 9, 9]], [[6, 7, 8]]]
-    import numpy as np
-
-    def total(order: Iterable[int], numbers: Iterable[int] | None = None) -> int:
-        numbers = order if numbers is None else numbers
-        return sum(hash_samples(number, np.array(samples[place])) for place, number in
-                   zip(order, numbers, strict=True)) % 2**64
-
-    whole = total(range(4))
-    assert whole == total([3, 0, 2, 1])
-    assert len({whole, total([0, 1, 2]), total([0, 1, 1, 3]), total([0, 1, 2, 3, 3]), total(range(4), [1, 0, 2, 3]),
-                total(range(1, 4), range(3))}) == 6
-    # Equal tokens under another number are another sample; a batch at once is its samples one by one.
-    assert hash_samples(1, np.array(samples[1])) != hash_samples(3, np.array(samples[3]))
-    assert hash_samples(0, np.array(samples)[:, 0]) == whole
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_pair_of_layouts(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:

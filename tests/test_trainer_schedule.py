@@ -1,12 +1,9 @@
-"""The learning-rate schedule against the published tables, and the data position's hash."""
+"""The learning-rate schedule against the published tables."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.schedule import learning_rate
 
 FULL = {0: 8.3916e-07, 1: 1.6783e-06, 200: 1.6867e-04, 201: 1.6951e-04, 714: 6.0000e-04, 715: 6.0000e-04,
@@ -20,18 +17,3 @@ def test_published_learning_rates(table, warmup, steps):
     for step, expected in table.items():
         rate = learning_rate(step, peak=6e-4, floor=6e-5, warmup_steps=warmup, max_steps=steps)
         assert rate == pytest.approx(expected, rel=1e-4), step
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_the_position_does_not_depend_on_how_samples_were_cut_into_steps(cuts):
-    position = Position()
-    for cut in cuts:
-        position = position.advance(cut)
-    assert position == Position().advance(sum(cuts))
-
-
-def test_a_lost_or_repeated_sample_changes_the_hash():
-    right = Position().advance(8)
-    repeated = Position(4, Position().advance(5).sample_hash).advance(4)
-    assert repeated.consumed == right.consumed
-    assert repeated.sample_hash != right.sample_hash
