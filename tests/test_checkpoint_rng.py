@@ -1,0 +1,63 @@
+"""Random states and host copies of one process, on the CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ezpz_llm.engine.checkpoint import rng
+from ezpz_llm.engine.checkpoint.host_copy import HostMemory, host_bytes
+from ezpz_llm.engine.checkpoint.torch_state import TorchState
+from ezpz_llm.engine.checkpoint.writer import read_shard, write_shard
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])]
+
+
+def draws(device: torch.device) -> list[object]:
+    """A few numbers of every generator; an odd count, so that the cached second normal is part of the state."""
+    dropped = torch.nn.functional.dropout(torch.ones(64, device=device), 0.5)
+    return [dropped.tolist(), torch.rand(3).tolist(), torch.rand(3, device=device).tolist(), random.random(),
+            random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1).tolist()]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_generator_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    device = torch.device(name)
+    draws(device)
+    states = rng.capture(device)
+    expected = draws(device), draws(device)
+    assert expected[0] != expected[1]
+    rng.restore({source: value.clone() for source, value in states.items()}, device)
+    assert (draws(device), draws(device)) == expected
+    assert ("device" in states) == (name != "cpu")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_copy_in_host_memory_is_of_its_moment_and_the_memory_is_used_again(name: str, tmp_path: Path) -> None:
+    device = torch.device(name)
+    model = torch.nn.Linear(300, 70).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state, memory, places = TorchState(model, optimizer, 0, 1, None), HostMemory(device), []
+    for number in range(3):
+        model(torch.randn(8, 300, device=device)).square().mean().backward()
+        optimizer.step()
+        moment = optimizer.state[model.bias]["exp_avg"]
+        expected = model.weight.detach().flatten().cpu().clone(), moment.cpu().clone()
+        shard = read_shard(state, 0, device)
+        copy = memory.copy(shard)
+        assert host_bytes(shard) >= 3 * 4 * (300 * 70 + 70)
+        with torch.no_grad():
+            model.weight.fill_(number)
+            moment.fill_(number)
+        record, _ = write_shard(tmp_path, copy)
+        found = load_file(tmp_path / record.name)
+        assert torch.equal(found["weight/weight"], expected[0])
+        assert torch.equal(found["exp_avg/bias"], expected[1])
+        places.append(memory._memory.data_ptr())
+    assert len(set(places)) == 1
