@@ -85,8 +85,11 @@ def saves(plan: RunPlan, dist: Dist) -> str:
 def attention(plan: RunPlan, dist: Dist) -> str:
     """Which kernel attention gets, and what it keeps where it is the slow one."""
     dtype = DTYPES.get(plan.resolved.precision, torch.float32)
-    kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype)
+    kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
+                              plan.config.attention == "explicit")
     if not kernel.score_bytes:
-        return kernel.name
-    return (f"warning: {kernel.name}, the slow kernel, which keeps {kernel.score_bytes / 1e9:.3g} GB of scores a "
-            "layer; --precision bf16 may allow a faster one")
+        return kernel.name + (", by FlashAttention-3" if plan.config.attention == "flash3" else "")
+    keeps = f"{kernel.name}, the slow kernel, which keeps {kernel.score_bytes / 1e9:.3g} GB of scores a layer"
+    if plan.config.attention == "explicit":
+        return f"{keeps}, as asked for"
+    return f"warning: {keeps}; --precision bf16 may allow a faster one"
