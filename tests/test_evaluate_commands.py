@@ -1,0 +1,264 @@
+"""`evaluate`, `generate` and `checkpoint` on a run that was really trained, and fine-tuning from what they give."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm import generate
+from ezpz_llm.checkpoint import __main__ as checkpoint
+from ezpz_llm.errors import UserError
+from ezpz_llm.evaluate import __main__ as evaluate
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
+SMALL = ["--eval-tokens", "2048", "--log-every", "5", "--precision", "fp32", "--profile", "false"]
+SHAPE = ["--n-layer", "2", "--n-embd", "64", "--block-size", "64"]
+ITEMS = [{"ctx": f"def f{n}(x):", "endings": ["return x", "zqj", "pass it on", "import os"], "label": n % 4}
+         for n in range(7)]
+
+
+def run(*words: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """A command of ours through launch, to its end."""
+    command = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", str(cwd / f"at-{words[1]}"),
+               sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[2:]]
+    return subprocess.run(command, env=ENV, cwd=cwd, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run on two ranks with two checkpoints, and HellaSwag in training."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    done = run("train", "run", *SMALL, *SHAPE, "--steps", "40", "--save-every", "20", "--sample-tokens", "5",
+               "--top-k", "1", "--eval-every", "20", "--hellaswag", str(folder / "items.jsonl"),
+               "--hellaswag-every", "20", "--hellaswag-items", "6", cwd=folder, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "log").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    assert checkpoint.main(["export", str(trained / "at-run"), str(trained / "hf")]) == 0
+    return trained / "hf"
+
+
+@pytest.fixture
+def inside(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run directories of commands in this process go here."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def newest(folder: Path) -> RunDir:
+    [path] = (folder / "runs").iterdir()
+    return RunDir(path)
+
+
+def test_hellaswag_in_training_is_on_its_step_and_in_the_record(trained: Path) -> None:
+    lines = list(read_lines(RunDir(trained / "at-run").metrics))
+    scored = [line for line in lines if "hellaswag_acc" in line]
+    assert [line["step"] for line in scored] == [20, 40]
+    record = read_record(RunDir(trained / "at-run"))["hellaswag"]
+    assert (record["step"], record["items"]) == (40, 6)
+    assert record["acc_norm"] == scored[-1]["hellaswag_acc_norm"]
+    assert record["acc_norm"] * 6 == pytest.approx(round(record["acc_norm"] * 6))
+    assert "HellaSwag after step 20: acc_norm" in (trained / "log").read_text()
+
+
+def test_validation_alone_is_what_the_run_measured(trained: Path, exported: Path, inside: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    measured = read_record(RunDir(trained / "at-run"))["val_loss"]
+    assert evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu"]) == 0
+    found = read_record(newest(inside))["evaluation"]["val"]
+    assert found["val_loss"] == measured
+    assert found["val_tokens"] == 2048
+    assert f"val_loss    {measured:.4f}" in capsys.readouterr().out
+    shutil.rmtree(inside / "runs")
+    evaluate.main(["val", str(exported), "--precision", "fp32", "--corpus", "stdlib", "--tokens", "2048"])
+    # The export has no padded rows, which took part in the run's softmax.
+    assert read_record(newest(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
+
+
+def test_hellaswag_alone_is_what_the_run_scored(trained: Path, inside: Path) -> None:
+    evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--items", "6",
+                   "--precision", "fp32", "--device", "cpu"])
+    found = read_record(newest(inside))["evaluation"]["hellaswag"]
+    record = read_record(RunDir(trained / "at-run"))["hellaswag"]
+    assert {key: found[key] for key in ("acc", "acc_norm", "items")} == {
+        key: record[key] for key in ("acc", "acc_norm", "items")}
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert generate.main([*words, "--precision", "fp32", "--device", "cpu", "--run-dir", "made"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_same_text_from_the_run_its_checkpoint_and_its_export(trained: Path, exported: Path, inside: Path,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt", "import ", "--tokens", "12", "--samples", "3", "--batch", "2"]
+    text = text_of(capsys, str(trained / "at-run"), *words)
+    assert text.count("import ") == 3
+    for other in (trained / "at-run/checkpoints/step-00000040", exported):
+        assert text_of(capsys, str(other), *words) == text
+    assert text_of(capsys, str(exported), *words, "--seed", "43") != text
+    assert text_of(capsys, str(trained / "at-run/checkpoints/step-00000020"), *words) != text
+    sure = text_of(capsys, str(exported), *words, "--top-k", "1").split("\n\n")[:3]
+    assert len(set(sure)) == 1
+    assert sure == text_of(capsys, str(exported), *words, "--temperature", "1e-6").split("\n\n")[:3]
+
+
+def test_a_text_ends_at_its_end_of_text_token() -> None:
+    from ezpz_llm.data.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer("bytes")
+    assert generate._text(tokenizer, [*b"ab", 256, *b"cd", 256, 70], prompt=3) == tokenizer.decode(
+        [*b"ab", 256, *b"cd"])
+
+
+def test_inspect_says_what_is_there(trained: Path, exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoint.main(["inspect", str(trained / "at-run"), "--parameters"]) == 0
+    text = capsys.readouterr().out
+    for said in ("step            40", "layout          zero1", "tokenizer       bytes", "257 in 320 rows",
+                 "transformer.h.1.attn.c_attn.weight", "192x64"):
+        assert said in text
+    checkpoint.main(["inspect", str(trained / "at-run"), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["state"]["consumed"] == 40 * 8
+    assert facts["tensors"] == ["weight", "exp_avg", "exp_avg_sq"]
+    checkpoint.main(["inspect", str(exported), "--json"])
+    assert json.loads(capsys.readouterr().out)["model"]["vocab_size"] == 257
+
+
+def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(trained / "at-run", tmp_path / "run")
+    assert checkpoint.main(["verify", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    folders = [tmp_path / f"run/checkpoints/step-000000{step}" for step in (20, 40)]
+    shard = folders[0] / "rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 4
+    shard.write_bytes(content)
+    assert checkpoint.main(["verify", str(tmp_path / "run")]) == 1
+    out, err = capsys.readouterr()
+    assert "step-00000040" in out
+    assert "step-00000020" not in out
+    assert "rank-00001.safetensors has sha256" in err
+    shard.write_bytes(content[:-9])
+    assert checkpoint.main(["verify", str(folders[0])]) == 1
+    assert "bytes, the manifest expects" in capsys.readouterr().err
+    index = folders[1] / "index.json"
+    stored = json.loads(index.read_text())
+    stored["parameters"]["transformer.wte.weight"]["pieces"][0]["stop"] -= 1
+    index.write_text(json.dumps(stored))
+    manifest = json.loads((folders[1] / "manifest.json").read_text())
+    from ezpz_llm.engine.checkpoint.folder import hash_file
+
+    manifest["files"]["index.json"] = {"size": index.stat().st_size, "sha256": hash_file(index)}
+    (folders[1] / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.main(["verify", str(folders[1])]) == 1
+    assert "a gap or an overlap" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoint.main(["verify", str(tmp_path)])
+
+
+def test_fine_tuning_begins_with_the_weights_under_any_layout(trained: Path, exported: Path) -> None:
+    """From the export and from the checkpoint alike; the first loss is far below that of first values."""
+    before = read_record(RunDir(trained / "at-run"))["val_loss"]
+    first = {}
+    for layout, source in (("tp2", trained / "at-run"), ("zero3", exported)):
+        done = run("train", f"tuned-{layout}", *SMALL, "--init-from", str(source), "--ds-config", layout,
+                   "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--vocab-multiple", "64",
+                   cwd=trained, ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "fine-tuning: lr 3e-05" in done.stdout
+        lines = list(read_lines(RunDir(trained / f"at-tuned-{layout}").metrics))
+        first[layout] = lines[0]["loss"]
+        assert lines[-1]["val_loss"] == pytest.approx(before, abs=0.3)
+    assert first["zero3"] == pytest.approx(first["tp2"], abs=0.2)
+    assert first["tp2"] < 4.5
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--init-from", "RUN", "--n-layer", "3"], "n_layer is 3, the weights have 2"),
+    (["--init-from", "RUN", "--model", "gpt2-124m"], "gpt2-124m is not the model of these weights"),
+    (["--init-from", "RUN", "--block-size", "128"], "or at most 64"),
+    (["--init-from", "nowhere/at/all"], "no folder at"),
+    (["--hellaswag", "nowhere.jsonl"], "the HellaSwag file cannot be read"),
+    (["--temperature", "0"], "temperature is 0.0"),
+    (["--top-k", "-1"], "top_k is -1"),
+])
+def test_mistakes_are_found_before_any_rank_starts(words: list[str], message: str, trained: Path) -> None:
+    words = [str(trained / "at-run") if word == "RUN" else word for word in words]
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.train", *words, "--check", "--world-size", "2"], env=ENV,
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["generate", "RUN", "--temperature", "0"], "the temperature is 0.0"),
+    (["generate", "RUN", "--tp", "3"], "3"),
+    (["generate", "RUN", "--samples", "0"], "samples is 0"),
+    (["evaluate", "val", "HF"], "does not say which corpus"),
+    (["evaluate", "val", "RUN", "--tokens", "-1"], "tokens is -1"),
+    (["evaluate", "hellaswag", "RUN", "--file", "nowhere"], "cannot be read"),
+    (["evaluate", "harness", "RUN", "--tasks", "x"], "one process, not on 2 ranks"),
+])
+def test_commands_find_mistakes_without_torch(words: list[str], message: str, trained: Path,
+                                              exported: Path) -> None:
+    places = {"RUN": str(trained / "at-run"), "HF": str(exported)}
+    module, *rest = [places.get(word, word) for word in words]
+    name = "ezpz_llm.evaluate.__main__" if module == "evaluate" else f"ezpz_llm.{module}"
+    code = (f"import sys; from ezpz_llm.errors import run_command; from {name} import main\n"
+            f"code = run_command(lambda argv: main({[*rest, '--check', '--world-size', '2']!r}))\n"
+            "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules); raise SystemExit(code)")
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+
+
+def test_the_harness_runs_on_the_exported_model(trained: Path, inside: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval.models.huggingface")
+    rows = [{"query": item["ctx"], "choices": item["endings"], "gold": item["label"]} for item in ITEMS]
+    (inside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (inside / "tasks").mkdir()
+    (inside / "tasks/endings.yaml").write_text(f"""task: endings
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {inside / 'rows.jsonl'}}}}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+""")
+    monkeypatch.setenv("HF_HOME", str(inside / "hf-home"))
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.evaluate", "harness", str(trained / "at-run"), "--tasks",
+                           "endings", "--include-path", "tasks", "--run-dir", "made", "--device", "cpu"],
+                          env={**ENV, "HF_HOME": str(inside / "hf-home"), "HF_DATASETS_OFFLINE": "1"}, cwd=inside,
+                          capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_record(RunDir(inside / "made"))["evaluation"]["harness"]["endings"]
+    ours = harness_score(trained, inside)
+    assert found["acc,none"] == ours
+    with pytest.raises(UserError, match="the harness has no task nothing"):
+        evaluate.main(["harness", str(trained / "at-run"), "--tasks", "nothing", "--run-dir", "other"])
+
+
+def harness_score(trained: Path, inside: Path) -> float:
+    """Its acc by our own scores: here its text is ours, a space between context and ending."""
+    evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--precision",
+                   "fp32", "--device", "cpu", "--run-dir", "ours"])
+    return read_record(RunDir(inside / "ours"))["evaluation"]["hellaswag"]["acc"]
