@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -262,3 +267,83 @@ def harness_score(trained: Path, inside: Path) -> float:
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--precision",
                    "fp32", "--device", "cpu", "--run-dir", "ours"])
     return read_record(RunDir(inside / "ours"))["evaluation"]["hellaswag"]["acc"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a download needs: the list of a model's files, and the files."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def commit(cls) -> str:
+        return hashlib.sha1(b"".join(cls.files.values())).hexdigest()
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        if path.startswith("/api/models/some/model/tree/"):
+            body = json.dumps([{"type": "file", "path": file, "size": len(content), "oid": str(zlib.crc32(content))}
+                               for file, content in self.files.items()]).encode()
+        elif path.startswith("/api/models/some/model"):
+            body = json.dumps({"id": "some/model", "sha": self.commit(), "private": False, "tags": [],
+                               "downloads": 0, "siblings": [{"rfilename": file} for file in self.files]}).encode()
+        elif path.startswith("/some/model/resolve/") and name in self.files:
+            body = self.files[name]
+            self.asked.append(name)
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        for header, value in (("Content-Length", str(len(body))), ("ETag", f'"{zlib.crc32(body)}"'),
+                              ("X-Repo-Commit", self.commit()), ("Content-Type", "application/json")):
+            self.send_header(header, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_fetch_downloads_what_is_needed_and_nothing_to_unpickle(exported: Path, tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    Hub.files = {path.name: path.read_bytes() for path in exported.iterdir()} | {"pytorch_model.bin": b"x" * 99}
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {**ENV, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
+           "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+    def ezpz(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", *words], env=env, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=90, check=False)
+
+    try:
+        before = ezpz("ezpz_llm.generate", "some/model", "--check")
+        assert (before.returncode, Hub.asked) == (2, [])
+        assert "ezpz-llm checkpoint fetch some/model" in before.stderr
+        done = ezpz("ezpz_llm.checkpoint", "fetch", "some/model")
+        assert done.returncode == 0, done.stderr
+        assert f"downloading some/model from {env['HF_ENDPOINT']}" in done.stderr
+        assert {"config.json", "model.safetensors"} <= set(Hub.asked)
+        assert "pytorch_model.bin" not in Hub.asked
+        found = ezpz("ezpz_llm.checkpoint", "inspect", "some/model", "--json")
+        assert json.loads(found.stdout)["model"]["vocab_size"] == 257
+        missing = ezpz("ezpz_llm.checkpoint", "fetch", "some/other")
+        assert missing.returncode == 1
+        assert "the download failed" in missing.stderr
+        assert "Traceback" not in missing.stderr
+        Hub.files, Hub.asked = {"config.json": b'{"model_type": "bert"}', "model.safetensors": b"x" * 999}, []
+        refused = ezpz("ezpz_llm.checkpoint", "fetch", "some/model", "--revision", "main")
+        assert "model_type is 'bert'" in refused.stderr
+        assert "model.safetensors" not in Hub.asked
+    finally:
+        server.shutdown()
+        server.server_close()

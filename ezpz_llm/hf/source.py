@@ -93,6 +93,7 @@ def hub_library(needed_by: str) -> Any:
     """
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise UserError("models of the hub need the package huggingface_hub", where=needed_by,
