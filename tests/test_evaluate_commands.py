@@ -335,6 +335,7 @@ def test_fetch_downloads_what_is_needed_and_nothing_to_unpickle(exported: Path, 
         assert {"config.json", "model.safetensors"} <= set(Hub.asked)
         assert "pytorch_model.bin" not in Hub.asked
         found = ezpz("ezpz_llm.checkpoint", "inspect", "some/model", "--json")
+        assert found.returncode == 0, found.stderr
         assert json.loads(found.stdout)["model"]["vocab_size"] == 257
         missing = ezpz("ezpz_llm.checkpoint", "fetch", "some/other")
         assert missing.returncode == 1

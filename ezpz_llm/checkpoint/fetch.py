@@ -8,10 +8,7 @@ from pathlib import Path
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.config import from_hf
-from ezpz_llm.hf.source import CONFIG, hub_library
-
-_WANTED = ["*.json", "*.safetensors"]
-"""Nothing that would have to be unpickled or executed."""
+from ezpz_llm.hf.source import CONFIG, WANTED, hub_library
 
 
 def fetch(hub_id: str, revision: str | None) -> Path:
@@ -25,7 +22,7 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     try:
         config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))
         from_hf(json.loads(config.read_text()), f"{hub_id}/{CONFIG}")
-        return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=_WANTED))
+        return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=WANTED))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise UserError(f"the download failed: {str(error).splitlines()[0]}", where=hub_id,
                         instead="a hub id such as openai-community/gpt2, on a machine with a network; or copy the "

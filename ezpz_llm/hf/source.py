@@ -17,6 +17,8 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.resources import user_path
 
 CONFIG = "config.json"
+WANTED = ["*.json", "*.safetensors"]
+"""The files of a hub's model that are of use here: nothing that would have to be unpickled or executed."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -78,7 +80,7 @@ def _cached(hub_id: str, option: str) -> Path:
     """The snapshot of a hub id on this machine."""
     hub = hub_library(option)
     try:
-        return Path(hub.snapshot_download(hub_id, local_files_only=True))
+        return Path(hub.snapshot_download(hub_id, local_files_only=True, allow_patterns=WANTED))
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
         raise UserError(f"there is no folder {hub_id}, and no model of that id in huggingface_hub's local cache",
                         where=option,
