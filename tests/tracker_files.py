@@ -13,7 +13,11 @@ def tensorboard_curves(folder: Path) -> Curves:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    curves = {}
+    for tag in events.Tags()["scalars"]:
+        curves[tag] = {event.step: event.value for event in events.Scalars(tag)}
+        assert len(curves[tag]) == len(events.Scalars(tag)), f"{tag}: one point a step"
+    return curves
 
 
 def mlflow_curves(folder: Path, run_id: str) -> Curves:

@@ -133,6 +133,8 @@ class MetricsLog:
         self._first_step = step
         if self._dist.is_main:
             trim_history(self._run_dir, step)
+        if self._tracking:
+            self._tracking.go_back(step)
 
     def flush(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Reduce, write and show what was recorded since the last flush. A collective: every rank calls it.

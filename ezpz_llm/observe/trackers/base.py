@@ -49,6 +49,9 @@ class Tracker(Protocol):
     def write(self, rows: Sequence[Row]) -> None:
         """Take the rows of a flush, in order of their steps."""
 
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier `step`: what was taken of later ones counts no more."""
+
     def close(self, failed: bool) -> None:
         """Finish what is still on its way."""
 

@@ -49,6 +49,9 @@ class MLflow:
         while some := list(islice(metrics, _METRICS_AT_ONCE)):
             self._client.log_batch(self.run_id, metrics=some)
 
+    def go_back(self, step: int) -> None:
+        """Nothing can be taken back: steps that come again stand beside the earlier ones."""
+
     def close(self, failed: bool) -> None:
         """Say how the run ended."""
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")

@@ -1,4 +1,4 @@
-"""TensorBoard: one event file an attempt in `trackers/tensorboard`."""
+"""TensorBoard: an event file for each attempt in `trackers/tensorboard`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class TensorBoard:
     run_id = None
 
     def __init__(self, opening: Opening) -> None:
-        # An earlier attempt's points beyond the step that this one goes on after are hidden by its first event.
-        purge = opening.first_step + 1 if opening.first_step else None
-        self._writer = SummaryWriter(str(opening.folder), purge_step=purge)
+        self._folder = str(opening.folder)
+        self._begin(opening.first_step)
         text = json.dumps(opening.settings, indent=2, default=str)
         self._writer.add_text("settings", f"```json\n{text}\n```", opening.first_step)
         self._writer.flush()
@@ -29,6 +28,15 @@ class TensorBoard:
             for name, value in row.values.items():
                 self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._writer.flush()
+
+    def go_back(self, step: int) -> None:
+        """Begin another file."""
+        self._writer.close()
+        self._begin(step)
+
+    def _begin(self, first_step: int) -> None:
+        # Points beyond that step, of files before this one, are hidden by its first event.
+        self._writer = SummaryWriter(self._folder, purge_step=first_step + 1 if first_step else None)
 
     def close(self, failed: bool) -> None:
         """Close the file."""

@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Tracking:
     def __init__(self, choices: Sequence[Choice] = ()) -> None:
         self._choices = choices
         self._open: dict[str, Tracker] = {}
-        self._waiting: queue.SimpleQueue[Sequence[Row] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_on, name="trackers", daemon=True)
         self._failed = False
 
@@ -62,7 +62,13 @@ class Tracking:
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Take the lines of a flush (metrics.jsonl's objects, in order); returns at once."""
         if self._thread.is_alive():
-            self._waiting.put(_rows(lines, time.time()))
+            rows = _rows(lines, time.time())
+            self._waiting.put(lambda tracker: tracker.write(rows))
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier step; returns at once."""
+        if self._thread.is_alive():
+            self._waiting.put(lambda tracker: tracker.go_back(step))
 
     def close(self, failed: bool) -> None:
         """Hand on what waits, then finish every tracker.
@@ -79,13 +85,13 @@ class Tracking:
             _warn(f"{' and '.join(self._open)} did not end within {CLOSE_WITHIN_S:.0f} s; metrics.jsonl is whole")
 
     def _hand_on(self) -> None:
-        while (rows := self._waiting.get()) is not None:
+        while (order := self._waiting.get()) is not None:
             for name, tracker in list(self._open.items()):
                 try:
-                    tracker.write(rows)
+                    order(tracker)
                 except Exception as error:  # of any package: the run goes on without that tracker
                     del self._open[name]
-                    _warn(f"{name} takes no more numbers after step {rows[0].step - 1}: {_words(error)}")
+                    _warn(f"{name} gets no more numbers, metrics.jsonl goes on: {_words(error)}")
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close(self._failed)

@@ -37,6 +37,9 @@ class WeightsAndBiases:
         for row in rows:
             self._run.log({"step": row.step, **row.values})
 
+    def go_back(self, step: int) -> None:
+        """Nothing can be taken back: steps that come again stand beside the earlier ones."""
+
     def close(self, failed: bool) -> None:
         """Finish the run and end the package's own process."""
         self._run.finish(exit_code=int(failed))
