@@ -27,16 +27,21 @@ class GroupNorms:
 
     `sums` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
     group as the optimizer had it, are there after the step. Gradients are those that the optimizer gets: clipped.
+    `elements` and `decays` are this rank's share of the elements that were stepped, and their weight decays, by
+    GROUPS. `strangers` counts gradients, other than 0, that the optimizer has of what is no parameter of the model.
     """
 
     def __init__(self, state: EngineState, device: torch.device) -> None:
         self.sums = torch.zeros(len(KINDS), len(GROUPS), device=device)
         self.lr: dict[str, float] = {}
+        self.elements = [0.0, 0.0]
+        self.decays: list[set[float]] = [set(), set()]
+        self.strangers = torch.zeros((), device=device)
         self._by_storage: dict[int, list[Slice]] = {}
         for piece in state.slices():
+            found = self._by_storage.setdefault(piece.tensors["weight"].untyped_storage().data_ptr(), [])
             if piece.primary:
-                storage = piece.tensors["weight"].untyped_storage().data_ptr()
-                self._by_storage.setdefault(storage, []).append(piece)
+                found.append(piece)
         self._open: list[tuple[Slice, Tensor, Tensor]] = []
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,10 +57,16 @@ class GroupNorms:
     def _pieces(self, parameter: Tensor, group: dict[str, Any]) -> Iterator[tuple[Slice, Tensor]]:
         """What lies in a tensor that the optimizer steps: each piece with its gradient, flat."""
         gradient = parameter.grad.reshape(-1)
-        for piece in self._by_storage.get(parameter.untyped_storage().data_ptr(), ()):
+        pieces = self._by_storage.get(parameter.untyped_storage().data_ptr())
+        if pieces is None:
+            self.strangers += gradient.count_nonzero().to(self.strangers.device)
+        for piece in pieces or ():
             offset = piece.tensors["weight"].storage_offset() - parameter.storage_offset()
             if 0 <= offset < parameter.numel():
+                number = GROUPS.index(_group(piece))
                 self.lr[_group(piece)] = float(group["lr"])
+                self.elements[number] += piece.numel / piece.replicas
+                self.decays[number].add(float(group["weight_decay"]))
                 yield piece, gradient[offset:offset + piece.numel]
 
     def after(self) -> None:

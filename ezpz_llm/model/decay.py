@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.gpt import GPT
+
+
+def decay_counts(config: ModelConfig) -> list[tuple[int, int]]:
+    """Tensors and their elements in the two groups of the whole model, whatever a rank holds of it."""
+    with torch.device("meta"):
+        groups = decay_groups(GPT(config), 0.0)
+    return [(len(group["params"]), sum(parameter.numel() for parameter in group["params"])) for group in groups]
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

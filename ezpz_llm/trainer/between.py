@@ -52,7 +52,11 @@ def flush(session: Session) -> None:
     """Write the lines that wait, look at them, and limit the gradient norm of the next steps accordingly."""
     guard, limit, refused = session.guard, session.guard.limit, session.guard.refused
     with session.clock.span("logging"):
-        session.metrics.flush(session.timeline, guard.look)
+        session.metrics.flush(session.timeline, session.look)
+        told = session.checks.conclude(session.dist)
+    if told and session.dist.is_main:
+        print("checks     " + "\n           ".join(told), flush=True)
+        update_record(session.dist.run_dir, checks=told)
     session.engine.gate.limit = guard.limit
     if guard.refused > refused and session.dist.is_main:
         print(f"warning: {guard.refused - refused} step(s) up to step {session.step} changed nothing: their "

@@ -67,6 +67,9 @@ class TrainConfig:
     on_bad_steps: Literal["stop", "rollback"] = _value(
         "stop", "what then: stop with an error, or go back to the last checkpoint and on with other samples")
 
+    overfit_one_batch: bool = _value(False, "train on the first batch alone, which a model that works learns by "
+                                            "heart; the run fails if it does not")
+
     eval_every: int = _value(250, "steps between validations; 0 for one at the end")
     eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
     sample_every: int = _value(0, "steps between samples of generated text; 0 for one at the end")

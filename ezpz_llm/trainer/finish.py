@@ -16,6 +16,7 @@ from ezpz_llm.observe import (
     where_time_went,
 )
 from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.saving import account
 from ezpz_llm.trainer.session import Session
 
@@ -33,13 +34,18 @@ def finish(session: Session) -> int:
     if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
+    not_learnt = session.checks.overfitted() if session.config.overfit_one_batch and not session.stopped else None
+    if not_learnt and session.dist.is_main:
+        print(f"error: {not_learnt}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault",
+              file=sys.stderr, flush=True)
     failed = session.failed or session.guard.ends_in_nothing
     if failed and session.dist.is_main:
-        print(f"error: stopped after step {session.step} of {session.config.steps}: {session.guard.why()}\n"
+        print(f"error: the run ends after step {session.step} of {session.config.steps}: "
+              f"{session.stopped or session.guard.why()}\n"
               "  instead: a lower --lr, --clip 1, or --on-bad-steps rollback", file=sys.stderr, flush=True)
     if session.unsaved is not None and session.dist.is_main:
         print(f"error: {session.unsaved}", file=sys.stderr, flush=True)
-    return 1 if failed or session.unsaved is not None else 0
+    return 1 if failed or not_learnt or session.unsaved is not None else 0
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None) -> None:
@@ -52,6 +58,8 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
     print("\n" + plot_run(run_dir, colour=colour))
     print(where_time_went(summary, session.dist.world_size, rich=colour))
     print(final_text(summary, run_dir, profile), end="", flush=True)
+    for remark in without_effect(run_dir):
+        print(f"note: {remark}", flush=True)
     update_record(run_dir, val_loss=summary.val_loss, val_tokens=session.validation.predictions,
                   steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
                   sample_hash=session.position.sample_hash, checkpoints=account(session),

@@ -60,8 +60,11 @@ def train_step(session: Session, step: int) -> None:
         skipped = engine.skipped_steps
         loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
     timeline.end_step()
-    session.position = session.position.advance(session.batches.global_batch, session.taken)
-    session.metrics.record(step + 1, loss, grad_norm, rate, engine.gate.measured())
+    if not config.overfit_one_batch:
+        session.position = session.position.advance(session.batches.global_batch, session.taken)
+    measured = engine.gate.measured()
+    session.checks.stepped(measured)
+    session.metrics.record(step + 1, loss, grad_norm, rate, measured)
 
 
 def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

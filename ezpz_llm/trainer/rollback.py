@@ -23,15 +23,15 @@ def goes_on(session: Session) -> bool:
     """
     guard, config = session.guard, session.config
     why = guard.why()
+    settle(session)
     if config.on_bad_steps == "stop":
         return _stop(session, why)
-    settle(session)
+    if session.went_back[-MOST:] == [session.saved_step] * MOST:
+        return _stop(session, f"{why}; going back to step {session.saved_step} did not help {MOST} times")
     where = config.resume if session.saved_step is None else session.dist.run_dir.path
     if where is None:
         return _stop(session, f"{why}; there is no checkpoint to go back to yet")
     _go_back(session, where, why)
-    if session.went_back.count(session.step) > MOST:
-        return _stop(session, f"{why}; going back to step {session.step} did not help {MOST} times")
     return True
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.guards import Guard
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
+from ezpz_llm.trainer.selfcheck import SelfChecks
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Session:
     position: Position
     saver: Saver
     guard: Guard
+    checks: SelfChecks
     taken: int = 0
     """The hash of the samples that this rank answers for in the step in progress (see position.py)."""
     saves: list[Saved] = field(default_factory=list)
@@ -87,6 +90,11 @@ class Session:
     """Whether that is a failure."""
     went_back: list[int] = field(default_factory=list)
     """The steps of the checkpoints that it went back to."""
+
+    def look(self, line: dict[str, Any]) -> None:
+        """Show a metrics line, on its way to the file, to those who judge it."""
+        self.guard.look(line)
+        self.checks.look(line)
 
     @property
     def config(self) -> TrainConfig:

@@ -56,6 +56,7 @@ from ezpz_llm.trainer.guards import Guard
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
 from ezpz_llm.trainer.position import Position
+from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session, WallClock
 
 
@@ -96,6 +97,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                    tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
                    first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                                                in_background=config.save_async), guard,
+                   SelfChecks(plan, first_step),
                    hellaswag=hellaswag_items(config, data, dist))
 
 

@@ -1,0 +1,115 @@
+"""What a run checks of itself: its first loss, what its optimizer steps, whether it learns one batch by heart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ezpz_llm.dist import Dist
+from ezpz_llm.engine.group_norms import GroupNorms
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.decay import decay_counts
+from ezpz_llm.model.init import initial_std
+from ezpz_llm.trainer.plan import RunPlan
+
+BAND = 0.3
+"""Nats by which a first loss may differ from the expected one; batches of a few thousand tokens do by 0.05."""
+LEARNT = 0.5
+"""The share of its first loss that a batch learnt by heart is well below."""
+
+
+class SelfChecks:
+    """Of one run, the same on every rank. `look` is given every metrics line, `conclude` follows each flush."""
+
+    def __init__(self, plan: RunPlan, first_step: int) -> None:
+        self._config, self._model = plan.config, plan.model
+        self._fresh = first_step == 0 and plan.begins_with is None
+        self._stepped: GroupNorms | None = None
+        self._first_line: dict[str, Any] | None = None
+        self._concluded = False
+        self._losses: list[float | None] = []
+
+    def stepped(self, found: GroupNorms | None) -> None:
+        """What the optimizer was seen to step in the run's first step; None where one cannot look."""
+        if not self._concluded and self._first_line is None:
+            self._stepped = found
+
+    def look(self, line: dict[str, Any]) -> None:
+        self._first_line = self._first_line or line
+        self._losses = [*self._losses[:1], line["loss"]]
+
+    def conclude(self, dist: Dist) -> list[str]:
+        """What is to be told, once, after the first step was flushed. Collective then.
+
+        Raises:
+            UserError: the optimizer does not step the model's parameters.
+        """
+        if self._concluded or self._first_line is None:
+            return []
+        self._concluded = True
+        told = [self._optimizer(dist)] if self._stepped is not None and self._first_line["grad_norm"] else []
+        self._stepped = None
+        if self._fresh and self._first_line["loss"] is not None:
+            told.append(first_loss(self._model, self._first_line["loss"]))
+        return told
+
+    def _optimizer(self, dist: Dist) -> str:
+        seen = torch.tensor([*self._stepped.elements, float(self._stepped.strangers)], dtype=torch.float64)
+        if dist.world_size > 1:
+            seen = seen.to(dist.device)
+            torch.distributed.all_reduce(seen)
+        *elements, strangers = (round(number) for number in seen.tolist())
+        return check_stepped(self._model, elements, strangers, self._stepped.decays, self._config.weight_decay)
+
+    def overfitted(self) -> str | None:
+        """What became of `--overfit-one-batch`: None if the batch was learnt."""
+        first, last = self._losses[0], self._losses[-1]
+        if first is not None and last is not None and last < LEARNT * first:
+            return None
+        return (f"one batch was not learnt by heart: its loss was {_show(first)} at first and is {_show(last)} "
+                f"after {self._config.steps} steps")
+
+
+def check_stepped(model: ModelConfig, elements: list[int], strangers: int, decays: list[set[float]],
+                  weight_decay: float) -> str:
+    """Compare what the optimizer stepped, over all ranks and by decay group, with the model's parameters.
+
+    Raises:
+        UserError: they are not the same.
+    """
+    counts = decay_counts(model)
+    expected = [size for _, size in counts]
+    if elements != expected or strangers:
+        more = f", and {strangers} values that are none of its parameters" if strangers else ""
+        raise UserError(f"the optimizer steps {elements[0]:,} parameters that decay and {elements[1]:,} that do not"
+                        f"{more}; the model has {expected[0]:,} and {expected[1]:,}", where="the first step",
+                        instead="please report this with layout.json: no result of such a run means anything",
+                        exit_code=1)
+    if not (decays[0] <= {weight_decay} and decays[1] <= {0.0}):
+        raise UserError(f"weight decays {sorted(decays[0])} of matrices and {sorted(decays[1])} of vectors, not "
+                        f"{weight_decay:g} and 0", where="the optimizer's groups", exit_code=1)
+    return (f"the optimizer steps all {sum(expected):,} parameters: {counts[0][0]} tensors / {expected[0]:,} with "
+            f"weight decay {weight_decay:g}, {counts[1][0]} tensors / {expected[1]:,} without")
+
+
+def first_loss(model: ModelConfig, loss: float) -> str:
+    """The loss of an untrained model beside the expected one; a warning where it lies outside the band."""
+    expected = expected_first_loss(model)
+    text = f"first loss {loss:.4f}, expected {expected:.2f} (ln V plus half the variance of the logits)"
+    if abs(loss - expected) <= BAND:
+        return text
+    return (f"warning: {text}: more than {BAND} apart, so look at the initialisation, the vocabulary "
+            f"({model.vocab_size} tokens) and the targets")
+
+
+def expected_first_loss(model: ModelConfig) -> float:
+    """ln V + C std^2 / 2: logits of C unit-variance activations, weighted by N(0, std^2), are N(0, C std^2)."""
+    std = initial_std(model, "transformer.wte.weight" if model.tied else "lm_head.weight", fan_in=model.n_embd)
+    return math.log(model.padded_vocab_size) + model.n_embd * std**2 / 2
+
+
+def _show(loss: float | None) -> str:
+    return "no number" if loss is None else f"{loss:.4f}"
