@@ -156,7 +156,7 @@ def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Ser
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_pair_of_layouts(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """pytest -m slow tests/test_checkpoint_layouts.py --write-resume-results: 20 minutes on two cores."""
+    """pytest -m slow tests/test_checkpoint_layouts.py --write-resume-results: 10 minutes on two cores."""
     names = [name for name in LAYOUTS if "offload" not in name or is_built("cpu_adam")]
     saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in names}
     places = {name: found["folder"] for name, found in saved.items()}
