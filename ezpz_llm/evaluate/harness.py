@@ -55,12 +55,14 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     from ezpz_llm.rundir import update_record
 
     with setup(device=options.device, run_dir=options.run_dir, name="evaluate-harness") as dist:
-        results = _evaluate(lm_eval, _folder(source, dist), dist, options)
-        update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
-        print(f"lm-evaluation-harness {lm_eval.__version__} on {source.describe()}")
-        for task, metrics in results.items():
-            print(f"  {task}: " + ", ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-                                           for name, value in metrics.items()), flush=True)
+        folder, device = _folder(source, dist), str(dist.device)
+    # Outside, where the environment names no ranks: the harness would try to join them.
+    results = _evaluate(lm_eval, folder, device, options)
+    update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
+    print(f"lm-evaluation-harness {lm_eval.__version__} on {source.describe()}")
+    for task, metrics in results.items():
+        print(f"  {task}: " + ", ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+                                       for name, value in metrics.items()), flush=True)
     return 0
 
 
@@ -88,7 +90,7 @@ def _folder(source: Source, dist: Dist) -> Path:
     return exported.folder
 
 
-def _evaluate(lm_eval: ModuleType, folder: Path, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
+def _evaluate(lm_eval: ModuleType, folder: Path, device: str, options: argparse.Namespace) -> dict[str, Any]:
     manager = lm_eval.tasks.TaskManager(include_path=options.include_path and str(options.include_path))
     names = [name for name in options.tasks.split(",") if name]
     unknown = [name for name in names if not manager.match_tasks([name])]
@@ -97,6 +99,6 @@ def _evaluate(lm_eval: ModuleType, folder: Path, dist: Dist, options: argparse.N
                         instead="a name that `lm_eval ls tasks` lists, or --include-path DIR with its file")
     found = lm_eval.simple_evaluate(
         model="hf", tasks=names, task_manager=manager, limit=options.limit, batch_size=options.batch,
-        num_fewshot=options.few_shot, device=str(dist.device), log_samples=False,
+        num_fewshot=options.few_shot, device=device, log_samples=False,
         model_args={"pretrained": str(folder), "dtype": options.dtype})
     return found["results"]
