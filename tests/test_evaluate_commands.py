@@ -233,6 +233,7 @@ def test_commands_find_mistakes_without_torch(words: list[str], message: str, tr
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_the_harness_runs_on_the_exported_model(trained: Path, inside: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval.models.huggingface")
