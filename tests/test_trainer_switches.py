@@ -1,0 +1,135 @@
+"""Each optimisation of the step is an option of its own: it computes the same, and does what it says."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine.precision import rounds_products, set_products
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.model.attention import check_attention, use_attention
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.kernel import attention_kernel
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.trainer.start import make_engine
+
+CPU = torch.device("cpu")
+SHAPE = ("--ds-config", "ddp", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--block-size", "32",
+         "--global-batch", "8", "--accumulation", "2", "--lr", "1e-3", "--precision", "fp32")
+
+
+class Operators(TorchDispatchMode):
+    """The names of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def steps(folder: Path, *words: str) -> tuple[list[float], set[str]]:
+    """The losses of four steps, and the operators of the last."""
+    dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), CPU, None, Mesh(Degrees(1), 0), RunDir(folder))
+    engine = make_engine(plan_run(parse([*SHAPE, *words]), 1, vocab_size=257, device="cpu"), dist)
+    rows = np.random.default_rng(0).integers(257, size=(2, 4, 33))
+    micro = [(torch.from_numpy(part[:, :-1].copy()), torch.from_numpy(part[:, 1:].copy())) for part in rows]
+    losses = []
+    for _ in range(4):
+        watch = Operators()
+        with watch:
+            losses.append(engine.train_step(micro, 1e-3, lambda phase: nullcontext())[0].item())
+    return losses, watch.names
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], set[str]]:
+    return steps(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(("words", "has", "has_not"), [
+    (("--loss-chunk", "0"), "nll_loss_forward", None),
+    (("--loss-chunk", "20"), "addmm_", "nll_loss_forward"),
+    (("--attention", "explicit"), "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu"),
+    (("--optimizer", "adamw_unfused"), None, "_fused_adamw_"),
+    (("--recompute", "1"), None, None),
+])
+def test_a_switch_changes_how_and_not_what(tmp_path, plain, words, has, has_not) -> None:
+    losses, names = steps(tmp_path, *words)
+    assert losses == pytest.approx(plain[0], abs=2e-6)
+    assert losses[-1] < losses[0]
+    if has is not None:
+        assert has in names
+        assert has not in plain[1]
+    if has_not is not None:
+        assert has_not not in names
+
+
+def test_z_loss_changes_the_steps_and_not_the_first_value(tmp_path, plain) -> None:
+    losses, _ = steps(tmp_path, "--z-loss", "0.1")
+    assert losses[0] == pytest.approx(plain[0][0], abs=1e-6)
+    assert abs(losses[-1] - plain[0][-1]) > 1e-4
+
+
+def test_what_is_asked_for_is_what_is_reported() -> None:
+    config = get_model_config("tiny-gpt2", block_size=64)
+    assert attention_kernel(config, 2, CPU, torch.float32, explicit=True).name == SDPBackend.MATH.name.lower()
+    model = GPT(config)
+    use_attention(model, "explicit", CPU)
+    assert all(block.attn.product.explicit for block in model.transformer["h"])
+    use_attention(model, "auto", CPU)
+    assert not any(block.attn.product.explicit for block in model.transformer["h"])
+
+
+def test_tf32_that_does_nothing_is_found_out() -> None:
+    with pytest.raises(UserError, match="tf32 on a CPU"):
+        plan_run(parse([*SHAPE, "--precision", "tf32"]), 1, device="cpu")
+    assert not rounds_products(CPU)
+    before = torch.get_float32_matmul_precision()
+    try:
+        with pytest.raises(UserError, match="tf32 has no effect on cpu"):
+            set_products(CPU, "tf32")
+        set_products(CPU, "fp32")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tf32_rounds_where_the_device_has_it() -> None:
+    device = torch.device("cuda", 0)
+    set_products(device, "fp32")
+    assert not rounds_products(device)
+    set_products(device, "tf32")
+    assert rounds_products(device)
+    set_products(device, "fp32")
+
+
+@pytest.mark.parametrize(("device", "precision", "dropout", "found"), [
+    ("cpu", "bf16", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"), ("cuda", "tf32", 0.0, "not in tf32"),
+    ("cuda", "bf16", 0.1, "no dropout"), ("cuda", "bf16", 0.0, "not installed")])
+def test_flash_attention_3_is_refused_with_the_reason(monkeypatch, device, precision, dropout, found) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=found):
+        check_attention("flash3", device, precision, dropout)
+    check_attention("auto", device, precision, dropout)
+
+
+def test_flash_attention_3_needs_its_device() -> None:
+    with pytest.raises(UserError, match="Hopper"):
+        use_attention(GPT(get_model_config("tiny-gpt2")), "flash3", CPU)
