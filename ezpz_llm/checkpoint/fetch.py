@@ -17,7 +17,7 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     Raises:
         UserError: no network, no such model, or one that ours cannot compute.
     """
-    hub = hub_library("checkpoint fetch")
+    hub = hub_library("models of the hub need the package huggingface_hub", "checkpoint fetch")
     print(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
         config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))

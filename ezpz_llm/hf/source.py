@@ -73,12 +73,17 @@ def _hf_source(folder: Path) -> Source:
 def _checkpoint_source(path: Path) -> Source:
     folder = find(path)
     state = read_json(folder / STATE)
-    return Source("checkpoint", folder, ModelConfig(**state["model"]), state.get("tokenizer"), state)
+    try:
+        model = ModelConfig(**state["model"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"state.json describes no model of this version ({error})", where=str(folder),
+                        instead="the version that saved it") from error
+    return Source("checkpoint", folder, model, state.get("tokenizer"), state)
 
 
 def _cached(hub_id: str, option: str) -> Path:
     """The snapshot of a hub id on this machine."""
-    hub = hub_library(option)
+    hub = hub_library(f"there is no folder {hub_id}, and to look for a hub id takes huggingface_hub", option)
     try:
         return Path(hub.snapshot_download(hub_id, local_files_only=True, allow_patterns=WANTED))
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError) as error:
@@ -87,8 +92,11 @@ def _cached(hub_id: str, option: str) -> Path:
                         instead=f"ezpz-llm checkpoint fetch {hub_id}, on a machine with a network") from error
 
 
-def hub_library(needed_by: str) -> Any:
+def hub_library(missing: str, where: str) -> Any:
     """The module huggingface_hub.
+
+    Args:
+        missing: what to say where it is not installed.
 
     Raises:
         UserError: it is not installed.
@@ -98,7 +106,7 @@ def hub_library(needed_by: str) -> Any:
         import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
-        raise UserError("models of the hub need the package huggingface_hub", where=needed_by,
+        raise UserError(missing, where=where,
                         instead="pip install 'ezpz_llm[hf]', or name a local folder") from error
     return huggingface_hub
 
