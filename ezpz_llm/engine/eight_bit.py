@@ -64,6 +64,14 @@ def has_eight_bits(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "name2qmap")
 
 
+def codes(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is stored of both moments, in the parameter's shape: fp32 where it is small, else 8 bits."""
+    state = optimizer.state[parameter]
+    if not state:
+        _begin(optimizer, group, parameter)
+    return {kind: state[f"state{number}"] for kind, number in _MOMENTS.items()}
+
+
 @contextmanager
 def moments_at_hand(optimizer: Any, group: dict[str, Any],
                     parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
@@ -73,13 +81,12 @@ def moments_at_hand(optimizer: Any, group: dict[str, Any],
     """
     from bitsandbytes import functional
 
+    stored = codes(optimizer, group, parameter)
     state = optimizer.state[parameter]
-    if not state:
-        _begin(optimizer, group, parameter)
     if "absmax1" not in state:
-        yield {kind: state[f"state{number}"] for kind, number in _MOMENTS.items()}
+        yield stored
         return
-    found = {kind: functional.dequantize_blockwise(state[f"state{number}"], absmax=state[f"absmax{number}"],
+    found = {kind: functional.dequantize_blockwise(stored[kind], absmax=state[f"absmax{number}"],
                                                    code=state[f"qmap{number}"], blocksize=_BLOCK)
              for kind, number in _MOMENTS.items()}
     versions = {kind: tensor._version for kind, tensor in found.items()}
@@ -87,7 +94,7 @@ def moments_at_hand(optimizer: Any, group: dict[str, Any],
     for kind, number in _MOMENTS.items():
         if found[kind]._version != versions[kind]:
             rounded, scales = _rounded(found[kind], state[f"qmap{number}"])
-            state[f"state{number}"].copy_(rounded)
+            stored[kind].copy_(rounded)
             state[f"absmax{number}"].copy_(scales)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.partition import stage_bounds
@@ -26,10 +27,12 @@ class Part:
     bytes: int
 
 
-def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
+def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
+                    optimizer: Optimizer = "adamw") -> tuple[Part, ...]:
     """What the rank with most parameters holds under a legal layout.
 
-    Sequence-parallel ranks hold the same parameters, so that ZeRO divides over them as well.
+    Sequence-parallel ranks hold the same parameters, so that ZeRO divides over them as well. Moments in 8 bits are
+    counted as if all had them; biases and norms, which keep theirs in fp32, are less than a thousandth.
     """
     held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
@@ -39,16 +42,16 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int) -> tupl
         return -(-held // peers) if stage >= divided_from else held
 
     offload = {None: "device", "cpu": "host", "nvme": "files"}
-    optimizer: Where = offload[layout.offload_optimizer]
+    moments: Where = offload[layout.offload_optimizer]
     # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state lies in files.
     gradients: Where = "device" if layout.offload_optimizer is None else "host"
     offloaded_share = -(-held // peers) if layout.offload_optimizer else share(2)
     parts = [Part("parameters", offload[layout.offload_param], 4 * share(3)),
              Part("gradients", gradients, 4 * offloaded_share),
-             Part("optimizer", optimizer, 8 * share(1))]
+             Part("optimizer", moments, (2 if optimizer == "adamw_8bit" else 8) * share(1))]
     # Every stage that divides the optimizer steps a flat copy of the rank's share, stage 3 too, beside the share.
     if layout.engine == "deepspeed" and stage:
-        parts.append(Part("copy", optimizer, 4 * share(1)))
+        parts.append(Part("copy", moments, 4 * share(1)))
     return tuple(parts)
 
 

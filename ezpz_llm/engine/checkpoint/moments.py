@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.engine.eight_bit import has_eight_bits, moments_at_hand
+from ezpz_llm.engine.eight_bit import codes, has_eight_bits, moments_at_hand
 
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
                   AbstractContextManager[dict[str, torch.Tensor]]]
@@ -50,8 +50,11 @@ def at_hand(optimizer: torch.optim.Optimizer, group: dict[str, Any],
 @contextmanager
 def extent(optimizer: torch.optim.Optimizer, group: dict[str, Any],
            parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    """The same without what would have to be copied."""
-    yield {} if has_eight_bits(optimizer) else storage(optimizer, group, parameter)
+    """The same without copies: moments in 8 bits are codes, to be measured and not to be read."""
+    if not has_eight_bits(optimizer):
+        yield storage(optimizer, group, parameter)
+    else:
+        yield {"weight": parameter.detach(), **codes(optimizer, group, parameter)}
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:

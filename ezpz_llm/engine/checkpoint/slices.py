@@ -80,7 +80,7 @@ class EngineState(ABC):
         """
 
     def extents(self) -> Iterable[Slice]:
-        """The same slices, without tensors where they would have to be read or copied."""
+        """The same slices, without tensors where they would have to be read, nor copies of what has fewer bits."""
         return self.slices()
 
     @property
