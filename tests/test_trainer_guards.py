@@ -50,8 +50,8 @@ def job(run_dir: Path, *options: str, poison: str = "0:0", ranks: int = 1) -> Do
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), *SMALL,
                *options, "--run-dir", str(run_dir)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POISON": poison}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
-    return Done(done.code, done.out, done.err)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture

@@ -40,17 +40,28 @@ def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:
     return {**kinds, "other": sum(left.values())}
 
 
-def _known(engine: Engine) -> dict[str, list[Any]]:
-    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
-    gradients = [parameter.grad for parameter in engine.module.parameters()]
+def gradient_bytes(engine: Engine) -> int:
+    """Bytes of the storages that hold gradients now."""
+    found: dict[int, int] = {}
+    for tensor in _gradients(engine):
+        _add(found, tensor)
+    return sum(found.values())
+
+
+def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
     # Stages 1 and 2 keep them by group, stage 3 as one flat buffer.
-    gradients += tree_leaves((getattr(zero, "averaged_gradients", None),
-                              getattr(zero, "grad_partitions_flat_buffer", None)))
+    return [*(parameter.grad for parameter in engine.module.parameters()),
+            *tree_leaves((getattr(zero, "averaged_gradients", None),
+                          getattr(zero, "grad_partitions_flat_buffer", None)))]
+
+
+def _known(engine: Engine) -> dict[str, list[Any]]:
+    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     slices = list(engine.training_state().extents())
     return {
         "parameters": [*parameters, *engine.module.parameters()],
-        "gradients": gradients,
+        "gradients": _gradients(engine),
         "moments": [part.tensors.get(kind) for part in slices for kind in ("exp_avg", "exp_avg_sq")],
         "master": [part.tensors.get("weight") for part in slices],
     }

@@ -31,11 +31,13 @@ class StepGate:
     Attributes:
         limit: of the norm before clipping; infinity refuses only what is not a number.
         norm: of the step that is about to be made, for engines that find it themselves.
+        at_step: called once, before the next step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.limit = math.inf
         self.norm: Tensor | None = None
+        self.at_step: Callable[[], None] | None = None
         self._measuring: GroupNorms | None = None
         self._device = device
         self._ask: Callable[[], Tensor | float] | None = None
@@ -67,6 +69,9 @@ class StepGate:
         return found
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.at_step is not None:
+            self.at_step()
+            self.at_step = None
         norm = self.norm if self._ask is None else self._ask()
         refused = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
         if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ezpz_llm.errors import UserError
+
 if TYPE_CHECKING:
     from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
 
@@ -38,7 +40,7 @@ class GroupNorms:
         self.decays: list[set[float]] = [set(), set()]
         self.strangers = torch.zeros((), device=device)
         self._by_storage: dict[int, list[Slice]] = {}
-        for piece in state.slices():
+        for piece in _slices(state):
             found = self._by_storage.setdefault(piece.tensors["weight"].untyped_storage().data_ptr(), [])
             if piece.primary:
                 found.append(piece)
@@ -106,6 +108,15 @@ class GroupNorms:
         for number, piece in enumerate(pieces):
             shares[number, GROUPS.index(_group(piece))] = 1 / piece.replicas
         self.sums[KINDS.index(kind)] += (squares @ shares.to(squares.device)).to(self.sums.device)
+
+
+def _slices(state: EngineState) -> Iterator[Slice]:
+    try:
+        yield from state.slices()
+    except KeyError as error:
+        raise UserError("the optimizer does not hold all of the model's parameters", where="the engine",
+                        instead="please report this with layout.json: such a run learns nothing",
+                        exit_code=1) from error
 
 
 def _group(piece: Slice) -> str:

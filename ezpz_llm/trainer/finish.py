@@ -17,6 +17,7 @@ from ezpz_llm.observe import (
 )
 from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.effect import without_effect
+from ezpz_llm.trainer.memory_table import Memory, memory_table
 from ezpz_llm.trainer.saving import account
 from ezpz_llm.trainer.session import Session
 
@@ -29,8 +30,9 @@ def finish(session: Session) -> int:
     for profile in session.profiles:
         profile.close()
     straggler, bubble = session.metrics.straggler(), session.metrics.bubble()
+    memory = session.memory.result(session.plan, session.dist)
     if session.dist.is_main:
-        report(session, straggler, bubble)
+        report(session, straggler, bubble, memory)
     if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
@@ -48,7 +50,7 @@ def finish(session: Session) -> int:
     return 1 if failed or not_learnt or session.unsaved is not None else 0
 
 
-def report(session: Session, straggler: Straggler | None, bubble: Bubble | None) -> None:
+def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory) -> None:
     """Print plots, tables and the closing block, and put the result into run.json."""
     run_dir = session.dist.run_dir
     summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
@@ -57,10 +59,11 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None)
     profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
     print("\n" + plot_run(run_dir, colour=colour))
     print(where_time_went(summary, session.dist.world_size, rich=colour))
+    print(memory_table(memory, rich=colour))
     print(final_text(summary, run_dir, profile), end="", flush=True)
     for remark in without_effect(run_dir):
         print(f"note: {remark}", flush=True)
     update_record(run_dir, val_loss=summary.val_loss, val_tokens=session.validation.predictions,
                   steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
                   sample_hash=session.position.sample_hash, checkpoints=account(session),
-                  summary=summary.as_record())
+                  summary=summary.as_record(), memory=memory.as_record())

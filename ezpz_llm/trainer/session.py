@@ -20,6 +20,7 @@ from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, Tr
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.guards import Guard
+from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.selfcheck import SelfChecks
@@ -74,6 +75,7 @@ class Session:
     saver: Saver
     guard: Guard
     checks: SelfChecks
+    memory: MemoryWatch
     taken: int = 0
     """The hash of the samples that this rank answers for in the step in progress (see position.py)."""
     saves: list[Saved] = field(default_factory=list)

@@ -53,6 +53,7 @@ from ezpz_llm.trainer.announce import announce
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
 from ezpz_llm.trainer.guards import Guard
+from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
 from ezpz_llm.trainer.position import Position
@@ -97,7 +98,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                    tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
                    first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                                                in_background=config.save_async), guard,
-                   SelfChecks(plan, first_step),
+                   SelfChecks(plan, first_step), MemoryWatch(engine),
                    hellaswag=hellaswag_items(config, data, dist))
 
 

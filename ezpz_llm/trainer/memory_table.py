@@ -1,0 +1,118 @@
+"""The memory of a rank: what arithmetic says beside what was measured."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ezpz_llm.certify.memory import gradient_bytes, held
+from ezpz_llm.dist import Dist
+from ezpz_llm.engine.activations import Pass, activation_bytes
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.memory import memory_per_rank, total
+from ezpz_llm.engine.precision import DTYPES
+from ezpz_llm.model.chunked_loss import chosen_chunk
+from ezpz_llm.model.kernel import attention_kernel
+from ezpz_llm.observe.tables import table
+from ezpz_llm.trainer.plan import RunPlan
+
+STATES = ("parameters", "gradients", "optimizer", "copy")
+_NAMES = {"copy": "optimizer's own copy of the parameters"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the rank that has most. `measured` has no member for what cannot be measured on the device."""
+
+    expected: dict[str, int]
+    elsewhere: dict[str, int]
+    """What of the states lies in host memory or in files, and not on the device; by kind."""
+    measured: dict[str, int]
+    peak: int
+    reserved: int | None
+    device: str
+
+    def as_record(self) -> dict[str, Any]:
+        return {"expected": self.expected, "elsewhere": self.elsewhere, "measured": self.measured,
+                "peak": self.peak, "reserved": self.reserved}
+
+
+class MemoryWatch:
+    """Looks at an engine's tensors: at its gradients just before a first step, at the rest for the result."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._gradients: int | None = None
+        engine.gate.at_step = self._look
+
+    def _look(self) -> None:
+        self._gradients = gradient_bytes(self._engine)
+
+    def result(self, plan: RunPlan, dist: Dist) -> Memory:
+        """The table's numbers. Collective."""
+        kinds = held(self._engine, {})
+        found = {"parameters": kinds["parameters"], "gradients": self._gradients or 0,
+                 "optimizer": kinds["moments"], "copy": kinds["master"]}
+        peak, reserved = _peak(dist.device)
+        numbers = torch.tensor([*found.values(), peak, reserved or 0], dtype=torch.int64, device=dist.device)
+        if dist.world_size > 1:
+            torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+        *states, peak, most_reserved = numbers.tolist()
+        measured = dict(zip(STATES, states, strict=True))
+        parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
+        expected = {kind: total(parts, "device", kind) for kind in STATES}
+        if plan.config.optimizer == "adamw_8bit":
+            expected["optimizer"] //= 4
+        if dist.device.type in ("cuda", "xpu"):
+            # What states do not account for; offloaded ones are not on the device.
+            measured["activations"] = peak - sum(measured[kind] for kind in STATES if expected[kind])
+        return Memory({**expected, "activations": activation_bytes(plan.resolved.layout, plan.model,
+                                                                  _pass(plan, dist.device))},
+                      {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in STATES},
+                      measured, peak, most_reserved if reserved is not None else None, dist.device.type)
+
+
+def memory_table(memory: Memory, rich: bool = False) -> str:
+    """The table as text."""
+    rows = []
+    for kind, expected in memory.expected.items():
+        elsewhere = memory.elsewhere.get(kind, 0)
+        if not expected and not elsewhere and not memory.measured.get(kind):
+            continue
+        name = _NAMES.get(kind, kind) + (" (not on the device)" if elsewhere else "")
+        measured = memory.measured.get(kind)
+        rows.append([name, _gigabytes(expected + elsewhere), "-" if measured is None else _gigabytes(measured)])
+    footer = ("sum, and peak", _gigabytes(sum(memory.expected.values()) + sum(memory.elsewhere.values())),
+              _gigabytes(memory.peak))
+    text = table("Memory in GB of the rank that has most", ("", "arithmetic", "measured"), rows, footer=footer,
+                 rich=rich)
+    if memory.reserved is not None:
+        return text + f"  The allocator reserved {_gigabytes(memory.reserved)} GB at most.\n"
+    return text + "  The peak is the whole process's, with Python, libraries and data.\n"
+
+
+def _pass(plan: RunPlan, device: torch.device) -> Pass:
+    config, model, batch, precision = plan.config, plan.model, plan.resolved.batch, plan.resolved.precision
+    kernel = attention_kernel(model, batch.micro_batch, device, DTYPES.get(precision, torch.float32),
+                              config.attention == "explicit")
+    chunk = config.loss_chunk
+    if chunk is None:
+        chunk = chosen_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
+                             model.padded_vocab_size // plan.resolved.layout.tp, device.type)
+    return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
+                device.type == "cpu")
+
+
+def _peak(device: torch.device) -> tuple[int, int | None]:
+    """The most that was allocated, and reserved; on devices that do not count, the process's largest size."""
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        return module.max_memory_allocated(device), module.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, None
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f}"

@@ -1,0 +1,190 @@
+"""What a run checks of itself, each with the fault planted."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from ezpz_llm.engine import group_norms, torch_engine
+from ezpz_llm.engine.activations import Pass, activation_bytes, block_bytes
+from ezpz_llm.engine.layout import Layout
+from ezpz_llm.engine.precision import autocast_forward
+from ezpz_llm.errors import UserError
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.decay import decay_counts, decay_groups
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.head import configure_head
+from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.recompute import recompute_blocks
+from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, update_record, write_json
+from ezpz_llm.trainer import start
+from ezpz_llm.trainer.effect import without_effect
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.run import run
+from ezpz_llm.trainer.selfcheck import check_stepped, first_loss
+
+SMALL = ["--n-layer", "2", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
+         "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
+         "--device", "cpu", "--ds-config", "ddp", "--save-every", "-1"]
+
+
+def train(folder, *options: str) -> int:
+    return run(parse([*SMALL, *options, "--run-dir", str(folder)]))
+
+
+def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
+    assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch", "2") == 0
+    lines = list(read_lines(RunDir(tmp_path / "run").metrics))
+    assert lines[-1]["loss"] < 1
+    record = read_record(RunDir(tmp_path / "run"))
+    assert record["samples_consumed"] == 0
+    out = capsys.readouterr().out
+    assert "the optimizer steps all 122,624 parameters: 10 tensors / 120,832 with weight decay 0.1, 18 " in out
+    assert "first loss 5." in out
+    assert "warning" not in out.split("checks")[1].split("\n\n")[0]
+    assert record["memory"]["measured"]["parameters"] == record["memory"]["expected"]["parameters"] == 4 * 122_624
+    assert record["memory"]["measured"]["gradients"] == 4 * 122_624
+    assert record["memory"]["measured"]["optimizer"] == pytest.approx(8 * 122_624, rel=1e-2)  # and counts of steps
+    assert "Memory in GB" in out
+
+
+def test_a_model_that_does_not_learn_fails_the_run(tmp_path, capsys):
+    assert train(tmp_path / "run", "--steps", "10", "--overfit-one-batch", "true", "--lr", "1e-6") == 1
+    assert "one batch was not learnt by heart" in capsys.readouterr().err
+
+
+def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
+    """Made before the model was copied, as a wrapper may copy it: it would leave the loss where it was."""
+    make = torch_engine.make_adamw
+
+    def stale(groups, adam):
+        return make([{**group, "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]}
+                     for group in groups], adam)
+
+    monkeypatch.setattr(torch_engine, "make_adamw", stale)
+    with pytest.raises(UserError, match="does not hold all of the model's parameters"):
+        train(tmp_path / "run", "--steps", "2")
+
+
+def test_an_optimizer_that_forgets_a_tensor_ends_the_run(tmp_path, monkeypatch):
+    """A tensor that is frozen by mistake has no gradient, and no optimizer steps it."""
+    inner = group_norms.GroupNorms._pieces
+
+    def without_last(self, parameter, group):
+        return [] if parameter is group["params"][-1] else inner(self, parameter, group)
+
+    monkeypatch.setattr(group_norms.GroupNorms, "_pieces", without_last)
+    with pytest.raises(UserError, match="the optimizer steps 104,448 parameters that decay"):
+        train(tmp_path / "run", "--steps", "2")
+
+
+def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
+    def matrices_of_three(model, weight_decay):
+        """`dim > 2` decays nothing."""
+        groups = decay_groups(model, weight_decay)
+        return [{**groups[0], "weight_decay": 0.0}, groups[1]]
+
+    monkeypatch.setattr(start, "decay_groups", matrices_of_three)
+    with pytest.raises(UserError, match="weight decays"):
+        train(tmp_path / "run", "--steps", "2")
+
+
+def test_what_is_none_of_the_models_parameters_is_counted():
+    model = get_model_config("tiny-gpt2")
+    elements = [size for _, size in decay_counts(model)]
+    assert "all" in check_stepped(model, elements, 0, [{0.1}, {0.0}], 0.1)
+    for wrong in (([elements[0] - 1, elements[1]], 0), (elements, 3)):
+        with pytest.raises(UserError):
+            check_stepped(model, *wrong, [{0.1}, {0.0}], 0.1)
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), [
+    ("gpt2-124m", (10.95, 10.93), (10.60, 12.5)), ("llama3-1b", (12.26,), (11.78,)),
+])
+def test_the_band_of_a_first_loss(name, good, bad):
+    model = get_model_config(name)
+    assert not any("warning" in first_loss(model, loss) for loss in good)
+    assert all("warning" in first_loss(model, loss) for loss in bad)
+
+
+def record(folder, losses, **config) -> RunDir:
+    """A run of which just what is compared is there."""
+    run_dir = RunDir(folder)
+    folder.mkdir()
+    settings = {"compile": False, "seed": 1337, **config}
+    update_record(run_dir, config=settings, precision=settings.pop("precision", "fp32"), model={"n_layer": 2})
+    write_json(run_dir.layout, {"layout": {"name": "ddp"}, "batch": {"global_batch": 4}, "clip": 1.0})
+    for step, loss in enumerate(losses, 1):
+        append_line(run_dir.metrics, {"step": step, "loss": loss})
+    return run_dir
+
+
+def test_a_switch_that_left_the_losses_as_they_were_is_named(tmp_path):
+    losses = [5.0 - step / 7 for step in range(12)]
+    ours = record(tmp_path / "b", losses, compile=True)
+    assert without_effect(ours) == []
+    record(tmp_path / "a", losses)
+    told = without_effect(ours)
+    assert told == ["compile True had no effect: the first 10 losses equal those of a, with compile False, to the "
+                    "last bit"]
+    nearly = [*losses[:9], losses[9] + sys.float_info.epsilon * 4, *losses[10:]]
+    record(tmp_path / "rounded", nearly)
+    record(tmp_path / "two switches", losses, precision="bf16")
+    record(tmp_path / "seed", losses, seed=7)
+    record(tmp_path / "short", losses[:9])
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "run.json").write_text(json.dumps([1, 2]))
+    assert without_effect(ours) == told
+
+
+def test_a_precision_that_is_at_work_is_not_named(tmp_path, capsys):
+    for precision in ("fp32", "bf16"):
+        assert train(tmp_path / precision, "--steps", "12", "--precision", precision) == 0
+    assert "had no effect" not in capsys.readouterr().out
+
+
+def test_a_switch_without_effect_is_named_at_the_end_of_a_run(tmp_path, capsys, monkeypatch):
+    assert train(tmp_path / "plain", "--steps", "12") == 0
+    monkeypatch.setattr(start, "compile_blocks", lambda model: None)
+    assert train(tmp_path / "compiled", "--steps", "12", "--compile", "true") == 0
+    assert "note: compile True had no effect: the first 10 losses equal those of plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize(("precision", "recompute", "chunk"), [("fp32", 0, 0), ("fp32", 2, 64), ("bf16", 0, 64),
+                                                               ("bf16", 1, 0)])
+def test_activations_by_arithmetic_are_what_autograd_keeps(shape, precision, recompute, chunk):
+    config = get_model_config(f"tiny-{shape}", n_layer=4)
+    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True)
+    tokens, e = 2 * config.block_size, 4 if precision == "fp32" else 2
+    passing = tokens * 4 * config.padded_vocab_size if not chunk else chunk * config.padded_vocab_size * (4 + e)
+    if recompute:
+        passing += tokens * block_bytes(config, 1, work)
+    expected = activation_bytes(Layout("ddp", "ddp", None), config, work) - passing
+    assert kept(config, precision, recompute, chunk) == pytest.approx(expected, rel=0.05)
+
+
+def kept(config, precision: str, recompute: int, chunk: int) -> int:
+    """Bytes that a forward pass of 2 sequences leaves for the backward pass, parameters excepted."""
+    model = GPT(config)
+    init_weights(model, config, 1)
+    recompute_blocks(model, recompute)
+    configure_head(model, chunk)
+    autocast_forward(model, torch.device("cpu"), precision)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    tokens = torch.randint(config.vocab_size, (2, config.block_size + 1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.requires_grad
+    return sum(size for size, _ in saved.values())
