@@ -48,7 +48,7 @@ def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
     assert record["memory"]["measured"]["parameters"] == record["memory"]["expected"]["parameters"] == 4 * 122_624
     assert record["memory"]["measured"]["gradients"] == 4 * 122_624
     assert record["memory"]["measured"]["optimizer"] == pytest.approx(8 * 122_624, rel=1e-2)  # and counts of steps
-    assert "Memory in GB" in out
+    assert "Memory in MB" in out
 
 
 def test_a_model_that_does_not_learn_fails_the_run(tmp_path, capsys):

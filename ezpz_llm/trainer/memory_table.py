@@ -20,7 +20,7 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES = ("parameters", "gradients", "optimizer", "copy")
-_NAMES = {"copy": "optimizer's own copy of the parameters"}
+_NAMES = {"copy": "copy for the optimizer"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,6 @@ class MemoryWatch:
         measured = dict(zip(STATES, states, strict=True))
         parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
         expected = {kind: total(parts, "device", kind) for kind in STATES}
-        if plan.config.optimizer == "adamw_8bit":
-            expected["optimizer"] //= 4
         if dist.device.type in ("cuda", "xpu"):
             # What states do not account for; offloaded ones are not on the device.
             measured["activations"] = peak - sum(measured[kind] for kind in STATES if expected[kind])
@@ -77,20 +75,23 @@ class MemoryWatch:
 
 def memory_table(memory: Memory, rich: bool = False) -> str:
     """The table as text."""
+    states = sum(memory.expected.values()) + sum(memory.elsewhere.values())
+    unit, size, digits = ("GB", 1e9, 2) if states >= 1e9 else ("MB", 1e6, 1)
+
+    def show(count: int | None) -> str:
+        return "-" if count is None else f"{count / size:.{digits}f}"
+
     rows = []
     for kind, expected in memory.expected.items():
         elsewhere = memory.elsewhere.get(kind, 0)
-        if not expected and not elsewhere and not memory.measured.get(kind):
-            continue
-        name = _NAMES.get(kind, kind) + (" (not on the device)" if elsewhere else "")
         measured = memory.measured.get(kind)
-        rows.append([name, _gigabytes(expected + elsewhere), "-" if measured is None else _gigabytes(measured)])
-    footer = ("sum, and peak", _gigabytes(sum(memory.expected.values()) + sum(memory.elsewhere.values())),
-              _gigabytes(memory.peak))
-    text = table("Memory in GB of the rank that has most", ("", "arithmetic", "measured"), rows, footer=footer,
-                 rich=rich)
+        if expected or elsewhere or measured:
+            rows.append([_NAMES.get(kind, kind) + (" (not on the device)" if elsewhere else ""),
+                         show(expected + elsewhere), show(measured)])
+    text = table(f"Memory in {unit} of the rank that has most", ("", "arithmetic", "measured"), rows,
+                 footer=("sum, and peak", show(states), show(memory.peak)), rich=rich)
     if memory.reserved is not None:
-        return text + f"  The allocator reserved {_gigabytes(memory.reserved)} GB at most.\n"
+        return text + f"  The allocator reserved {show(memory.reserved)} {unit} at most.\n"
     return text + "  The peak is the whole process's, with Python, libraries and data.\n"
 
 
@@ -112,7 +113,3 @@ def _peak(device: torch.device) -> tuple[int, int | None]:
         module = torch.get_device_module(device)
         return module.max_memory_allocated(device), module.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, None
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3f}"
