@@ -233,8 +233,9 @@ def test_two_run_directories(alone, tmp_path):
 
 
 def test_degrees_that_do_not_divide_the_world(alone):
-    with pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 ranks"):
-        setup(device="cpu").arrange(tp=2)
+    with (setup(device="cpu") as dist,
+          pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 ranks")):
+        dist.arrange(tp=2)
 
 
 def test_a_place_that_cannot_be_written_leaves_the_environment_as_it_was(alone, tmp_path):
