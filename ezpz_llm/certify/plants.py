@@ -111,7 +111,8 @@ def _unmarked_tp(engine: Engine, dist: Dist) -> None:
     if engine.layout.zero_stage != 0:
         return
     right = [placement_of(name, parameter) for name, parameter in named]  # which ours reads, and the comparison too
-    wrong = [replace(placement, primary=dist.mesh.tp_rank == 0) for placement in right]
+    # What is divided counts on the first rank alone, and what all hold on each.
+    wrong = [replace(placement, primary=dist.mesh.tp_rank == 0 or not placement.primary) for placement in right]
     inner = engine.step
 
     def step(lr: float) -> Any:
