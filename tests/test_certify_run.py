@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,11 @@ ON_ONE_LAYOUT = ["gradients-x2", "dropped-bucket", "accumulation-not-divided", "
                  "wrong-mask", "shifted-targets", "duplicated-data", "untied-head"]
 
 
-def certify(folder: Path, *words: str, timeout: float = 280) -> tuple[int, str, list[dict]]:
+def certify(folder: Path, *words: str, timeout: float = 280, **env: str) -> tuple[int, str, list[dict]]:
     """Exit code, output and results of a run."""
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--run-dir",
-                           str(folder / "run"), *words], cwd=folder, env=ENV, capture_output=True, text=True,
-                          timeout=timeout, check=False)
+                           str(folder / "run"), *words], cwd=folder, env={**ENV, **env}, capture_output=True,
+                          text=True, timeout=timeout, check=False)
     kept = folder / "run" / "certify.json"
     results = json.loads(kept.read_text())["results"] if kept.exists() else []
     return done.returncode, done.stdout + done.stderr, results
@@ -184,6 +185,38 @@ def test_ranks_of_a_launch_certify_what_fits_them(tmp_path: Path) -> None:
     assert kept["passed"]
     assert {"torch", "deepspeed"} <= set(kept["environment"]["versions"])
     assert kept["recipe"]["seed"] == recipe.SEED
+
+
+def test_ranks_that_cannot_be_set_up_fail_every_cell_at_once(tmp_path: Path) -> None:
+    """One launch, not one a cell."""
+    code, said, results = certify(tmp_path, "--layouts", "ddp,zero1", "--world", "2", "--model", "tiny-gpt2",
+                                  "--dtype", "fp32", GLOO_SOCKET_IFNAME="nosuch0")
+    assert code == 1, said
+    assert [one["passed"] for one in results] == [False, False]
+    assert said.count("2 ranks: 2 to certify") == 1
+    assert "nosuch0" in said
+
+
+def test_a_certify_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
+    marker = f"certify-{uuid.uuid4().hex}"
+    begun = subprocess.Popen([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--layouts", "ddp",
+                              "--world", "2"], cwd=tmp_path, env={**ENV, "EZPZ_LLM_TEST_MARKER": marker},
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert any("reference:" in line for line in begun.stdout)
+        begun.terminate()
+        begun.communicate(timeout=60)
+    finally:
+        begun.kill()
+    assert begun.returncode == 143
+    assert [path for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, marker)] == []
+
+
+def _holds(path: Path, marker: str) -> bool:
+    try:
+        return marker.encode() in path.read_bytes()
+    except OSError:
+        return False
 
 
 @pytest.mark.slow
