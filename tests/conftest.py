@@ -1,13 +1,15 @@
-"""Simulated clusters for tests, started when the first test wants one."""
+"""Simulated clusters for tests, started when the first test wants one; and an environment that stays clean."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from simcluster.cluster import Cluster, missing
 
 _SETTLED = ("cluster", "gpu_cluster", "host_cluster")
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "EZPZ_LLM_RUN_DIR")
 _FIXTURES = (*_SETTLED, "wide_cluster")
 
 
@@ -56,6 +58,14 @@ def host_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def wide_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Slurm and sshd on eight nodes with two slots each, for jobs that run at the same time, across tests."""
     yield from _started(tmp_path_factory, nodes=8)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank() -> Iterator[None]:
+    """No test leaves variables of a rank behind, which the processes of later ones would take for theirs."""
+    yield
+    left = {name: os.environ.pop(name) for name in _OF_A_RANK if name in os.environ}
+    assert not left, left
 
 
 @pytest.fixture(autouse=True)

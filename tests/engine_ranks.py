@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from rank_jobs import sequences
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,14 +38,6 @@ BLOCK = 32
 CONFIGS = {shape: replace(get_model_config(f"tiny-{shape}", n_layer=2, n_head=2, n_kv_head=1 + (shape == "gpt2"),
                                            n_embd=32, block_size=BLOCK), vocab_size=64)
            for shape in ("gpt2", "llama")}
-
-
-def sequences(generator: torch.Generator) -> torch.Tensor:
-    """(GLOBAL_BATCH, block_size + 1) tokens of a language with two successors a symbol, so that losses fall."""
-    rows = [torch.randint(0, 64, (GLOBAL_BATCH,), generator=generator)]
-    for choice in torch.randint(0, 2, (BLOCK, GLOBAL_BATCH), generator=generator):
-        rows.append((5 * rows[-1] + 7 * choice + 1) % 64)
-    return torch.stack(rows, dim=1)
 
 
 def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> Engine:
@@ -78,7 +71,7 @@ def train(dist: Dist, name: str, precision: str) -> dict:
     rounds = count_rounds(engine)
     losses, norms = [], []
     for step in range(STEPS):
-        data = sequences(torch.Generator().manual_seed(step))
+        data = sequences(step, GLOBAL_BATCH, BLOCK + 1)
         mine = data.chunk(dp_size)[dist.mesh.dp_rank].chunk(ACCUMULATION)
         total = torch.zeros(())
         for index, part in enumerate(mine):
@@ -88,7 +81,7 @@ def train(dist: Dist, name: str, precision: str) -> dict:
             total += loss.detach() / ACCUMULATION
         norms.append(gathered(engine.step(2e-3 * (1 + math.cos(math.pi * step / STEPS))), dp_size))
         losses.append(sum(gathered(total, dp_size)) / dp_size)
-    held_out = sequences(torch.Generator().manual_seed(STEPS))
+    held_out = sequences(STEPS, GLOBAL_BATCH, BLOCK + 1)
     with engine.evaluating():
         modes = [engine.module.training]
         evaluated = gathered(engine.module(held_out[:, :-1], held_out[:, 1:]), dp_size)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_jobs import sequences
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
@@ -52,15 +53,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def config_of(shape: str) -> ModelConfig:
     return replace(get_model_config(f"tiny-{shape}", n_layer=1, n_head=4, n_kv_head=4 if shape == "gpt2" else 2,
                                     n_embd=512, block_size=BLOCK), vocab_size=64, tied=shape == "gpt2")
-
-
-def sequences(seed: int) -> torch.Tensor:
-    """(GLOBAL_BATCH, BLOCK + 1) tokens of a language with two successors a symbol, so that losses fall."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(0, 64, (GLOBAL_BATCH,), generator=generator)]
-    for choice in torch.randint(0, 2, (BLOCK, GLOBAL_BATCH), generator=generator):
-        rows.append((5 * rows[-1] + 7 * choice + 1) % 64)
-    return torch.stack(rows, dim=1)
 
 
 class Run:
@@ -97,7 +89,8 @@ class Run:
         """Losses and norms of these steps, with clipping, decay and a moving learning rate."""
         losses, norms = [], []
         for step in range(first, stop):
-            mine = sequences(step).chunk(self.dist.world_size)[self.dist.rank % self.dist.world_size]
+            parts = sequences(step, GLOBAL_BATCH, BLOCK + 1).chunk(self.dist.world_size)
+            mine = parts[self.dist.rank % self.dist.world_size]
             rate = 1e-4 * (1 + math.cos(math.pi * step / STEPS))
             loss, norm = self.engine.train_step(((part[:, :-1], part[:, 1:]) for part in mine.chunk(ACCUMULATION)),
                                                 rate, lambda phase: nullcontext())
@@ -108,7 +101,7 @@ class Run:
         return losses, norms
 
     def evaluate(self) -> list[float]:
-        data = sequences(STEPS)
+        data = sequences(STEPS, GLOBAL_BATCH, BLOCK + 1)
         with self.engine.evaluating():
             return self.gathered(self.engine.loss_sum(data[:, :-1], data[:, 1:]))
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_jobs import sequences
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
@@ -47,15 +48,6 @@ def config_of(shape: str, options: list[str]) -> ModelConfig:
     vocab_size = 3000 if "wide" in options else 64
     return replace(get_model_config(f"tiny-{shape}", **small), vocab_size=vocab_size, tied=shape == "gpt2",
                    dropout=dropout)
-
-
-def sequences(seed: int, count: int) -> torch.Tensor:
-    """(count, BLOCK + 1) tokens of a language with two successors a symbol, so that losses fall."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(0, 64, (count,), generator=generator)]
-    for choice in torch.randint(0, 2, (BLOCK, count), generator=generator):
-        rows.append((5 * rows[-1] + 7 * choice + 1) % 64)
-    return torch.stack(rows, dim=1)
 
 
 class Run:
@@ -100,7 +92,7 @@ class Run:
         """Losses and norms of these steps, with clipping, decay and a moving learning rate."""
         mesh, losses, norms = self.dist.mesh, [], []
         for step in range(first, stop):
-            data = sequences(step, self.resolved.batch.global_batch)
+            data = sequences(step, self.resolved.batch.global_batch, BLOCK + 1)
             mine = data.chunk(mesh.dp_size)[mesh.dp_rank].chunk(self.accumulation)
             rate = 1e-3 * (1 + math.cos(math.pi * step / STEPS))
             loss, norm = self.engine.train_step(((part[:, :-1], part[:, 1:]) for part in mine), rate, self._span)
@@ -119,7 +111,7 @@ class Run:
     def result(self) -> dict[str, Any]:
         """All of STEPS steps and what the model is worth then."""
         losses, norms = self.train(0, STEPS)
-        held_out, mesh = sequences(STEPS, 4), self.dist.mesh
+        held_out, mesh = sequences(STEPS, 4, BLOCK + 1), self.dist.mesh
         with self.engine.evaluating():
             parts = self.gathered(self.engine.loss_sum(held_out[:, :-1], held_out[:, 1:]))
             logits = self.engine.next_logits(held_out[:, :9])

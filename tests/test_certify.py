@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,11 @@ from ezpz_llm.certify.plants import PLANTS
 from ezpz_llm.certify.report import all_passed, as_json, closing
 from ezpz_llm.certify.textbook import textbook
 from ezpz_llm.engine import ds_config
+from ezpz_llm.engine.memory import memory_per_rank
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import parameter_count
+
+ROOT = Path(__file__).parents[1]
 
 
 def planned(*words: str, world_size: int | None = None):
@@ -45,7 +50,7 @@ def test_layouts_are_certified_in_their_natural_worlds() -> None:
 
 def test_the_quick_choice_has_every_layout_once_in_fp32_and_some_bf16() -> None:
     names = ds_config.names()
-    cells = quick_cells(names)
+    cells = quick_cells(names, None, recipe.MODELS, recipe.DTYPES)
     assert sorted(cell.layout for cell in cells if cell.dtype == "fp32") == sorted(names)
     assert {cell.model for cell in cells} == set(recipe.MODELS)
     assert sum(cell.dtype == "bf16" for cell in cells) == 2
@@ -61,6 +66,27 @@ def test_every_cell_steps_on_the_same_batch() -> None:
         assert batch.accumulation > 1
 
 
+def test_the_quick_choice_keeps_to_what_is_asked_for() -> None:
+    work = planned("--quick", "--layouts", "ddp,zero3", "--dtype", "bf16", "--model", "tiny-llama", "--world", "4")
+    assert [(cell.layout, cell.world, cell.model, cell.dtype) for cell in work.cells] == [
+        ("ddp", 4, "tiny-llama", "bf16"), ("zero3", 4, "tiny-llama", "bf16")]
+
+
+def test_a_fault_is_planted_where_it_can_be() -> None:
+    work = planned("--layouts", "ddp,zero1", "--plant", "early-sync,gradients-x2", "--model", "tiny-gpt2",
+                   "--dtype", "fp32", "--world", "1,2")
+    assert [(cell.plant, cell.layout, cell.world) for cell in work.cells if cell.plant == "early-sync"] == [
+        ("early-sync", "ddp", 2)]
+    assert len(work.cells) == 1 + 4
+
+
+def test_nothing_to_certify_says_which_worlds_would_do() -> None:
+    with pytest.raises(UserError) as caught:
+        planned("--layouts", "tp2,3d", "--world", "3")
+    assert "3d: 3 ranks cannot be divided" in caught.value.found
+    assert caught.value.instead == "--world 2 or 4 or 8"
+
+
 def test_an_illegal_world_is_skipped_with_its_reason() -> None:
     work = planned("--layouts", "ddp,tp2", "--world", "1")
     assert {cell.layout for cell in work.cells} == {"ddp"}
@@ -72,6 +98,8 @@ def test_an_illegal_world_is_skipped_with_its_reason() -> None:
     (["--layouts", "zero5"], "zero5"), (["--model", "tiny-gpt3"], "tiny-gpt3"), (["--dtype", "fp64"], "fp64"),
     (["--world", "two"], "two"), (["--world", "0"], "0"), (["--steps", "1"], "1 steps"),
     (["--plant", "gradients-x3"], "gradients-x3"), (["--layouts", ","], "empty"),
+    (["--write-docs", "--layouts", "ddp"], "a row for every layout"), (["--write-docs", "--quick"], "whole matrix"),
+    (["--json", "."], "is a folder"),
     (["--layouts", "tp2", "--world", "1"], "nothing to certify"),
     (["--layouts", "zero2", "--plant", "unmarked-tp"], "not tensor-parallel"),
     (["--layouts", "ddp", "--world", "1", "--plant", "duplicated-data"], "no second data-parallel rank"),
@@ -85,8 +113,12 @@ def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
 
 
 def test_under_launch_only_what_fits_the_ranks_is_done() -> None:
-    work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
+    work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
     assert {cell.world for cell in work.cells} == {2}
+    assert len(work.cells) == 2 * 2 * 2
+    work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
+    assert [(cell.layout, cell.world, cell.dtype) for cell in work.cells] == [
+        ("ddp", 2, "fp32"), ("tp2", 2, "fp32"), ("tp2", 2, "bf16")]
     with pytest.raises(UserError, match="started on 2 ranks"):
         planned("--world", "4", world_size=2)
 
@@ -170,6 +202,7 @@ def test_a_record_is_json_with_a_line_a_result() -> None:
     assert json.loads(as_json(kept)) == kept
     assert as_json(kept).count("\n") == 7
     assert json.loads(as_json({"passed": False, "results": []})) == {"passed": False, "results": []}
+    assert '"bound": null' in as_json({"passed": False, "results": [{"bound": math.inf}]})
 
 
 def test_every_fault_that_was_asked_for_can_be_planted() -> None:
@@ -191,6 +224,22 @@ def test_the_textbook_has_the_papers_volumes() -> None:
     assert book["tp2"]["all_reduce"] > 4 * (4 * config.n_layer + 2) * tokens * config.n_embd
 
 
+def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path) -> None:
+    """What is computed, not measured, is the same today; and the page is the certificate's."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+    assert kept["passed"]
+    assert {one["layout"] for one in kept["results"]} == set(ds_config.names())
+    for one in kept["results"]:
+        cell = Cell(one["layout"], one["world"], one["model"], one["dtype"])
+        config, resolved = recipe.model_config(cell.model), resolve_cell(cell, "cpu")
+        assert one["arithmetic"] == [asdict(part) for part in memory_per_rank(resolved.layout, config, cell.world)]
+        assert one["textbook"] == textbook(resolved.layout, config, resolved.batch)
+    page = tmp_path / "layouts.md"
+    shutil.copy(ROOT / "docs" / "layouts.md", page)
+    write_docs(kept, page)
+    assert page.read_text() == (ROOT / "docs" / "layouts.md").read_text()
+
+
 def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
     page = tmp_path / "layouts.md"
     page.write_text("# Layouts\n\nprose\n")
@@ -198,7 +247,7 @@ def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
             "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
             "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
                          "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
-                         "memory": [{"parameters": 12, "gradients": 4, "other": 4}],
+                         "memory": [{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
                          "arithmetic": [{"bytes": 16, "where": "device"}],
                          "collectives": [{"ranks": [0, 1], "kinds": {"all_reduce": {"count": 1, "bytes": 8}}}]}]}
     write_docs(kept, page)

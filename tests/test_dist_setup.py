@@ -132,6 +132,16 @@ def test_a_single_process_needs_nothing(alone, tmp_path):
     assert "LOCAL_SIZE" not in os.environ
 
 
+def test_libraries_are_told_the_device_that_they_take_the_local_rank_for(alone, tmp_path, monkeypatch):
+    """A rank that sees only its own device has device 0, whatever its local rank; DeepSpeed reads LOCAL_RANK."""
+    for name, value in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "1")):
+        alone.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setattr("ezpz_llm.dist.setup.choose_device", lambda asked, info: torch.device("cuda", 2))
+    with setup(run_dir=tmp_path / "run"):
+        assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("2", "2")
+    assert (os.environ.get("LOCAL_RANK"), os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (None, "0")
+
+
 def test_a_single_process_in_a_job_of_two_hosts_says_how_to_launch(capsys):
     """A batch script and an salloc shell have SLURM_NTASKS=4, and are no ranks."""
     command = ("python3", "train.py", "--hf-token", "secret")
@@ -233,8 +243,9 @@ def test_two_run_directories(alone, tmp_path):
 
 
 def test_degrees_that_do_not_divide_the_world(alone):
-    with pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 ranks"):
-        setup(device="cpu").arrange(tp=2)
+    with (setup(device="cpu") as dist,
+          pytest.raises(UserError, match="tp 2 x pp 1 x sp 1 = 2 does not divide 1 ranks")):
+        dist.arrange(tp=2)
 
 
 def test_a_place_that_cannot_be_written_leaves_the_environment_as_it_was(alone, tmp_path):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_jobs import results_of
 
 SCRIPT = Path(__file__).with_name("divided_ranks.py")
 STAGES = ("ddp,sp2", "zero0,sp2", "sp2", "zero2,sp2", "zero3,sp2", "fsdp2,sp2")
@@ -25,27 +21,18 @@ LOSS_BOUND = {"fp32": 1e-5, "bf16": 4e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
 
 
-def results_of(folder: Path, runs: list[str], ranks: int) -> dict[str, Any]:
-    command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder),
-               *runs]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results_of(tmp_path_factory.mktemp("two"), [*TWO, *OTHERS], 2)
+    return results_of(SCRIPT, tmp_path_factory.mktemp("two"), [*TWO, *OTHERS], 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results_of(tmp_path_factory.mktemp("four"), FOUR, 4)
+    return results_of(SCRIPT, tmp_path_factory.mktemp("four"), FOUR, 4)
 
 
 def test_one_rank_is_enough_for_fsdp2(tmp_path: Path) -> None:
-    check("fp32:llama:fsdp2", results_of(tmp_path, ["fp32:llama:fsdp2"], 1)["fp32:llama:fsdp2"])
+    check("fp32:llama:fsdp2", results_of(SCRIPT, tmp_path, ["fp32:llama:fsdp2"], 1)["fp32:llama:fsdp2"])
 
 
 def largest(pair: list[list[float]], *, relative: bool = False) -> float:

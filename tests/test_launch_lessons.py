@@ -75,10 +75,10 @@ def test_ranks_are_read_from_one_table() -> None:
     assert "SLURM_LOCALID" in names
     assert "SLURM_LOCAL_ID" not in names
     allowed = {"ezpz_llm/launch/ranks.py", "ezpz_llm/launch/variables.py", "ezpz_llm/dist/setup.py",
-               "ezpz_llm/launch/dialects/on_node.py", "ezpz_llm/engine/pipeline_engine.py"}
+               "ezpz_llm/launch/dialects/on_node.py"}
     reads = {(file, node.value) for file, tree in _sources() for node in ast.walk(tree)
              if isinstance(node, ast.Constant) and node.value in names - {"SLURM_PROCID", "SLURM_LOCALID"}}
-    # setup and pipeline_engine tell DeepSpeed, on_node takes the outer launcher's away.
+    # setup tells DeepSpeed, on_node takes the outer launcher's away.
     assert {file for file, _ in reads} <= allowed, reads
 
 

@@ -174,6 +174,10 @@ def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> N
     assert zero(2, model=model)["offload_param"]["buffer_size"] == table // 2
     assert zero(8, model=model)["offload_param"]["buffer_size"] == table // 8
     assert zero(2, model=get_model_config("tiny-gpt2"))["offload_param"]["buffer_size"] == 2 ** 18
+    # Tensor-parallel ranks divide the table, and each has all positions.
+    long = get_model_config("tiny-gpt2", n_embd=384, n_head=6, block_size=4096)
+    assert zero(4, model=model, tp=2)["offload_param"]["buffer_size"] == table // 4
+    assert zero(2, model=long, tp=2)["offload_param"]["buffer_size"] == 4096 * 384
     both = resolve(own(tmp_path, offload_optimizer={"pipeline_read": True}), world_size=2, model=model)
     assert both.deepspeed["zero_optimization"]["offload_optimizer"]["buffer_count"] == 8
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_jobs import results_of
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import get_model_config
@@ -31,23 +27,14 @@ LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
 
 
-def results_of(folder: Path, runs: list[str], ranks: int) -> dict[str, Any]:
-    command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder),
-               *runs]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results_of(tmp_path_factory.mktemp("two"), ["parts", *TWO, *UNDIVIDED, *UNMARKED, LATER], 2)
+    return results_of(SCRIPT, tmp_path_factory.mktemp("two"), ["parts", *TWO, *UNDIVIDED, *UNMARKED, LATER], 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results_of(tmp_path_factory.mktemp("four"), FOUR, 4)
+    return results_of(SCRIPT, tmp_path_factory.mktemp("four"), FOUR, 4)
 
 
 def check(run: str, result: dict[str, Any]) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.certify.cells import natural_worlds
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.engine import ds_config
 from ezpz_llm.engine.checkpoint.folder import STATE, complete, find, read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record
@@ -112,6 +114,28 @@ def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp
     records = [read_record(RunDir(run_dir)) for run_dir in (whole, resumed)]
     assert records[0]["sample_hash"] == records[1]["sample_hash"]
     assert records[0]["val_loss"] == records[1]["val_loss"]
+
+
+ALSO = ["fsdp2", "pp2_tp2", "sp2", "tiled"]
+REST = [name for name in ds_config.names() if name not in (*ALSO, "zero1")]
+
+
+@pytest.mark.parametrize("layout", [*ALSO, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished, tmp_path):
+    """As zero1 does on the way to `finished`; that losses are the same is certify's to show."""
+    run_dir = tmp_path / "run"
+    ranks = next(world for world in natural_worlds(layout) if world > 1)
+    done = train(*SMALL, "--steps", "10", "--eval-every", "10", "--ds-config", layout, "--global-batch", "8",
+                 "--lr", "1e-3", "--warmup-steps", "1", ranks=ranks, run_dir=run_dir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = losses(run_dir)
+    assert len(found) == 10
+    assert found[-1] < found[0] - 0.2
+    assert read_record(RunDir(run_dir))["val_loss"] < found[0] - 0.2
+    assert "sample after step 10" in done.stdout
+    assert len(complete(RunDir(run_dir).checkpoints)) == 1
+    assert {path.name for path in RunDir(run_dir).plots.iterdir()} == {
+        path.name for path in RunDir(finished[0]).plots.iterdir()}
 
 
 def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):

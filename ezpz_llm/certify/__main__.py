@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -38,8 +39,14 @@ def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> 
     if results(run_dir.path):
         raise UserError("the run directory holds another certify's results", where=str(run_dir.path),
                         instead="another --run-dir")
+    signal.signal(signal.SIGTERM, _end)
     environment = lead(work, run_dir.path)
     return conclude(work, options, argv, began, run_dir, environment)
+
+
+def _end(number: int, frame: object) -> None:
+    """Leave by way of what ends the launch that is under way."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def certify_cell(cell: Cell, root: Path, steps: int, dist: Dist) -> dict[str, An
     reference = read_reference(root, cell.model, cell.dtype, steps)
     seed = seed_checkpoint(root, cell.model, cell.dtype, steps)
     ours, watch = _run(cell, config, resolved, dist, reference, seed, steps)
-    release()
+    release(dist.device)
     theirs = _theirs(reference)
     found = verdict.findings(ours, theirs, config.n_layer, cell.dtype)
     failures = verdict.failures(found)

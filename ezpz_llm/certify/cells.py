@@ -83,13 +83,17 @@ def all_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequ
     return sorted(cells, key=lambda cell: cell.world)
 
 
-def quick_cells(layouts: Sequence[str]) -> list[Cell]:
-    """Each layout once in fp32, in its smallest world of several ranks, the models in turn, and two in bf16."""
+def quick_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
+                dtypes: Sequence[str]) -> list[Cell]:
+    """Each layout once in the first precision, in its smallest world of several ranks (of those asked for, if any),
+    the models in turn; and two in the other precisions."""
     cells = []
     for number, layout in enumerate(layouts):
-        world = next((size for size in natural_worlds(layout) if size > 1), 1)
-        cells.append(Cell(layout, world, recipe.MODELS[number % 2], "fp32"))
-    cells += [Cell(layout, 2, recipe.MODELS[1], "bf16") for layout in ("zero3", "tp2") if layout in layouts]
+        sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
+        world = next((size for size in sizes if size > 1), sizes[0])
+        cells.append(Cell(layout, world, models[number % len(models)], dtypes[0]))
+    cells += [replace(cell, model=models[-1], dtype=dtype) for cell in cells if cell.layout in ("zero3", "tp2")
+              for dtype in dtypes[1:]]
     return sorted(cells, key=lambda cell: cell.world)
 
 

@@ -22,6 +22,8 @@ _KINDS = {
 }
 """torch's operators (namespace c10d) with the field's names. Whichever function a library calls ends in one."""
 
+_MOVE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
+
 _INPUT_SECOND = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
                            "alltoall_base_", "alltoall_"})
 """Operators whose first argument is the output, and whose second has the bytes that count."""
@@ -46,9 +48,10 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        kind = _KINDS.get(name)
-        if kind is None:
-            return  # barriers and waits, which move nothing
+        if name in _MOVE_NOTHING:
+            return
+        # One that the table lacks is shown under torch's name rather than left out.
+        kind = _KINDS.get(name, name)
         buffer = args[1] if name in _INPUT_SECOND else args[0]
         tensors = [leaf for leaf in tree_leaves(buffer) if isinstance(leaf, torch.Tensor)]
         elements = sum(tensor.numel() for tensor in tensors)

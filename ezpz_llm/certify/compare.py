@@ -30,15 +30,23 @@ def compare(engine: Engine, config: ModelConfig, reference: Reference, kind: str
         the whole parameter; "copy", the largest 2-norm over what one rank holds, whoever owns it, with that "rank";
         infinite where a value is not a number.
     """
+    def squared(part: Slice, whole: torch.Tensor) -> float:
+        box = tuple(slice(*side) for side in part.box)
+        difference = part.tensors[kind].detach().cpu().double() * scale - _cut(whole, box, part).double()
+        mask = counted(config, part.name, part.shape) if against != "first" else None
+        if mask is not None:
+            difference *= _cut(mask, box, part)
+        return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
+
     state = engine.training_state()
     rows: dict[str, Row] = {}
     for held, own in owned(state.slices(), state.extents()):
         row = rows.setdefault(held.name, [0.0, 0.0, 0.0])
         whole = reference.tensors[f"{against}/{held.name}"]
-        row[2] += _squared(held, kind, scale, whole, config)
+        row[2] += squared(held, whole)
         if own is not None:
             row[0] += own.numel
-            row[1] += _squared(own, kind, scale, whole, config)
+            row[1] += squared(own, whole)
     return _combine(gather(dist, rows))
 
 
@@ -48,15 +56,6 @@ def gather(dist: Dist, value: Any) -> list[Any]:
     if dist.world_size > 1:
         torch.distributed.all_gather_object(values, value)
     return values
-
-
-def _squared(part: Slice, kind: str, scale: float, whole: torch.Tensor, config: ModelConfig) -> float:
-    box = tuple(slice(*side) for side in part.box)
-    difference = part.tensors[kind].detach().cpu().double() * scale - _cut(whole, box, part).double()
-    mask = counted(config, part.name, part.shape)
-    if mask is not None:
-        difference *= _cut(mask, box, part)
-    return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
 
 
 def _cut(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tensor:

@@ -46,9 +46,10 @@ def certified(kept: dict[str, Any]) -> str:
     about = (
         f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]} as "
         "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
-        "gradients and optimizer (with DeepSpeed's copy of its share), the most that lives during a step; buckets "
-        "and other buffers come after the plus sign. Collectives count the bytes of whole buffers; the textbook's "
-        "are of the same step. DeepSpeed's buckets and thresholds are scaled down with the model.")
+        "gradients and optimizer (with DeepSpeed's copy of its share), the most of each that lives during a step; "
+        "after the plus sign come whole parameters that stage 3 has gathered or keeps, and buckets and other "
+        "buffers. Collectives count the bytes of whole buffers; the textbook's are of the same step. DeepSpeed's "
+        "buckets and thresholds are scaled down with the model.")
     rows = [_HEADER, ("---",) * len(_HEADER), *(_row(name, results, kept) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
              *(f"| {' | '.join(row)} |" for row in rows), ""]
@@ -94,8 +95,8 @@ def _certified(name: str, mine: list[dict[str, Any]], kept: dict[str, Any]) -> s
 def _memory(one: dict[str, Any]) -> str:
     measured = one["memory"][0]
     arithmetic = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
-    own = sum(size for kind, size in measured.items() if kind != "other")
-    return f"{own:,} / {arithmetic:,} (+{measured['other']:,}) on {one['world']}"
+    above = measured["gathered"] + measured["other"]
+    return f"{sum(measured.values()) - above:,} / {arithmetic:,} (+{above:,}) on {one['world']}"
 
 
 def _issued(one: dict[str, Any]) -> str:

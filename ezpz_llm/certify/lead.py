@@ -38,16 +38,19 @@ def lead(work: Work, root: Path) -> dict[str, Any]:
             folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
             before = len(results(root))
             code = _launch(Job(root, references, tuple(cells), work.steps, work.device), world, folder)
-            environment = environment or read_record(RunDir(folder)).get("environment", {})
+            seen = read_record(RunDir(folder)).get("environment", {})
+            environment = environment or seen
             cells, references = cells[len(results(root)) - before:], ()
             why = _take_failure(root, code, folder)
             if code and not references_made(root, work):
                 raise UserError(f"the reference could not be computed: {why}", where=str(folder), exit_code=1,
                                 instead=f"ezpz-llm why {folder}")
-            if cells:
-                append_line(results_file(root), _unfinished(cells[0], why))
-                print(f"{cells[0].title}: NOT the same\n    {why}", flush=True)
-                cells = cells[1:]
+            # Ranks that could not even be set up (too few devices, say) will not be for the next cell either.
+            lost = cells[:1] if seen else cells
+            for cell in lost:
+                append_line(results_file(root), _unfinished(cell, why))
+                print(f"{cell.title}: NOT the same\n    {why}", flush=True)
+            cells = cells[len(lost):]
     return environment
 
 

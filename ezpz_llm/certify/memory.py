@@ -27,7 +27,8 @@ def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:
     """Bytes of storages that were not there before, in all and of those that hold each kind.
 
     Kinds overlap where an engine keeps one storage for two purposes; it then counts for the first of weights (the
-    model's parameters), gradients (of these), moments and master weights (what the optimizer steps).
+    model's parameters, or this rank's part of them), gradients (of these), moments, master weights (what the
+    optimizer steps) and gathered (parameters that are whole for as long as they are used, or small ones for ever).
     """
     now = {address: size for address, size in living_storages().items() if before.get(address) != size}
     kinds: dict[str, int] = {}
@@ -60,10 +61,11 @@ def _known(engine: Engine) -> dict[str, list[Any]]:
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
     slices = list(engine.training_state().extents())
     return {
-        "parameters": [*parameters, *engine.module.parameters()],
+        "parameters": parameters,
         "gradients": _gradients(engine),
         "moments": [part.tensors.get(kind) for part in slices for kind in ("exp_avg", "exp_avg_sq")],
         "master": [part.tensors.get("weight") for part in slices],
+        "gathered": list(engine.module.parameters()),
     }
 
 

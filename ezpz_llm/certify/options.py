@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cells import Cell, Skipped, all_cells, divide, layout_of, quick_cells
-from ezpz_llm.certify.plants import PLANTS, check_plant, find_plant
+from ezpz_llm.certify.cells import Cell, Skipped, all_cells, divide, layout_of, natural_worlds, quick_cells
+from ezpz_llm.certify.plants import PLANTS, find_plant
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine import ds_config
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.model.config import MODELS
@@ -46,12 +47,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default=",".join(recipe.DTYPES), metavar="NAME,…", help="(%(default)s)")
     made.add_argument("--steps", type=int, default=recipe.STEPS, metavar="K", help="optimizer steps (%(default)s)")
     made.add_argument("--quick", action="store_true",
-                      help="each layout once in fp32 in its smallest world of several ranks, and two in bf16")
+                      help="each layout once, in the first --dtype and its smallest world of several ranks, and "
+                           "zero3 and tp2 in the others")
     made.add_argument("--plant", metavar="NAME,…",
                       help=f"plant faults, one after the other, which must make it fail: {', '.join(PLANTS)}")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
     made.add_argument("--write-docs", action="store_true", help="write the table of docs/layouts.md from this run")
-    made.add_argument("--device", default="auto", choices=("auto", "cuda", "xpu", "cpu"),
+    made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
                       help="where to compute (%(default)s)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
     made.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
@@ -71,10 +73,14 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     if options.steps < 3:
         raise UserError(f"{options.steps} steps are too few to see a steady one", where="--steps",
                         instead="3 or more")
+    _check_outputs(options)
     layouts = ds_config.names() if options.layouts == "all" else _words(options.layouts, "--layouts")
     models, dtypes = _words(options.model, "--model"), _words(options.dtype, "--dtype")
     for name in layouts:
-        layout_of(name)
+        try:
+            layout_of(name)
+        except UserError as error:
+            raise UserError(error.found, where="--layouts", instead=error.instead) from None
     _check_known(models, MODELS, "model", "--model")
     _check_known(dtypes, recipe.DTYPES, "precision", "--dtype")
     worlds = _worlds(options.world)
@@ -84,24 +90,37 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
                             instead="no --world under launch, or certify alone, which starts ranks itself")
         worlds = (world_size,)
     device = "cpu" if options.device == "auto" else options.device
-    cells, skipped = divide(quick_cells(layouts) if options.quick and not worlds else
-                            all_cells(layouts, worlds, models, dtypes), device)
-    cells = [cell for cell in cells if cell.world == world_size] if world_size else cells
-    if options.plant:
-        cells = [replace(cell, plant=name) for cell in cells for name in _plants(options.plant, cells)]
+    cells, skipped = divide((quick_cells if options.quick else all_cells)(layouts, worlds, models, dtypes), device)
     if not cells and not any(not one.illegal for one in skipped):
-        raise UserError("there is nothing to certify", where="--layouts, --world",
-                        instead=skipped[0].reason if skipped else "--layouts all")
+        reasons = "; ".join(dict.fromkeys(f"{one.cell.layout}: {one.reason}" for one in skipped))
+        natural = sorted({world for name in layouts for world in natural_worlds(name)})
+        raise UserError(f"there is nothing to certify ({reasons})", where="--layouts, --world",
+                        instead=f"--world {' or '.join(map(str, natural))}")
+    if options.plant:
+        cells = _planted(_words(options.plant, "--plant"), cells)
     return Work(tuple(cells), tuple(skipped), options.steps, options.device)
 
 
-def _plants(text: str, cells: Sequence[Cell]) -> list[str]:
-    names = _words(text, "--plant")
+def _check_outputs(options: argparse.Namespace) -> None:
+    if options.write_docs and (options.layouts != "all" or options.quick or options.plant or options.world):
+        raise UserError("the page has a row for every layout, from a whole matrix", where="--write-docs",
+                        instead="no --layouts, --world, --quick or --plant")
+    if options.json is not None and options.json.is_dir():
+        raise UserError(f"{options.json} is a folder", where="--json", instead=f"{options.json / 'certify.json'}")
+
+
+def _planted(names: Sequence[str], cells: Sequence[Cell]) -> list[Cell]:
+    """Each cell with each of the faults that it can have; every fault in one cell at least."""
+    found = []
     for name in names:
-        find_plant(name)
-        for cell in cells:
-            check_plant(name, layout_of(cell.layout), cell.world)
-    return names
+        reasons = {cell: find_plant(name).needs(layout_of(cell.layout), cell.world) for cell in cells}
+        found += [replace(cell, plant=name) for cell, reason in reasons.items() if reason is None]
+        if None not in reasons.values():
+            why = "; ".join(dict.fromkeys(f"{cell.layout} on {cell.world} rank{'s' * (cell.world > 1)}: {reason}"
+                                          for cell, reason in reasons.items()))
+            raise UserError(f"{name} cannot be planted in {why}", where="--plant",
+                            instead="other --layouts, or --world 2")
+    return sorted(found, key=lambda cell: cell.world)
 
 
 def _words(text: str, where: str) -> list[str]:

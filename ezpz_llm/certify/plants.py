@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ezpz_llm.engine.layout import Layout
-from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.errors import unknown
 
 if TYPE_CHECKING:
     from ezpz_llm.certify.training import Rows
@@ -49,16 +49,6 @@ def find_plant(name: str) -> Plant:
     if name not in PLANTS:
         raise unknown("planted fault", name, PLANTS, where="--plant")
     return PLANTS[name]
-
-
-def check_plant(name: str, layout: Layout, world: int) -> None:
-    """Refuse a fault that cannot be in a layout.
-
-    Raises:
-        UserError: says why.
-    """
-    if (why := find_plant(name).needs(layout, world)) is not None:
-        raise UserError(f"{name} cannot be planted in {layout.name} on {world} ranks: {why}", where="--plant")
 
 
 def _gradients_x2(engine: Engine, dist: Dist) -> None:
@@ -115,10 +105,25 @@ def _unmarked_tp(engine: Engine, dist: Dist) -> None:
     """The norm no longer tells what tensor-parallel ranks hold parts of from what they all hold."""
     from ezpz_llm.model.placement import place, placement_of
 
-    for name, parameter in engine.module.named_parameters():
+    named = list(engine.module.named_parameters())
+    for _, parameter in named:
         parameter.tensor_model_parallel = False  # which DeepSpeed's norms read
-        if engine.layout.zero_stage == 0:
-            place(parameter, replace(placement_of(name, parameter), primary=True))  # which ours reads
+    if engine.layout.zero_stage != 0:
+        return
+    right = [placement_of(name, parameter) for name, parameter in named]  # which ours reads, and the comparison too
+    # What is divided counts on the first rank alone, and what all hold on each.
+    wrong = [replace(placement, primary=dist.mesh.tp_rank == 0 or not placement.primary) for placement in right]
+    inner = engine.step
+
+    def step(lr: float) -> Any:
+        for (_, parameter), placement in zip(named, wrong, strict=True):
+            place(parameter, placement)
+        norm = inner(lr)
+        for (_, parameter), placement in zip(named, right, strict=True):
+            place(parameter, placement)
+        return norm
+
+    engine.step = step
 
 
 def _stale_optimizer(engine: Engine, dist: Dist) -> None:

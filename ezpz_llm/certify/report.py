@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -93,10 +94,19 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
 
 
 def as_json(kept: dict[str, Any]) -> str:
-    """A record as text, one line a result: a matrix has hundreds."""
+    """A record as text, one line a result: a matrix has hundreds. What is no number there is null."""
+    kept = _finite(kept)
     head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
     lines = ",\n    ".join(map(json.dumps, kept["results"]))
     return f'{head[:-2]},\n  "results": [\n    {lines}\n  ]\n}}\n'
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(one: Result) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from ezpz_llm.certify import recipe
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
@@ -113,8 +114,8 @@ def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: in
     return seen
 
 
-def release() -> None:
+def release(device: torch.device) -> None:
     """Free what a dropped engine still holds in reference cycles."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if DEVICES[device.type].own:
+        torch.get_device_module(device).empty_cache()

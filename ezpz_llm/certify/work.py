@@ -24,11 +24,11 @@ def work(job: Job, dist: Dist, say: Callable[[str], None]) -> list[dict[str, Any
     """Do a job; rank 0 also appends each result to the results' file. Collective."""
     heartbeat = Heartbeat(os.environ)
     heartbeat.beat(EVALUATING)
-    if dist.is_main:
-        for model, dtype in job.references:
-            say(f"reference: {model} {dtype} in one process")
+    for model, dtype in job.references:
+        say(f"reference: {model} {dtype} in one process")
+        if dist.is_main:
             make_reference(job.root, model, dtype, job.steps, dist)
-    dist.barrier()
+        dist.barrier()
     found = []
     for number, cell in enumerate(job.cells):
         heartbeat.beat(TRAINING, number)

@@ -23,7 +23,8 @@ from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
-_EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
+             "OMPI_COMM_WORLD_LOCAL_RANK")
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 
 
@@ -127,7 +128,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     before = {name: os.environ.get(name) for name in _EXPORTED}
     try:
         chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
-        _export(info)
+        _export(info, chosen)
         folder = _agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
     except BaseException:
@@ -171,10 +172,17 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
     return device
 
 
-def _export(info: RankInfo) -> None:
-    """Tell libraries that read the environment themselves (DeepSpeed does) what was found."""
-    os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size), LOCAL_RANK=str(info.local_rank),
+def _export(info: RankInfo, device: torch.device) -> None:
+    """Tell libraries that read the environment themselves (DeepSpeed does) what was found.
+
+    They take LOCAL_RANK for the number of the rank's device, which it is not where a rank sees only its own.
+    """
+    number = str(info.local_rank if device.index is None else device.index)
+    os.environ.update(RANK=str(info.rank), WORLD_SIZE=str(info.world_size), LOCAL_RANK=number,
                       LOCAL_SIZE=str(info.local_size))
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+        # DeepSpeed refuses to start where the two differ.
+        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = number
 
 
 def _leave(environment_before: dict[str, str | None]) -> None:

@@ -20,14 +20,13 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, clip: float, loss_scale: float 
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
     grads = [parameter.grad for _, parameter in named]
-    norms = torch.stack(torch._foreach_norm(grads))
+    mine = [parameter.grad for name, parameter in named if placement_of(name, parameter).primary]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)))
     if mesh.size("pp", "tp") > 1:
-        counts = torch.tensor([placement_of(name, parameter).primary for name, parameter in named])
-        square = (norms * counts.to(norms.device)).square().sum()
+        square = norm.square()
         torch.distributed.all_reduce(square, group=mesh.group("pp", "tp"))
-        norm = square.sqrt() / loss_scale
-    else:
-        norm = torch.linalg.vector_norm(norms) / loss_scale
+        norm = square.sqrt()
+    norm = norm / loss_scale
     _clip(grads, norm, clip, loss_scale)
     return norm
 

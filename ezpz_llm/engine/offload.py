@@ -74,9 +74,8 @@ def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, wo
         # A layer's weight and bias, and a table's that is used twice.
         _at_least(zero["offload_param"], "buffer_count", 5, where, "a layer's parameters are read together")
         if model is not None:
-            divided_by = layout.tp * world_size // (layout.tp * layout.pp)
-            _at_least(zero["offload_param"], "buffer_size",
-                      max(-(-_largest_parameter(model) // divided_by), SWAPPED_FROM // 4), where,
+            largest = -(-_largest_parameter(model, layout.tp) // (layout.dp_size(world_size) * layout.sp))
+            _at_least(zero["offload_param"], "buffer_size", max(largest, SWAPPED_FROM // 4), where,
                       "a buffer holds a rank's part of the largest parameter")
     return zero
 
@@ -88,8 +87,7 @@ def _at_least(block: dict[str, Any], key: str, least: int, where: str, why: str)
                         instead="delete the key: it then follows from the rest")
 
 
-def _largest_parameter(model: ModelConfig) -> int:
-    """Elements of the largest of the tables and linear layers."""
-    rows = (model.padded_vocab_size, model.n_embd + 2 * model.kv_width, model.intermediate_size,
-            model.block_size if model.position == "learned" else 0)
-    return max(rows) * model.n_embd
+def _largest_parameter(model: ModelConfig, tp: int) -> int:
+    """Elements of a tensor-parallel rank's largest table or linear layer; positions are whole on each."""
+    rows = max(model.padded_vocab_size, model.n_embd + 2 * model.kv_width, model.intermediate_size)
+    return max(-(-rows // tp), model.block_size if model.position == "learned" else 0) * model.n_embd

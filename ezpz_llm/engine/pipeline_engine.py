@@ -8,9 +8,8 @@ with collectives and prints of its own.
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, redirect_stdout
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,7 @@ class PipelineEngine(Engine):
         mark_divided(model)
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
-        pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh, dist.device)
+        pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
         # On CPUs the fused kernel rounds a buffer's last few elements in another way than the others, and the
         # copies of a tied table lie at different places of their buffers.
         optimizer = make_adamw(groups, adam, fused=dist.device.type != "cpu" or not model.config.tied)
@@ -150,8 +149,8 @@ def _config(resolved: Resolved, stage: PipelineStage) -> dict[str, Any]:
     return config
 
 
-def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Callable[[Tensor], Tensor], mesh: Mesh,
-                     device: torch.device) -> nn.Module:
+def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Callable[[Tensor], Tensor],
+                     mesh: Mesh) -> nn.Module:
     """A DeepSpeed pipeline of as many layers as stages, of which this rank's is `compute`.
 
     The tied table, and nothing else, is DeepSpeed's tied layer. It belongs to the first and the last layer, which
@@ -171,21 +170,7 @@ def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Calla
             layers[end] = Tied("table", nn.Module, forward_fn=lambda table, inputs: compute(inputs))
     topology = pipe.topology.PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.size("dp", "sp"))
     # Without gradients, since it broadcasts the tied table, a leaf that requires one.
-    with _local_rank(device.index or 0), redirect_stdout(io.StringIO()), torch.no_grad():
+    with redirect_stdout(io.StringIO()), torch.no_grad():
         module = pipe.module.PipelineModule(layers, topology=topology, partition_method="uniform")
     module.add_module("stage", stage)
     return module
-
-
-@contextmanager
-def _local_rank(number: int) -> Iterator[None]:
-    """The pipeline moves itself to the device with this number, which need not be the rank's on its node."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(number)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before

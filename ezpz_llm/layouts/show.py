@@ -11,8 +11,8 @@ from ezpz_llm.layouts.listing import STAGES, Grid, Named, crosses
 from ezpz_llm.observe.tables import table
 
 _FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
-4 for the copy that DeepSpeed steps in stages 1 and 2 and under offload. Activations, buckets and gathered layers
-come on top. A named layout takes other degrees by --tp, --pp and --sp."""
+4 for the flat copy that DeepSpeed steps in stages 1 to 3. Activations, buckets and gathered layers come on top.
+A named layout takes other degrees by --tp, --pp and --sp."""
 
 
 def purposes_text(purposes: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.rundir import redact
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _hosts(dist: Dist) -> list[str]:
 
 def _device(device: torch.device) -> dict[str, Any]:
     described: dict[str, Any] = {"type": device.type, "cpus": len(os.sched_getaffinity(0))}
-    if device.type in ("cuda", "xpu"):
+    if DEVICES[device.type].own:
         module = torch.get_device_module(device)
         described["name"] = module.get_device_name(device)
         described["memory_bytes"] = module.get_device_properties(device).total_memory

@@ -48,11 +48,12 @@ class Worker:
         import torch
 
         import_s = time.perf_counter() - began
+        from ezpz_llm.dist.backends import DEVICES
         from ezpz_llm.dist.device import choose_device, device_identity
 
         self._device = choose_device(None, find_rank(os.environ))
         facts = {"kind": self._device.type, "identity": device_identity(self._device)}
-        if self._device.type in ("cuda", "xpu"):
+        if DEVICES[self._device.type].own:
             module = torch.get_device_module(self._device)
             facts["name"] = module.get_device_name(self._device)
             # torch for Intel GPUs learned it later than for others.

@@ -1,0 +1,77 @@
+"""The default job under every layout: python3 benchmarks/default_job.py [--steps K] [--out FILE.json]
+
+Starts `launch -n N python3 -m ezpz_llm.train --ds-config NAME` for each of ds_configs/, on the fewest ranks that it
+takes, two at least, all with the same eight sequences a step. Exit code 0 only if every run ends with 0, has learnt
+(its validation loss lies below the unigram entropy of the corpus, which a model reaches by counting symbols), has
+drawn its plots, and no validation loss lies further from ddp's than WITHIN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.certify.cells import natural_worlds
+from ezpz_llm.engine import ds_config
+from ezpz_llm.rundir import RunDir, read_record, write_json
+
+WITHIN = 0.05
+"""Nats. Trained in bf16, runs of this length part by what rounding in another order makes of them."""
+TIMEOUT_S = 1200
+
+
+def train(layout: str, steps: int, run_dir: Path) -> dict[str, Any]:
+    """One run through launch; what it ended with."""
+    ranks = next(world for world in natural_worlds(layout) if world > 1)
+    done = subprocess.run(
+        ["launch", "-n", str(ranks), "--run-dir", str(run_dir), "python3", "-m", "ezpz_llm.train", "--ds-config",
+         layout, "--global-batch", "8", "--steps", str(steps)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise SystemExit(f"{layout} on {ranks} ranks ended with exit code {done.returncode}: see {run_dir}")
+    record = read_record(RunDir(run_dir))
+    median_s = record["summary"]["step_time_s"]["median"]
+    return {"layout": layout, "ranks": ranks, "val_loss": record["val_loss"],
+            "unigram_entropy": record["unigram_entropy"], "step_ms": round(1000 * median_s, 1),
+            "plots": sorted(path.name for path in RunDir(run_dir).plots.iterdir()),
+            "versions": record["environment"]["versions"], "processor": record["environment"]["device"]["name"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in ds_config.names():
+            results.append(train(layout, arguments.steps, Path(folder) / layout))
+            one = results[-1]
+            print(f"{layout:<24} {one['ranks']} ranks: validation loss {one['val_loss']:.4f}, "
+                  f"{one['step_ms']:.0f} ms a step", flush=True)
+    ddp = next(one["val_loss"] for one in results if one["layout"] == "ddp")
+    farthest = max(abs(one["val_loss"] - ddp) for one in results)
+    learnt = all(one["val_loss"] < one["unigram_entropy"] for one in results)
+    drawn = all(one["plots"] == results[0]["plots"] and one["plots"] for one in results)
+    passed = learnt and drawn and farthest <= WITHIN
+    if arguments.out:
+        versions, processor = results[0]["versions"], results[0]["processor"]
+        runs = [{key: value for key, value in one.items() if key not in ("versions", "processor", "plots")}
+                for one in results]
+        write_json(arguments.out, {
+            "command": f"python3 benchmarks/default_job.py --steps {arguments.steps} --out {arguments.out}",
+            "date": datetime.date.today().isoformat(), "processor": processor, "versions": versions,
+            "steps": arguments.steps, "within": WITHIN, "farthest": farthest, "plots": results[0]["plots"],
+            "passed": passed, "runs": runs})
+    print(f"all learnt: {learnt}, plots: {drawn}, farthest from ddp: {farthest:.4f} (bar {WITHIN})")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
