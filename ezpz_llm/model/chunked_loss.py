@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,9 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduc
         compiled: pass over the logits in two kernels of torch.compile's, and not in one an operation.
     """
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    with torch.autocast(kind, enabled=False):
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
+    dtype = torch.get_autocast_dtype(kind) if casts else weight.dtype
+    with torch.autocast(kind, enabled=False) if casts else nullcontext():
         return _ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets, _Task(
             reduction, chunk, z_loss, columns, dtype, torch.is_grad_enabled() and reduction != "rows",
             compiled))
@@ -116,21 +118,29 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Room:
-    """Memory for one chunk's logits, used again for each: fresh memory of this size costs as much as the work."""
+    """Memory for one chunk's logits, used again for each.
+
+    On a host fresh memory of this size costs as much as the work, so that there the softmax has its own as well.
+    """
 
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
-        self._wide = self.logits if dtype == torch.float32 else torch.empty_like(self.logits, dtype=torch.float32)
+        self._softmax = self.logits
+        if device.type == "cpu" and dtype != torch.float32:
+            self._softmax = torch.empty_like(self.logits, dtype=torch.float32)
 
     def normaliser(self, logits: Tensor) -> Tensor:
         """The log-sum-exp (n) of these logits (n, V/R) in fp32; may overwrite them."""
-        wide = self._wide[:len(logits)]
-        if wide.data_ptr() != logits.data_ptr():
-            wide.copy_(logits)
-        largest = wide.amax(dim=-1)
-        torch.softmax(wide, dim=-1, out=wide)
+        largest = logits.amax(dim=-1).float()
+        if logits.device.type == "cpu":
+            softmax = self._softmax[:len(logits)]
+            if softmax.data_ptr() != logits.data_ptr():
+                softmax.copy_(logits)
+            torch.softmax(softmax, dim=-1, out=softmax)
+        else:
+            softmax = self._softmax = torch.softmax(logits, dim=-1, dtype=torch.float32)
         # The largest probability is one over the sum of exponentials, and so never too small for a logarithm.
-        return largest - wide.amax(dim=-1).log()
+        return largest - softmax.amax(dim=-1).log()
 
     def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
         """The gradient of each token's loss by these logits, in their place and dtype.
@@ -140,7 +150,7 @@ class _Room:
             factor: by which the softmax of these columns is multiplied, (n); None for one.
             index, inside: the target's column, where it lies here.
         """
-        softmax = self._wide[:len(logits)]
+        softmax = self._softmax[:len(logits)]
         if factor is not None:
             softmax.mul_(factor[:, None])
         softmax.scatter_add_(1, index[:, None], -inside[:, None].float())
@@ -208,5 +218,5 @@ class _Gradients:
         elif self._empty:
             torch.mm(logits.t(), rows, out=self.weight)
         else:
-            self.weight.addmm_(logits.t(), rows)
+            torch.addmm(self.weight, logits.t(), rows, out=self.weight)
         self._empty = False
