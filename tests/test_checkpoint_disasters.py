@@ -70,7 +70,7 @@ def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, s
     assert wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), job), job.output
     ballast = fill(small_disk)
     try:
-        assert wait_for(lambda: "training goes on" in job.output, job), job.output
+        assert wait_for(lambda: "the next checkpoint is tried" in job.output, job), job.output
         folder = find(run_dir)
         verify(folder, read_manifest(folder))
     finally:

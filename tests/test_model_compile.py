@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ezpz_llm.model.compile import compile_blocks, eager
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.head import Head
 from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.kernel import attention_kernel
 
@@ -22,6 +23,7 @@ def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
     for candidate in (model, compiled):
         init_weights(candidate, candidate.config, 0)
     compile_blocks(compiled)
+    compiled.lm_head.compiled = False  # which has two graphs of its own
     assert list(compiled.state_dict()) == list(model.state_dict())
     counters.clear()
     tokens = torch.randint(257, (2, 33))
@@ -35,6 +37,24 @@ def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
     with eager(), torch.no_grad():
         compiled.eval()(tokens[:, :5])
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_equals_an_eager_one():
+    torch.manual_seed(0)
+    x, targets = torch.randn(3, 7, 24), torch.randint(70, (3, 7))
+    targets[0, 2:5] = -100
+    for z_loss in (0.0, 0.1):
+        found = []
+        for compiled in (False, True):
+            torch.manual_seed(1)
+            head, inputs = Head(24, 70), x.clone().requires_grad_()
+            head.loss_chunk, head.z_loss, head.compiled = 8, z_loss, compiled
+            loss = head(inputs, targets)
+            loss.backward()
+            found.append((loss.detach(), inputs.grad, head.weight.grad))
+        for eager_one, compiled_one in zip(*found, strict=True):
+            torch.testing.assert_close(compiled_one, eager_one, rtol=1e-5, atol=1e-6)
 
 
 def test_the_reported_kernel_is_the_one_that_runs():

@@ -11,6 +11,9 @@ products, so that in fp16 a small gradient is not lost to it: the logits' own gr
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +41,8 @@ def chosen_chunk(tokens: int, columns: int, device_type: str) -> int:
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
-                          chunk: int, z_loss: float = 0.0, columns: Columns = Columns()) -> Tensor:  # noqa: B008
+                          chunk: int, z_loss: float = 0.0, columns: Columns = Columns(),  # noqa: B008
+                          compiled: bool = False) -> Tensor:
     """Hidden states (B, T, C), the head's weight (V/R, C) and targets (B, T) to an fp32 tensor.
 
     The same as `cross_entropy` of their product, up to the order of sums, but that "rows" have no gradient.
@@ -47,12 +51,15 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduc
     Args:
         chunk: tokens to take at once.
         z_loss, columns: as there.
+        compiled: pass over the logits in two kernels of torch.compile's, and not in one an operation.
     """
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    with torch.autocast(kind, enabled=False):
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
+    dtype = torch.get_autocast_dtype(kind) if casts else weight.dtype
+    with torch.autocast(kind, enabled=False) if casts else nullcontext():
         return _ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets, _Task(
-            reduction, chunk, z_loss, columns, dtype, torch.is_grad_enabled() and reduction != "rows"))
+            reduction, chunk, z_loss, columns, dtype, torch.is_grad_enabled() and reduction != "rows",
+            compiled))
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class _Task:
     columns: Columns
     dtype: torch.dtype
     gradients: bool
+    compiled: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -75,7 +83,8 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, task.dtype, *(task.gradients and need
                                                              for need in ctx.needs_input_grad[:2]))
         cast = weight.to(task.dtype)
-        room = _Room(min(task.chunk, len(hidden)), len(weight), task.dtype, hidden.device)
+        make_room = _CompiledRoom if task.compiled else _Room
+        room = make_room(min(task.chunk, len(hidden)), len(weight), task.dtype, hidden.device)
         losses = torch.empty(len(hidden), device=hidden.device)
         for start in range(0, len(hidden), task.chunk):
             part = slice(start, start + task.chunk)
@@ -83,14 +92,14 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = torch.mm(rows, cast.t(), out=room.logits[:len(rows)])
             index, inside = task.columns.own(flat[part], len(weight))
             chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
-            softmax, own = room.softmax(logits)
+            own = room.normaliser(logits)
             normaliser, chosen = task.columns.join(own, chosen)
             losses[part] = (normaliser - chosen) * counted[part]
             if gradients.wanted:
+                factor = None
                 if task.z_loss or task.columns.ranks > 1:
-                    softmax.mul_((torch.exp(own - normaliser) * (1 + 2 * task.z_loss * normaliser))[:, None])
-                softmax.scatter_add_(1, index[:, None], -inside[:, None].float())
-                gradients.add(part, room.cast(softmax), rows, cast, counted[part])
+                    factor = torch.exp(own - normaliser) * (1 + 2 * task.z_loss * normaliser)
+                gradients.add(part, room.gradient(logits, own, factor, index, inside), rows, cast, counted[part])
         ctx.save_for_backward(gradients.hidden, gradients.weight,
                               counted.sum() if task.reduction == "mean" else None)
         loss = reduced(losses, targets, task.reduction)
@@ -109,26 +118,72 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Room:
-    """Memory for one chunk's logits, used again for each: fresh memory of this size costs as much as the work."""
+    """Memory for one chunk's logits, used again for each.
+
+    On a host fresh memory of this size costs as much as the work, so that there the softmax has its own as well.
+    """
 
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
-        self._wide = self.logits if dtype == torch.float32 else torch.empty_like(self.logits, dtype=torch.float32)
+        self._softmax = self.logits
+        if device.type == "cpu" and dtype != torch.float32:
+            self._softmax = torch.empty_like(self.logits, dtype=torch.float32)
 
-    def softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The softmax (n, V/R) of these columns in fp32, and their log-sum-exp (n); may overwrite the logits."""
-        wide = self._wide[:len(logits)]
-        if wide.data_ptr() != logits.data_ptr():
-            wide.copy_(logits)
-        largest = wide.amax(dim=-1)
-        torch.softmax(wide, dim=-1, out=wide)
+    def normaliser(self, logits: Tensor) -> Tensor:
+        """The log-sum-exp (n) of these logits (n, V/R) in fp32; may overwrite them."""
+        largest = logits.amax(dim=-1).float()
+        if logits.device.type == "cpu":
+            softmax = self._softmax[:len(logits)]
+            if softmax.data_ptr() != logits.data_ptr():
+                softmax.copy_(logits)
+            torch.softmax(softmax, dim=-1, out=softmax)
+        else:
+            softmax = self._softmax = torch.softmax(logits, dim=-1, dtype=torch.float32)
         # The largest probability is one over the sum of exponentials, and so never too small for a logarithm.
-        return wide, largest - wide.amax(dim=-1).log()
+        return largest - softmax.amax(dim=-1).log()
 
-    def cast(self, softmax: Tensor) -> Tensor:
-        """The same in the products' dtype, where the logits were."""
-        logits = self.logits[:len(softmax)]
+    def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
+        """The gradient of each token's loss by these logits, in their place and dtype.
+
+        Args:
+            own: what `normaliser` gave for them.
+            factor: by which the softmax of these columns is multiplied, (n); None for one.
+            index, inside: the target's column, where it lies here.
+        """
+        softmax = self._softmax[:len(logits)]
+        if factor is not None:
+            softmax.mul_(factor[:, None])
+        softmax.scatter_add_(1, index[:, None], -inside[:, None].float())
         return logits if logits.data_ptr() == softmax.data_ptr() else logits.copy_(softmax)
+
+
+class _CompiledRoom:
+    """The same by two compiled kernels, which read the logits once or twice each and need no second memory."""
+
+    def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
+
+    def normaliser(self, logits: Tensor) -> Tensor:
+        return _compiled(_normaliser)(logits)
+
+    def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
+        return _compiled(_gradient)(logits, own, torch.ones_like(own) if factor is None else factor,
+                                    torch.where(inside, index, -1))
+
+
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)  # the last chunk may be smaller
+
+
+def _normaliser(logits: Tensor) -> Tensor:
+    return torch.logsumexp(logits.float(), dim=-1)
+
+
+def _gradient(logits: Tensor, own: Tensor, factor: Tensor, index: Tensor) -> Tensor:
+    softmax = torch.exp(logits.float() - own[:, None]) * factor[:, None]
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return logits.copy_(torch.where(columns == index[:, None], softmax - 1, softmax))
 
 
 class _Gradients:
@@ -163,5 +218,5 @@ class _Gradients:
         elif self._empty:
             torch.mm(logits.t(), rows, out=self.weight)
         else:
-            self.weight.addmm_(logits.t(), rows)
+            torch.addmm(self.weight, logits.t(), rows, out=self.weight)
         self._empty = False

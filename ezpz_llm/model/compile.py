@@ -1,16 +1,17 @@
-"""torch.compile, block by block."""
+"""torch.compile, block by block, and of what the loss does to its logits."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
-from ezpz_llm.model.gpt import GPT
 
-
-def compile_blocks(model: GPT) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """Compile each block in place: names and parameters stay, and all blocks share one compiled graph.
+
+    Likewise the head's chunked loss, where this part of the model has a head.
 
     Blocks and not the whole model, so that one small graph is compiled instead of L copies, and engines can gather
     parameters or split communication between blocks. The default mode captures no CUDA graphs, whose reused output
@@ -18,6 +19,8 @@ def compile_blocks(model: GPT) -> None:
     """
     for block in model.transformer["h"]:
         block.compile()
+    if hasattr(model, "lm_head"):
+        model.lm_head.compiled = True
 
 
 def eager() -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ class Head(nn.Linear):
 
     `loss_chunk` is the number of tokens whose logits are there at once, None to choose it by the shape, and 0 for
     all of them, kept until the backward pass. `z_loss` is the weight of that term; see `ezpz_llm.model.loss`.
+    `compiled` lets torch.compile fuse what is done to a chunk's logits.
 
     Args:
         columns: which of the logits' columns this one gives, where the vocabulary is divided over ranks.
@@ -27,6 +28,7 @@ class Head(nn.Linear):
         self.columns = columns
         self.loss_chunk: int | None = None
         self.z_loss = 0.0
+        self.compiled = False
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Hidden states (B, T, C) to logits (B, T, V/R), or with targets (B, T) to the loss, see `Reduction`."""
@@ -36,7 +38,7 @@ class Head(nn.Linear):
             return cross_entropy(super().forward(x), targets, reduction, self.z_loss, self.columns)
         chunk = self.loss_chunk or chosen_chunk(targets.numel(), len(self.weight), x.device.type)
         return chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
-                                     columns=self.columns)
+                                     columns=self.columns, compiled=self.compiled)
 
 
 def configure_head(model: nn.Module, loss_chunk: int | None, z_loss: float = 0.0) -> None:
