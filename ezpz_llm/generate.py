@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
+from ezpz_llm.hf.reading import tokenizer_of
 from ezpz_llm.launch.ranks import find_rank
 
 if TYPE_CHECKING:
@@ -22,16 +23,15 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     _check_numbers(options)
     plan = plan_model(options, options.world_size if options.check else find_rank(os.environ).world_size)
-    if options.check:
-        print(plan.resolved.explain())
-        return 0
-    from ezpz_llm.dist.setup import setup
-    from ezpz_llm.hf.reading import tokenizer_of
-
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
     prompt = tokenizer.encode(options.prompt)
     if not len(prompt):
         raise UserError("the prompt has no tokens", where="--prompt", instead="a text to begin with")
+    if options.check:
+        print(plan.resolved.explain())
+        return 0
+    from ezpz_llm.dist.setup import setup
+
     with setup(device=options.device, run_dir=options.run_dir, name="generate") as dist:
         texts = generate(plan, dist, tokenizer, prompt, options)
         if dist.is_main:

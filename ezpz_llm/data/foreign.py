@@ -164,7 +164,8 @@ def _characters(meta: Path) -> str:
         characters = [table[number] for number in range(len(table))]
         if characters != sorted(set(characters)) or {*map(len, characters)} != {1}:
             raise ValueError("its symbols are not characters in code point order")
-    except (pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError,
+            MemoryError) as error:
         raise UserError(f"this meta.pkl has no table of characters that can be used: {error}", where=str(meta),
                         instead="prepare the text itself: python3 -m ezpz_llm.data prepare FILE --tokenizer char",
                         ) from error

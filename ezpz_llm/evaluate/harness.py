@@ -6,6 +6,7 @@ Its HellaSwag is not ours: it prefixes the activity, edits the text, and normali
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,11 @@ def main(options: argparse.Namespace, world_size: int) -> int:
                         instead="launch -n 1, or ezpz-llm evaluate harness …")
     source = find_source(options.source, "SOURCE")
     family_of(source.model)
+    if not _names(options):
+        raise UserError("no task is named", where="--tasks", instead="names that `lm_eval ls tasks` lists")
     if options.check:
+        if find_spec("lm_eval") is None:
+            raise _absent("there is no module lm_eval")
         return 0
     lm_eval = _library()
     from ezpz_llm.dist.setup import setup
@@ -72,9 +77,17 @@ def _library() -> ModuleType:
         import lm_eval.models.huggingface
         import lm_eval.tasks
     except ImportError as error:
-        raise UserError(f"lm-evaluation-harness is not installed, or not whole ({error})", where="evaluate harness",
-                        instead="pip install 'ezpz_llm[harness]'") from error
+        raise _absent(str(error)) from error
     return lm_eval
+
+
+def _absent(why: str) -> UserError:
+    return UserError(f"lm-evaluation-harness is not installed, or not whole ({why})", where="evaluate harness",
+                     instead="pip install 'ezpz_llm[harness]'")
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name for name in options.tasks.split(",") if name]
 
 
 def _folder(source: Source, dist: Dist) -> Path:
@@ -92,10 +105,9 @@ def _folder(source: Source, dist: Dist) -> Path:
 
 def _evaluate(lm_eval: ModuleType, folder: Path, device: str, options: argparse.Namespace) -> dict[str, Any]:
     manager = lm_eval.tasks.TaskManager(include_path=options.include_path and str(options.include_path))
-    names = [name for name in options.tasks.split(",") if name]
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown or not names:
-        raise UserError(f"the harness has no task {', '.join(unknown) or options.tasks!r}", where="--tasks",
+    names = _names(options)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise UserError(f"the harness has no task {', '.join(unknown)}", where="--tasks",
                         instead="a name that `lm_eval ls tasks` lists, or --include-path DIR with its file")
     found = lm_eval.simple_evaluate(
         model="hf", tasks=names, task_manager=manager, limit=options.limit, batch_size=options.batch,

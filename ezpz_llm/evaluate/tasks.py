@@ -11,6 +11,7 @@ from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.evaluate.model import ModelPlan
+from ezpz_llm.hf.reading import tokenizer_of
 from ezpz_llm.resources import user_path
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
         raise UserError(f"items is {options.items}", where="--items", instead="1 or more; leave it out for all")
     path = user_path(options.file)
     read_items(path, limit=1)
+    tokenizer_of(plan.source, options.tokenizer)
     return path
 
 
@@ -103,7 +105,6 @@ def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Nam
     """Both accuracies. Collective."""
     from ezpz_llm.evaluate.hellaswag import ENDINGS, score
     from ezpz_llm.evaluate.model import open_model
-    from ezpz_llm.hf.reading import tokenizer_of
 
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
     items = read_items(path, options.items)

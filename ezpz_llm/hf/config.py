@@ -55,7 +55,11 @@ def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
     if read is None:
         raise UserError(f"model_type is {stored.get('model_type')!r}", where=where,
                         instead="a GPT-2 or Llama model (model_type gpt2 or llama)")
-    return read(_Keys(stored, where))
+    try:
+        return read(_Keys(stored, where))
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(f"a setting is not what such a model has: {error}", where=where,
+                        instead="the config.json that belongs to the weights") from error
 
 
 class _Keys:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.engine.checkpoint import find
+from ezpz_llm.engine.checkpoint import Damaged, find
 from ezpz_llm.engine.checkpoint.folder import STATE, read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.config import from_hf
@@ -54,7 +54,7 @@ def find_source(where: str, option: str) -> Source:
     """
     path = user_path(where)
     if path.is_dir():
-        return _hf_source(path) if (path / CONFIG).is_file() else _checkpoint_source(path)
+        return _hf_source(path) if (path / CONFIG).is_file() else _checkpoint_source(path, option)
     if path.exists() or not _HUB_ID.fullmatch(where):
         raise UserError(f"no folder at {path}", where=option,
                         instead="a run directory, a checkpoint, or a folder or hub id of Hugging Face's")
@@ -67,11 +67,19 @@ def _hf_source(folder: Path) -> Source:
         stored = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"config.json cannot be read: {error}", where=str(path)) from error
+    if not isinstance(stored, dict):
+        raise UserError("config.json is not a JSON object", where=str(path),
+                        instead="the config.json that belongs to the weights")
     return Source("hf", folder, from_hf(stored, str(path)), None, {})
 
 
-def _checkpoint_source(path: Path) -> Source:
-    folder = find(path)
+def _checkpoint_source(path: Path, option: str) -> Source:
+    try:
+        folder = find(path)
+    except Damaged:
+        raise
+    except UserError as error:
+        raise UserError(error.found, where=option, instead=error.instead) from None
     state = read_json(folder / STATE)
     try:
         model = ModelConfig(**state["model"])

@@ -69,8 +69,6 @@ class MetricsLog:
     def __init__(self, run_dir: RunDir, dist: Dist, work: StepWork, *, total_steps: int, first_step: int = 0,
                  flush_every: int = 50, console: bool = True,
                  tracking: Tracking | None = None) -> None:
-        self.non_finite_step: int | None = None
-        """The first step whose loss was NaN or infinite, known to all ranks after a flush."""
         self._run_dir = run_dir
         self._dist = dist
         self._work = work
@@ -160,9 +158,6 @@ class MetricsLog:
         self._before_collectives.extend(time.phases["data"] + time.phases["forward"] for time in times)
         for time in times:
             self._bubble.add(time)
-        first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
-        if self.non_finite_step is None:
-            self.non_finite_step = first_bad
         self._measured = {}
         self._pending, self._values, self._validations = [], [], {}
         if not self._dist.is_main:
@@ -173,6 +168,7 @@ class MetricsLog:
             self._tracking.write(lines)
         if self._progress:
             self._progress.show(lines)
+        first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
         if first_bad is not None:
             print(f"warning: the loss is not finite from step {first_bad} on", flush=True)
 

@@ -10,6 +10,7 @@ complete  the command has done all it was told to do
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def find_state(run_dir: RunDir) -> str:
     # The trainer ends with 0 also where the reservation's end left steps undone.
     wanted = (record.get("config") or {}).get("steps", 0)
     newest = run_dir.checkpoints / "latest"
-    saved = int(newest.read_text().strip().removeprefix("step-") or 0) if newest.is_file() else 0
+    named = re.fullmatch(r"step-(\d+)\s*", newest.read_text(errors="replace")) if newest.is_file() else None
+    saved = int(named[1]) if named else 0
     # Killed after its last checkpoint, a run has nothing left to do either.
     if (ended_well and record.get("steps", 0) >= wanted) or (was_killed and 0 < wanted <= saved):
         return "complete"

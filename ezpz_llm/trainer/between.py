@@ -10,7 +10,7 @@ from ezpz_llm.evaluate.sampling import sample
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.launch.phases import EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
-from ezpz_llm.rundir import update_record
+from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session
 
@@ -33,8 +33,9 @@ def after_step(session: Session) -> None:
     if session.prompt is not None and (last or _due(step, config.sample_every)):
         with session.clock.span("sampling"):
             show_sample(session)
-    # Not among bad steps: there has to be something good to go back to.
-    if saves and (last or not session.guard.streak):
+    # Not among bad steps: there has to be something good to go back to. The last one is written whatever it is,
+    # unless the run goes back from there, or stops.
+    if saves and (not session.guard.streak or (last and not session.guard.is_over)):
         with session.clock.span("checkpoints"):
             save(session, at_once=last)
 
@@ -56,7 +57,7 @@ def flush(session: Session) -> None:
         told = session.checks.conclude(session.dist)
     if told and session.dist.is_main:
         print("checks     " + "\n           ".join(told), flush=True)
-        update_record(session.dist.run_dir, checks=told)
+        note(session.dist.run_dir, checks=told)
     session.engine.gate.limit = guard.limit
     if guard.refused > refused and session.dist.is_main:
         print(f"warning: {guard.refused - refused} step(s) up to step {session.step} changed nothing: their "
@@ -89,7 +90,7 @@ def score_hellaswag(session: Session) -> None:
             items_at_once=max(1, session.batches.micro_batch // hellaswag.ENDINGS))
     session.metrics.record_task(session.step, hellaswag_acc=found.acc, hellaswag_acc_norm=found.acc_norm)
     if dist.is_main:
-        update_record(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
+        note(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
         print(f"HellaSwag after step {session.step}: acc_norm {found.acc_norm:.4f}, acc {found.acc:.4f} "
               f"({found.items} items, normalised by tokens)", flush=True)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.engine import checkpoint
-from ezpz_llm.rundir import read_record, update_record
+from ezpz_llm.engine.checkpoint.folder import candidates
+from ezpz_llm.rundir import read_record
+from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.plan import check_state
 from ezpz_llm.trainer.saving import settle
 from ezpz_llm.trainer.session import Session
@@ -48,6 +50,9 @@ def _go_back(session: Session, where: str | Path, why: str) -> None:
     """
     def accept(folder: Path, state: dict[str, Any]) -> None:
         check_state(session.plan, folder, state, session.data.fingerprint)
+        # An early end writes its state as it is; with an older one at hand, that is no place to begin again.
+        if (state.get("guard") or {}).get("streak") and folder != candidates(where)[-1]:
+            raise checkpoint.Damaged("the checkpoint was written among bad steps", where=str(folder))
 
     found = checkpoint.load_newest(where, session.engine, session.dist, accept)
     reached, session.step = session.step, found.state["step"]
@@ -65,5 +70,5 @@ def _go_back(session: Session, where: str | Path, why: str) -> None:
         print(f"warning: {why}\n  back from step {reached} to the checkpoint of step {session.step}; the "
               f"{passed_over} samples since then are passed over", file=sys.stderr, flush=True)
         earlier = read_record(session.dist.run_dir).get("rollbacks", [])
-        update_record(session.dist.run_dir, rollbacks=[*earlier, {
+        note(session.dist.run_dir, rollbacks=[*earlier, {
             "from_step": reached, "to_step": session.step, "samples_passed_over": passed_over, "why": why}])

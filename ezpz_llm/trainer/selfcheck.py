@@ -50,7 +50,8 @@ class SelfChecks:
         if self._concluded or self._first_line is None:
             return []
         self._concluded = True
-        told = [self._optimizer(dist)] if self._stepped is not None and self._first_line["grad_norm"] else []
+        made = self._first_line["grad_norm"] and not self._first_line.get("skipped")
+        told = [self._optimizer(dist)] if self._stepped is not None and made else []
         self._stepped = None
         if self._fresh and self._first_line["loss"] is not None:
             told.append(first_loss(self._model, self._first_line["loss"]))
@@ -62,7 +63,11 @@ class SelfChecks:
             seen = seen.to(dist.device)
             torch.distributed.all_reduce(seen)
         *elements, strangers = (round(number) for number in seen.tolist())
-        return check_stepped(self._model, elements, strangers, self._stepped.decays, self._config.weight_decay)
+        everyone = [self._stepped.decays] * dist.world_size
+        if dist.world_size > 1:
+            torch.distributed.all_gather_object(everyone, self._stepped.decays)
+        decays = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
+        return check_stepped(self._model, elements, strangers, decays, self._config.weight_decay)
 
     def overfitted(self) -> str | None:
         """What became of `--overfit-one-batch`: None if the batch was learnt."""

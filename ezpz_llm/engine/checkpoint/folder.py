@@ -123,13 +123,21 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     """The files of a checkpoint.
 
     Raises:
-        UserError: the manifest cannot be read, or is of a format this version does not know.
+        Damaged: the manifest is not one.
+        UserError: it is of a later format than this version knows.
     """
     manifest = read_json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"the checkpoint has format {manifest.get('format')!r}, this version reads {FORMAT}",
-                        where=str(folder))
-    return [FileRecord(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+    found = manifest.get("format")
+    if isinstance(found, int) and FORMAT < found < 100 * FORMAT:
+        raise UserError(f"the checkpoint has format {found}, this version reads {FORMAT}", where=str(folder),
+                        instead="the version that saved it, or a later one")
+    try:
+        records = [FileRecord(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{MANIFEST} lacks {error}") from error
+    if found != FORMAT or not records:
+        raise damaged(folder, f"{MANIFEST} is of format {found!r} and names {len(records)} files")
+    return records
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -229,7 +237,10 @@ def publish(partial: Path, step: int) -> Path:
                 write_atomic(pointer, before[-1].name + "\n")
             else:
                 pointer.unlink()
-        final.rename(checkpoints / f".{final.name}.replaced")
+        aside = checkpoints / f".{final.name}.replaced"
+        # Left by a kill after its successor stood.
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
     partial.rename(final)
     _flush(checkpoints)
     write_atomic(pointer, final.name + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,5 +33,6 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
     for path in doomed:
         # Under another name first: a removal cut short must not leave a folder that looks complete. What cannot be
         # removed now is tried again with the next save.
-        shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")), ignore_errors=True)
     return doomed
