@@ -36,7 +36,7 @@ def train(layout: str, steps: int, run_dir: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{layout} on {ranks} ranks ended with exit code {done.returncode}: see {run_dir}")
     record = read_record(RunDir(run_dir))
-    median_s = record["summary"]["step_time_s"]["median"]
+    median_s = record["summary"]["step_time"]["median"]
     return {"layout": layout, "ranks": ranks, "val_loss": record["val_loss"],
             "unigram_entropy": record["unigram_entropy"], "step_ms": round(1000 * median_s, 1),
             "plots": sorted(path.name for path in RunDir(run_dir).plots.iterdir()),
