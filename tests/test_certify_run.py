@@ -140,6 +140,7 @@ def test_planted_faults_are_caught_by_name(tmp_path: Path) -> None:
     assert "2 times the reference's" in named["gradients-x2"]
     assert "loss" not in named["gradients-x2"]  # clipped Adam's losses do not show it
     assert "gradient of transformer.h.1." in named["dropped-bucket"]
+    assert "gradient norm at step 1" in named["dropped-bucket"]
     assert "loss at step 2" in named["stale-optimizer"]
     assert "loss at step 1" in named["duplicated-data"]
     assert "gradient of transformer.wte.weight" in named["untied-head"]

@@ -206,7 +206,8 @@ def _plain_head(layout: Layout, world: int) -> str | None:
 
 _ALL = (
     Plant("gradients-x2", "all gradients are twice as large", ("gradient", "norm"), engine=_gradients_x2),
-    Plant("dropped-bucket", "a bucket of gradients is not added up over ranks", ("gradient", "norm"), _leaves,
+    # One block is too small a part of the norm to stand out of bf16's noise.
+    Plant("dropped-bucket", "a bucket of gradients is not added up over ranks", ("gradient",), _leaves,
           model=_dropped_bucket),
     Plant("accumulation-not-divided", "gradients are not divided by the number of micro-steps",
           ("gradient", "norm"), engine=_accumulation_not_divided),
