@@ -1,6 +1,6 @@
 """Run by four ranks: what the gate before the optimizer measures and refuses under each layout.
 
-    mpiexec -n 4 python3 tests/gate_ranks.py FOLDER ddp zero3 pp2_tp2 …
+    mpiexec -n 4 python3 tests/gate_ranks.py FOLDER ddp zero2:adamw_unfused pp2_tp2 …
 
 The truth is plain torch in every process. Rank 0 writes FOLDER/<layout>.json.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from pipeline_ranks import sequences
+from rank_jobs import sequences
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
@@ -43,7 +43,7 @@ def truth() -> dict[str, float]:
     optimizer = torch.optim.AdamW([{k: g[k] for k in ("params", "weight_decay")} for g in groups], lr=LR,
                                   betas=(0.9, 0.95))
     for step in range(MEASURED + 1):
-        data = sequences(step, GLOBAL_BATCH)
+        data = sequences(step, GLOBAL_BATCH, CONFIG.block_size + 1)
         optimizer.zero_grad()
         model(data[:, :-1], data[:, 1:]).backward()
         found = {}
@@ -65,9 +65,11 @@ def norm(tensors: list[torch.Tensor]) -> float:
 class Run:
     """One engine and its steps."""
 
-    def __init__(self, dist: Dist, layout: str) -> None:
-        resolved = resolve(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH, model=CONFIG,
-                           accumulation=ACCUMULATION, precision="fp32", device="cpu")
+    def __init__(self, dist: Dist, name: str) -> None:
+        layout, _, optimizer = name.partition(":")
+        resolved = resolve(layout, optimizer=optimizer or "adamw", world_size=dist.world_size, clip=CLIP,
+                           global_batch=GLOBAL_BATCH, model=CONFIG, accumulation=ACCUMULATION, precision="fp32",
+                           device="cpu")
         chosen = resolved.layout
         dist.arrange(tp=chosen.tp, pp=chosen.pp, sp=chosen.sp)
         model = assemble(CONFIG, chosen, dist.mesh, 1337)
@@ -83,7 +85,7 @@ class Run:
         return output * float("nan") if self.poisoned and self.dist.rank == self.dist.world_size - 1 else output
 
     def step(self, number: int) -> torch.Tensor:
-        data = sequences(number, GLOBAL_BATCH)
+        data = sequences(number, GLOBAL_BATCH, CONFIG.block_size + 1)
         mine = data.chunk(self.dist.mesh.dp_size)[self.dist.mesh.dp_rank].chunk(ACCUMULATION)
         return self.engine.train_step(((part[:, :-1], part[:, 1:]) for part in mine), LR,
                                       lambda phase: nullcontext())[1]
@@ -123,7 +125,7 @@ def examine(dist: Dist, layout: str) -> dict:
     run.poisoned, run.engine.gate.limit = False, 1e3
     result["fine"] = not run.refused(5)
     with run.engine.evaluating():
-        data = sequences(6, GLOBAL_BATCH)
+        data = sequences(6, GLOBAL_BATCH, CONFIG.block_size + 1)
         loss = run.engine.loss_sum(data[:, :-1], data[:, 1:])
     result["sound"] = bool(torch.isfinite(loss))
     return result

@@ -90,6 +90,19 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
         find(run_dir.path)
 
 
+def test_any_changed_byte_of_a_manifest_is_damage_or_harmless(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    older, newer = write(run_dir, 5), write(run_dir, 6)
+    manifest = newer / "manifest.json"
+    whole = manifest.read_bytes()
+    passed_over = 0
+    for place in range(len(whole)):
+        for flip in (0x01, 0x10, 0x80):
+            manifest.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1:])
+            passed_over += find(run_dir.path) == older
+    assert passed_over > len(whole)
+
+
 def test_a_latest_that_was_deleted_is_passed_over(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     kept, deleted, later = write(run_dir, 5), write(run_dir, 6), write(run_dir, 9)

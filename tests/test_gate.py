@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("gate_ranks.py")
-LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2")
+LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2",
+           # Asked on the host, like the optimizers of offload and of 8 bits.
+           "ddp:adamw_unfused", "zero2:adamw_unfused")
 
 
 @pytest.fixture(scope="module")

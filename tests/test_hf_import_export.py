@@ -194,6 +194,9 @@ def test_a_shorter_context_is_cut_and_a_longer_one_refused(tmp_path: Path) -> No
     ("llama", {"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is 'linear'"),
     ("llama", {"head_dim": 16}, "head_dim is 16"),
     ("llama", {"attention_bias": True}, "mlp_bias is False"),
+    ("llama", {"num_attention_heads": 0}, "a setting is not what such a model has"),
+    ("llama", {"hidden_size": "32"}, "a setting is not what such a model has"),
+    ("llama", {"rope_scaling": [1], "rope_parameters": None}, "a setting is not what such a model has"),
     ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\] in the weights, by config.json \[32, 32\]"),
 ])
 def test_what_is_not_the_same_model_is_refused(kind: str, changes: dict[str, Any], message: str,
@@ -214,6 +217,10 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         next(folder.glob(name)).unlink()
         with pytest.raises(UserError, match=message):
             read(folder)
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="not a JSON object"):
+        find_source(str(tmp_path / "list"), "test")
     cut = tmp_path / "cut"
     shutil.copytree(tmp_path / "hf", cut)
     file = next(cut.glob("model-00001*"))

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poisoned_train import poisoned
 
-from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.engine.checkpoint.folder import complete, find, read_json
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.guards import LEAST, Guard
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -201,6 +202,30 @@ def test_a_spike_of_the_loss_alone_is_gone_back_from(alone, tmp_path):
     assert done.code == 0, str(done)
     assert "back from step 55 to the checkpoint of step 40" in done.err
     assert max(line["loss"] for line in lines_of(tmp_path / "run")[40:]) < 5
+
+
+def test_a_spike_that_lasts_to_the_end_is_gone_back_from_too(alone, tmp_path):
+    done = alone(tmp_path / "run", "--log-every", "5", "--save-every", "10", "--bad-steps", "5", "--on-bad-steps",
+                 "rollback", "--steps", "60", poison=(56, 60), add=3.0)
+    assert done.code == 0, str(done)
+    assert "back from step 60 to the checkpoint of step 50" in done.err
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, 61))
+    assert find(tmp_path / "run").name == "step-00000060"
+
+
+def test_an_early_end_among_bad_steps_is_no_place_to_go_back_to(alone, tmp_path, monkeypatch):
+    options = ["--log-every", "5", "--save-every", "10", "--bad-steps", "10", "--on-bad-steps", "rollback",
+               "--steps", "60"]
+    agreed = EarlyEnd.agreed
+    monkeypatch.setattr(EarlyEnd, "agreed", lambda self, step, busy=False: (
+        Agreed("a test", busy) if step == 55 else agreed(self, step, busy)))
+    done = alone(tmp_path / "run", *options, poison=(48, 99), add=3.0)
+    assert "stopped after step 55" in done.out, str(done)
+    assert read_json(find(tmp_path / "run") / "state.json")["guard"]["streak"] > 0
+    monkeypatch.setattr(EarlyEnd, "agreed", agreed)
+    done = alone(tmp_path / "run", *options, "--resume", str(tmp_path / "run"), poison=(1, 6), add=3.0)
+    assert done.code == 0, str(done)
+    assert "to the checkpoint of step 40" in done.err
 
 
 def test_going_back_in_vain_ends(alone, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, update
 from ezpz_llm.trainer import start
 from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.selfcheck import check_stepped, first_loss
+from ezpz_llm.trainer.selfcheck import SelfChecks, check_stepped, first_loss
 
 SMALL = ["--n-layer", "2", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
@@ -90,6 +92,15 @@ def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "decay_groups", matrices_of_three)
     with pytest.raises(UserError, match="weight decays"):
         train(tmp_path / "run", "--steps", "2")
+
+
+def test_a_first_step_that_was_refused_says_nothing_of_the_optimizer(tmp_path):
+    """A run that is resumed into a spike: whatever steps on the host has stepped nothing."""
+    plan = plan_run(parse(["--resume", str(tmp_path)]), 1)
+    checks = SelfChecks(plan, first_step=5)
+    checks.stepped(SimpleNamespace(elements=[0, 0], strangers=0, decays=[set(), set()]))
+    checks.look({"step": 6, "loss": 3.0, "grad_norm": 99.0, "skipped": True})
+    assert checks.conclude(SimpleNamespace(world_size=1)) == []
 
 
 def test_what_is_none_of_the_models_parameters_is_counted():
