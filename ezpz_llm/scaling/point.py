@@ -19,7 +19,7 @@ SPLIT = ("compute", "exposed_communication", "data", "optimizer", "other")
 class Repeat:
     """One finished run of a point; everything is read from its run directory.
 
-    A failed one has `error` set, with why, and its numbers None or empty (`slowest_rank` -1, losses NaN).
+    A failed one has `error` set, with why, and what was measured is None or empty; batch and ranks are as planned.
 
     Attributes:
         point: the point's name, the same for all its repeats, such as `weak-ddp-n2`.
@@ -51,15 +51,15 @@ class Repeat:
     accumulation: int
     block_size: int
     step_times_s: tuple[float, ...]
-    tokens_per_second: float
+    tokens_per_second: float | None
     mfu: float | None
     peak_device_bytes: int | None
     peak_host_bytes: int | None
     split: dict[str, float] | None
-    slowest_rank: int
-    slowest_host: str
-    first_loss: float
-    last_loss: float
+    slowest_rank: int | None
+    slowest_host: str | None
+    first_loss: float | None
+    last_loss: float | None
     run_dir: str
     error: str | None = None
 
