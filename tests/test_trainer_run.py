@@ -100,7 +100,8 @@ def test_the_console_shows_what_a_user_looks_for(finished):
     run_dir, text = finished
     for word in ("scheduler", "launcher", "mpiexec", "cpu, backend gloo", "zero1, fp32", "flash_attention",
                  "unigram entropy", "sample after step 20", "torch counts the same products",
-                 "FLOP/s in fp32 products", "of matrix products alone", "Where the step time went", "host.html", str(run_dir)):
+                 "FLOP/s in fp32 products", "of matrix products alone", "Where the step time went", "host.html",
+                 str(run_dir)):
         assert word in text, word
     assert re.search(r"20/20 +\d+\.\d{4} +\d\.\d{2}e-0\d +\d+\.\d+ +\d+\.\d +[\d.]+k? +[\d.]+k? +\d+\.\d{4}", text)
 
