@@ -1,10 +1,12 @@
-"""Profiles of a few steady steps on one rank: the host's call tree (pyinstrument), a trace (torch.profiler)."""
+"""Profiles of a few steady steps: the host's call tree (pyinstrument), traces (torch.profiler)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +27,14 @@ class Window:
     @property
     def last(self) -> int:
         return self.first + self.steps - 1
+
+
+class StepWatch(Protocol):
+    """Looks at some of a run's steps, counted from 0; `close` ends what an early end of the run leaves open."""
+
+    def before_step(self, step: int) -> None: ...
+    def after_step(self, step: int) -> None: ...
+    def close(self) -> None: ...
 
 
 def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
@@ -78,34 +88,39 @@ class HostProfile:
 
 
 class TraceProfile:
-    """A torch.profiler trace of the window's operators and kernels, phases named: `profile/trace-rankNNNN.json.gz`.
+    """A torch.profiler trace of the window's operators and kernels: `profile/trace-rankNNNN.json.gz`, one a rank.
 
-    Opens in https://ui.perfetto.dev. Steps are slower while they are traced; the profiler sets itself up before the
-    first of them begins.
+    It holds the steps of the window, each marked `step N` (N from 1, as in metrics.jsonl) and with its phases, and
+    what comes after each of them before the next (log lines, evaluations, checkpoints), each marked with its name.
+    What `notes` returns is part of it, under "ezpz_llm". Opens in https://ui.perfetto.dev. Steps are slower while
+    they are traced; the profiler sets itself up before the first of them begins.
     """
 
-    def __init__(self, run_dir: RunDir, rank: int, window: Window) -> None:
-        self._target = run_dir.profile / f"trace-rank{rank:04d}.json.gz"
+    def __init__(self, run_dir: RunDir, rank: int, window: Window,
+                 notes: Callable[[], dict[str, Any]] = dict) -> None:
+        self._target = run_dir.trace(rank)
         self._window = window
+        self._notes = notes
         self._profiler: torch.profiler.profile | None = None
         self.path: Path | None = None
         """The written trace, once the window has passed."""
 
     def before_step(self, step: int) -> None:
-        """Start at the window's first step."""
+        """Start at the window's first step, stop and write before the first one after it."""
         if step == self._window.first:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
+        elif step > self._window.last:
+            self.close()
 
     def after_step(self, step: int) -> None:
-        """Stop and write after the window's last step."""
-        if step == self._window.last:
-            self.close()
+        """What comes after a step belongs to it."""
 
     def close(self) -> None:
         """Write what there is, if the window was entered and not yet closed."""
         if self._profiler is None:
             return
+        self._profiler.add_metadata_json("ezpz_llm", json.dumps(self._notes()))
         self._profiler.stop()
         profiler, self._profiler = self._profiler, None
         profiler.export_chrome_trace(str(self._target))

@@ -44,6 +44,10 @@ class RunDir:
     def profile(self) -> Path:
         return self.path / "profile"
 
+    def trace(self, rank: int) -> Path:
+        """A rank's trace of some of its steps."""
+        return self.profile / f"trace-rank{rank:04d}.json.gz"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

@@ -24,7 +24,7 @@ def train(session: Session) -> None:
         session.heartbeat.beat(COMPILING if compiles else TRAINING, step)
         for profile in session.profiles:
             profile.before_step(step)
-        with session.clock.span("training"):
+        with session.clock.span("training"), torch.profiler.record_function(f"step {step + 1}"):
             train_step(session, step)
         session.step = step + 1
         for profile in session.profiles:

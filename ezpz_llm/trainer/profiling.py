@@ -1,0 +1,33 @@
+"""Which steps of a run are looked at more closely, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ezpz_llm.dist import Dist
+from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, profile_window
+from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
+from ezpz_llm.trainer.census import Census
+from ezpz_llm.trainer.plan import RunPlan
+
+
+def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[StepWatch]:
+    """The profiles that the configuration asks for: the host's on rank 0, traces on every rank."""
+    config = plan.config
+    wanted: list[StepWatch] = []
+    if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
+        wanted.append(HostProfile(dist.run_dir, window))
+    # After the host profile's steps: each would find the other's cost in its own. One step is for the census, and
+    # the run's last is followed by all that ends a run.
+    skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
+    window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
+    if not config.trace_steps or window is None:
+        return wanted
+    census = Census(window.first - 1, dist.mesh, counts=not config.compile)
+    return [*wanted, census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census))]
+
+
+def _notes(plan: RunPlan, dist: Dist, census: Census) -> dict[str, Any]:
+    """What a reader of the trace cannot find in it."""
+    return {"rank": dist.rank, "device": dist.device.type, "layout": plan.resolved.layout.name,
+            "collectives": census.collectives}
