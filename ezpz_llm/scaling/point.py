@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -75,8 +80,28 @@ def points_file(study: Path) -> Path:
 
 
 def add_repeat(study: Path, repeat: Repeat) -> None:
-    """Append one line, in one write."""
-    append_line(points_file(study), asdict(repeat))
+    """Append one line, in one write; jobs of one study may do so at the same time."""
+    with locked(study, wait=True):
+        append_line(points_file(study), asdict(repeat))
+
+
+@contextlib.contextmanager
+def locked(folder: Path, wait: bool) -> Iterator[bool]:
+    """Keep other processes out of `folder` meanwhile, where the file system has locks; false where one has it and
+    we were not to wait."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        got = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            got = False
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
+                raise
+        yield got
+    finally:
+        os.close(handle)
 
 
 def read_repeats(study: Path) -> list[Repeat]:
@@ -87,8 +112,8 @@ def read_repeats(study: Path) -> list[Repeat]:
     """
     path = points_file(study)
     if not path.exists():
-        raise UserError("this is no study, or none of its runs has finished: it has no points.jsonl", where=str(study),
-                        instead="the folder that ezpz-llm scale named (runs/scale-…)")
+        raise UserError("this is no study, or none of its runs has finished: it has no points.jsonl",
+                        where=str(study), instead="the folder that ezpz-llm scale named (runs/scale-…)")
     found: dict[tuple[str, int], Repeat] = {}
     try:
         for line in read_lines(path):
