@@ -6,7 +6,7 @@ looked for in what was measured; where none is found, that is said, and the numb
 
 from __future__ import annotations
 
-from ezpz_llm.scaling.efficiency import Curve, Point
+from ezpz_llm.scaling.efficiency import Curve, Measured
 
 _LESS = 0.9
 """Memory of a rank that counts as less."""
@@ -14,7 +14,7 @@ _SPREAD = 1.2
 """The slowest tenth of steps over the median that counts as unsteady."""
 
 
-def explain_above(curve: Curve, point: Point) -> tuple[str, ...]:
+def explain_above(curve: Curve, point: Measured) -> tuple[str, ...]:
     """The causes, the likeliest first; empty where the efficiency is not above 100 %, and never otherwise."""
     efficiency = curve.efficiency(point)
     if point is curve.base or efficiency.value <= 1:
@@ -27,13 +27,13 @@ def explain_above(curve: Curve, point: Point) -> tuple[str, ...]:
     if interval is None:
         found.append("its error is not known (a single short run): measure with --repeats 3")
     if not found:
-        found.append(f"not explained: {curve.base.name}, which all others are compared with, is too slow for a reason "
-                     "that was not measured; do not use this number before its runs have been looked at "
+        found.append(f"not explained: {curve.base.name}, which all others are compared with, is too slow for a "
+                     "reason that was not measured; do not use this number before its runs have been looked at "
                      f"(ezpz-llm explain {curve.base.first.run_dir})")
     return tuple(found)
 
 
-def _work(base: Point, point: Point) -> list[str]:
+def _work(base: Measured, point: Measured) -> list[str]:
     """Another amount of work for the same tokens."""
     one, other = base.first, point.first
     found = []
@@ -49,7 +49,7 @@ def _work(base: Point, point: Point) -> list[str]:
     return found
 
 
-def _parts(base: Point, point: Point) -> list[str]:
+def _parts(base: Measured, point: Measured) -> list[str]:
     """Parts of the traced step that got shorter for the same tokens, if they make up for a tenth of the gain."""
     before, after = base.split, point.split
     if before is None or after is None:
@@ -64,7 +64,7 @@ def _parts(base: Point, point: Point) -> list[str]:
             for part, seconds in sorted(gains.items(), key=lambda item: -item[1]) if seconds > max(gain, 0) / 10]
 
 
-def _memory(base: Point, point: Point) -> list[str]:
+def _memory(base: Measured, point: Measured) -> list[str]:
     found = []
     for kind in ("device", "host"):
         before, after = (getattr(one, f"peak_{kind}_bytes") for one in (base, point))
@@ -74,9 +74,9 @@ def _memory(base: Point, point: Point) -> list[str]:
     return found
 
 
-def _unsteady(base: Point) -> list[str]:
+def _unsteady(base: Measured) -> list[str]:
     steps = base.steps
     if steps.high > _SPREAD * steps.median:
-        return [f"the smallest point was not steady: a tenth of its steps took longer than {steps.high * 1e3:.1f} ms, "
-                f"the median is {steps.median * 1e3:.1f}"]
+        return [f"the smallest point was not steady: a tenth of its steps took longer than {steps.high * 1e3:.1f} "
+                f"ms, the median is {steps.median * 1e3:.1f}"]
     return []

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ezpz_llm.observe.history import Spread, spread
+from ezpz_llm.observe.history import Spread, finite, spread
 from ezpz_llm.scaling.interval import Estimate, estimate, ratio
 from ezpz_llm.scaling.point import SPLIT, Mode, Repeat
 
@@ -16,7 +16,7 @@ Unit = Literal["nodes", "ranks"]
 
 
 @dataclass(frozen=True)
-class Point:
+class Measured:
     """All repeats of one point; `good` has those that finished, in the order of their numbers."""
 
     repeats: tuple[Repeat, ...]
@@ -103,7 +103,8 @@ class Point:
     @property
     def learnt(self) -> bool:
         """Whether the loss fell in every run: the speed of one where it did not says nothing."""
-        return all(one.last_loss < one.first_loss for one in self.good)
+        return all(finite(one.first_loss) and finite(one.last_loss) and one.last_loss < one.first_loss
+                   for one in self.good)
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,10 @@ class Curve:
 
     mode: Mode
     ds_config: str
-    points: tuple[Point, ...]
+    points: tuple[Measured, ...]
 
     @property
-    def base(self) -> Point:
+    def base(self) -> Measured:
         return self.points[0]
 
     @property
@@ -128,11 +129,11 @@ class Curve:
         per_node = {point.ranks / point.nodes for point in self.points}
         return "nodes" if len(per_node) == 1 and self.points[-1].nodes > 1 else "ranks"
 
-    def size(self, point: Point) -> int:
+    def size(self, point: Measured) -> int:
         """The point's size in the curve's unit."""
         return point.nodes if self.unit == "nodes" else point.ranks
 
-    def efficiency(self, point: Point) -> Estimate:
+    def efficiency(self, point: Measured) -> Estimate:
         """Tokens a second and device over the smallest point's. Under strong scaling that is the speed-up over the
         ratio of ranks; under weak scaling the ratio of step times. The smallest point's own is 1 by definition."""
         if point is self.base:
@@ -140,7 +141,7 @@ class Curve:
         work = point.first.step_tokens / point.ranks * self.base.ranks / self.base.first.step_tokens
         return ratio(self.base.step_time, point.step_time, work)
 
-    def speed_up(self, point: Point) -> float:
+    def speed_up(self, point: Measured) -> float:
         """Tokens a second over the smallest point's."""
         return point.tokens_per_second / self.base.tokens_per_second
 
@@ -161,19 +162,19 @@ class Curve:
         return tuple(found)
 
 
-def points_of(repeats: Iterable[Repeat]) -> list[Point]:
+def points_of(repeats: Iterable[Repeat]) -> list[Measured]:
     """The points, by mode, layout and size."""
     groups: dict[str, list[Repeat]] = {}
     for one in repeats:
         groups.setdefault(one.point, []).append(one)
-    points = [Point(tuple(sorted(group, key=lambda one: one.repeat))) for group in groups.values()]
+    points = [Measured(tuple(sorted(group, key=lambda one: one.repeat))) for group in groups.values()]
     order = {name: i for i, name in enumerate(dict.fromkeys(point.ds_config for point in points))}
     return sorted(points, key=lambda one: (one.mode != "weak", order[one.ds_config], one.ranks, one.nodes))
 
 
-def curves_of(points: Sequence[Point]) -> list[Curve]:
+def curves_of(points: Sequence[Measured]) -> list[Curve]:
     """A curve for each mode and layout that has a point with a number."""
-    groups: dict[tuple[Mode, str], list[Point]] = {}
+    groups: dict[tuple[Mode, str], list[Measured]] = {}
     for point in points:
         if point.good:
             groups.setdefault((point.mode, point.ds_config), []).append(point)

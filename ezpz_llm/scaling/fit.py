@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.scaling.efficiency import Curve, Point
+from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.interval import CONFIDENCE
 from ezpz_llm.scaling.law import TERMS, Setting, Shape, setting_of
 
@@ -45,7 +45,7 @@ class Fitted:
     """A measured point against the best law: seconds measured, and by term."""
 
     curve: Curve
-    point: Point
+    point: Measured
     parts: dict[str, float]
     measured: float
 
@@ -129,7 +129,7 @@ class Fit:
         law = self._laws[0]
         return float(law.coefficients @ law.at(setting))
 
-    def band(self, setting: Setting, over: Point | None = None) -> tuple[float, float]:
+    def band(self, setting: Setting, over: Measured | None = None) -> tuple[float, float]:
         """The band of the step time at CONFIDENCE; of its ratio to the time measured at `over`, if given."""
         values = [law.at(setting) @ law.drawn for law in self._laws]
         if over is not None:
@@ -169,7 +169,7 @@ def _combinations() -> list[tuple[str, ...]]:
             for latency in ((), *((name,) for name in latencies)) if {"work", "serial"} & set(some)]
 
 
-def _check(pairs: Sequence[tuple[Curve, Point]]) -> None:
+def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
     sizes = sorted({curve.size(point) for curve, point in pairs})
     if len(sizes) < LEAST_SIZES:
         raise UserError(f"no fit: it needs {LEAST_SIZES} sizes, measured are {', '.join(map(str, sizes))}",

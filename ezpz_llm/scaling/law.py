@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir
-from ezpz_llm.scaling.efficiency import Curve, Point
+from ezpz_llm.scaling.efficiency import Curve, Measured
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Setting:
         return (self.shape.pp - 1) / self.accumulation
 
 
-def setting_of(curve: Curve, point: Point, shape: Shape) -> Setting:
+def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
     """What the law sees of a measured point."""
     one = point.first
     alone = curve.unit == "nodes" and point.nodes == 1
