@@ -8,7 +8,11 @@ from ezpz_llm.errors import run_command
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; its first word may be that of another one of studies."""
+    """`scale …` makes a study; `scale report` and `scale compare` say what studies have come to."""
+    if argv and argv[0] in ("report", "compare"):
+        from ezpz_llm.scaling.reporting import compare_main, report_main
+
+        return (report_main if argv[0] == "report" else compare_main)(argv[1:])
     from ezpz_llm.scaling.command import main as study
 
     return study(argv)

@@ -11,8 +11,9 @@ from ezpz_llm.errors import UserError
 from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.options import Options, help_text, parse
-from ezpz_llm.scaling.point import read_repeats
+from ezpz_llm.scaling.point import points_file, read_repeats
 from ezpz_llm.scaling.points import plan_study
+from ezpz_llm.scaling.reporting import report
 from ezpz_llm.scaling.running import Cut, left, run_all
 from ezpz_llm.scaling.study import Study, read_study, study_file
 from ezpz_llm.scaling.submitting import submit_points
@@ -80,7 +81,12 @@ def _described(study: Study, folder: Path, runs: int) -> str:
 def _conclude(study: Study, folder: Path, options: Options) -> int:
     """Say what came of it; the exit code."""
     to_make = left(study, folder, options.only, retry_failed=False)
-    failures = [repeat for repeat in read_repeats(folder) if repeat.error is not None]
+    repeats = read_repeats(folder) if points_file(folder).exists() else []
+    failures = [repeat for repeat in repeats if repeat.error is not None]
+    # A job of one point says nothing of the others, unless it is the last to end.
+    is_all = len(repeats) == len(study.points) * study.repeats
+    if len(failures) < len(repeats) and (is_all or not options.only):
+        report(folder, options.target)
     for repeat in failures:
         print(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
               f"  ezpz-llm why {folder / repeat.run_dir}", flush=True)

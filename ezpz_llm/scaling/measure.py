@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.errors import UserError
+from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import finite, read_history, steady
 from ezpz_llm.rundir import RunDir, read_record
 from ezpz_llm.scaling.point import Repeat
@@ -18,6 +20,7 @@ from ezpz_llm.scaling.study import Point, run_dir_of
 _LEAST_STEPS = 3
 """Fewer steady steps than that are no measurement."""
 _WRITING_STEPS = 2
+_TRACES = "trace-rank*.json.gz"
 
 
 def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
@@ -45,7 +48,7 @@ def failed(study: Path, point: Point, repeat: int, why: str) -> Repeat:
 def untraced(rows: Sequence[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
     """The steady steps: without those that were traced, all before them, and those in which ranks wait for each
     other's traces to be written."""
-    traces = sorted(run_dir.profile.glob("trace-rank*.json.gz"))
+    traces = sorted(run_dir.profile.glob(_TRACES))
     if not traces:
         return steady(rows)
     traced = [int(step) for step in re.findall(rb'"step (\d+)"', gzip.decompress(traces[0].read_bytes()))]
@@ -63,7 +66,9 @@ def _measured(study: Path, point: Point, repeat: int, record: dict[str, Any], ro
     memory = record["memory"]
     is_cpu = record["environment"]["device"]["type"] == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
-    slowest = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
+    split = _split(run_dir)
+    told = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
+    slowest = split.straggler.rank if split else told
     return _repeat(
         study, point, repeat,
         global_batch=batch["global_batch"], micro_batch=batch["micro_batch"], accumulation=batch["accumulation"],
@@ -73,12 +78,23 @@ def _measured(study: Path, point: Point, repeat: int, record: dict[str, Any], ro
         mfu=statistics.median(mfus) if mfus else None,
         peak_device_bytes=None if is_cpu else memory["peak"],
         peak_host_bytes=memory["host_peak"],
-        split=None,
+        split=split.per_step() if split else None,
         slowest_rank=slowest,
         slowest_host=host_of(slowest, record),
         first_loss=rows[0]["loss"],
         last_loss=statistics.mean(last) if all(map(finite, last)) else None,
     )
+
+
+def _split(run_dir: RunDir) -> Split | None:
+    """Where the time of the traced steps went; None where none were traced."""
+    if not any(run_dir.profile.glob(_TRACES)):
+        return None
+    try:
+        return split_run(run_dir.path)
+    except UserError as error:
+        print(f"note: {run_dir.path.name} of {run_dir.path.parent.name} gets no split: {error.found}", flush=True)
+        return None
 
 
 def host_of(rank: int, record: dict[str, Any]) -> str:

@@ -27,7 +27,8 @@ class Options:
 
     `nodes` or `ranks` are the sizes of the points; `launch_words` the user's own options of launch, without
     --hosts, which `hosts` holds; `command` the training command; `submit` the options for `ezpz-llm submit`, None
-    where the study runs here; `folder` the study's; `only` the names of the points to run, empty for all.
+    where the study runs here; `folder` the study's; `target` the efficiency that the report looks for; `only` the
+    names of the points to run, empty for all.
     """
 
     nodes: tuple[int, ...] = ()
@@ -42,6 +43,7 @@ class Options:
     hosts: str | None = None
     command: tuple[str, ...] = ()
     folder: Path | None = None
+    target: float = 0.8
     only: tuple[str, ...] = ()
     retry_failed: bool = False
     submit: tuple[str, ...] | None = None
@@ -76,6 +78,16 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ValueError("a fraction such as 0.8")
+    return value
+
+
 _SIZES = _list(count, "a list of whole numbers such as 1,2,4")
 _NAMES = _list(_name, "a list of names such as zero1,zero3")
 _OPTIONS = (
@@ -92,6 +104,7 @@ _OPTIONS = (
     Option(("--seed",), "seed", "fixes the random order of the runs (0)", "N", _whole),
     Option(("--study",), "folder", "the study's folder (default: runs/scale-<stamp>); one that is there goes on",
            "D", Path),
+    Option(("--target",), "target", "say up to which size efficiency stays at or above this (0.8)", "E", _fraction),
     Option(("--point",), "only", "run these points of the study only", "LIST", _NAMES),
     Option(("--retry-failed",), "retry_failed", "run those again that have failed"),
     Option(("--submit",), "submit", 'queue one job a point, with these options of submit: "--time 1:00:00"',
