@@ -22,13 +22,15 @@ def train(session: Session) -> None:
         step = session.step
         compiles = session.config.compile and step == session.first_step
         session.heartbeat.beat(COMPILING if compiles else TRAINING, step)
-        for profile in session.profiles:
-            profile.before_step(step)
+        with session.clock.span("profiles"):
+            for profile in session.profiles:
+                profile.before_step(step)
         with session.clock.span("training"), torch.profiler.record_function(f"step {step + 1}"):
             train_step(session, step)
         session.step = step + 1
-        for profile in session.profiles:
-            profile.after_step(step)
+        with session.clock.span("profiles"):
+            for profile in session.profiles:
+                profile.after_step(step)
         after_step(session)
         if session.guard.is_over and not goes_on(session):
             return

@@ -1,0 +1,124 @@
+"""An account as a terminal shows it."""
+
+from __future__ import annotations
+
+from ezpz_llm.explain.account import Account
+from ezpz_llm.explain.split import CATEGORIES, IN_STEP, RankSplit, Split
+from ezpz_llm.observe.plots import bars_plot
+from ezpz_llm.observe.tables import percentages, table
+
+_SHOWN_CAUSES = 8
+_SHOWN_RANKS = 16
+_NAMES = {"exposed_communication": "exposed communication", "data": "data wait"}
+_WORTH_SAYING = 0.002
+
+
+def account_text(account: Account, width: int, *, colour: bool) -> str:
+    """Causes first, then what they were found from."""
+    parts = [f"{account.run_dir}: layout {account.layout}, {account.ranks} rank(s)\n", _causes(account)]
+    if account.split is not None:
+        parts += [_bars(account.split, width, colour), _window(account.split, rich=colour),
+                  _communication(account.split, rich=colour), _ranks(account.split, rich=colour)]
+    else:
+        parts.append(_phases(account, rich=colour))
+    if account.wall:
+        parts.append(_wall(account, rich=colour))
+    return "\n".join(part for part in parts if part)
+
+
+def _causes(account: Account) -> str:
+    lines = ["What the run lost time to, by what could be had back at most (of its wall time after set-up):"]
+    shown = [cause for cause in account.causes if cause.share >= _WORTH_SAYING][:_SHOWN_CAUSES]
+    for number, cause in enumerate(shown, 1):
+        lines.append(f"  {number}. {cause.share:6.1%}  {cause.seconds:8.2f} s  {cause.what}")
+        lines += [f"       try: {line}" for line in cause.advice]
+    if not shown:
+        lines.append("  nothing that is worth a line")
+    if account.split is None:
+        lines.append("  Exposed communication and slow ranks show in traces alone: run with --trace-steps 10.")
+    return "\n".join(lines) + "\n"
+
+
+def _bars(split: Split, width: int, colour: bool) -> str:
+    bars = []
+    for name in IN_STEP:
+        if name != "exposed_communication":
+            bars.append((_NAMES.get(name, name), split.mean(name)))
+            continue
+        labels = {exposed.label for rank in split.ranks for exposed in rank.exposed}
+        bars += sorted(((f"exposed {label}", sum(one.seconds for rank in split.ranks for one in rank.exposed
+                                                 if one.label == label) / len(split.ranks)) for label in labels),
+                       key=lambda bar: -bar[1])
+    steps = split.ranks[0].steps
+    return bars_plot([(name, seconds / steps * 1e3) for name, seconds in bars],
+                     f"a traced step of the mean rank, ms ({steps} steps)", width, colour=colour)
+
+
+def _window(split: Split, *, rich: bool) -> str:
+    names = [name for name in CATEGORIES if name in IN_STEP or split.mean(name) > 0]
+    steps = split.ranks[0].steps
+    means = [split.mean(name) for name in names]
+    shares = percentages(means)
+    rows = []
+    for name, mean, share in zip(names, means, shares, strict=True):
+        all_ranks = [rank.seconds[name] / rank.steps * 1e3 for rank in split.ranks]
+        rows.append([_NAMES.get(name, name), f"{mean / steps * 1e3:.2f}", f"{min(all_ranks):.2f}",
+                     f"{max(all_ranks):.2f}", share])
+    wall = sum(rank.window_s for rank in split.ranks) / len(split.ranks) / steps
+    return table(f"Where the wall time of {steps} traced steps went, ms a step",
+                 ("", "mean rank", "least", "most", "share"), rows,
+                 footer=("wall", f"{wall * 1e3:.2f}", "", "", "100.0 %"), rich=rich)
+
+
+def _communication(split: Split, *, rich: bool) -> str:
+    rows = []
+    labels = list(dict.fromkeys(exposed.label for rank in split.ranks for exposed in rank.exposed))
+    for label in labels:
+        found = [(rank, one) for rank in split.ranks for one in rank.exposed if one.label == label]
+        count = len(split.ranks)
+
+        def mean(value: str, found: list = found, count: int = count) -> float:
+            return sum(getattr(one, value) / rank.steps for rank, one in found) / count
+
+        size = found[0][1].bytes
+        rows.append([label, f"{found[0][1].count / found[0][0].steps:g}",
+                     "-" if size is None else f"{size / found[0][0].steps / 1e6:.3f}",
+                     *(f"{mean(value) * 1e3:.2f}" for value in ("in_flight_s", "seconds", "waited_s"))])
+    if not rows:
+        return ""
+    return table("Collectives of a step, ms of the mean rank",
+                 ("kind (group)", "count", "MB", "in flight", "exposed", "of it waiting"), rows, rich=rich) + (
+        "  Exposed: in flight while nothing computes. Waiting: before the last rank had called it, too.\n")
+
+
+def _ranks(split: Split, *, rich: bool) -> str:
+    if len(split.ranks) == 1:
+        return ""
+    slowest = split.straggler
+    chosen = sorted(sorted(split.ranks, key=lambda rank: -rank.own_s)[:_SHOWN_RANKS], key=lambda rank: rank.rank)
+    rows = [_rank_row(rank, rank is slowest, split.median_own_s) for rank in chosen]
+    more = len(split.ranks) - len(chosen)
+    return table("Ranks, ms a step", ("rank", "host", "compute", "exposed", "data", "optimizer", "other", "step",
+                                      "without waiting", "over median", ""), rows, rich=rich) + (
+        f"  ({more} faster ranks are left out.)\n" if more else "")
+
+
+def _rank_row(rank: RankSplit, is_slowest: bool, median_own_s: float) -> list[str]:
+    step = rank.per_step()
+    return [str(rank.rank), rank.host, *(f"{seconds * 1e3:.1f}" for seconds in step.values()),
+            f"{rank.step_s * 1e3:.1f}", f"{rank.own_s * 1e3:.1f}", f"{(rank.own_s - median_own_s) * 1e3:+.1f}",
+            "slowest" if is_slowest else ""]
+
+
+def _phases(account: Account, *, rich: bool) -> str:
+    shares = percentages(list(account.phases.values()))
+    rows = [[name, f"{seconds * 1e3:.2f}", share] for (name, seconds), share
+            in zip(account.phases.items(), shares, strict=True)]
+    return table("Phases of a step on rank 0, communication inside them", ("", "ms", "share"), rows, rich=rich)
+
+
+def _wall(account: Account, *, rich: bool) -> str:
+    rows = [[name, f"{seconds:.1f}", share] for (name, seconds), share
+            in zip(account.wall.items(), percentages(list(account.wall.values())), strict=True)]
+    return table("Where the wall time of the run went (rank 0)", ("", "seconds", "share"), rows,
+                 footer=("run", f"{sum(account.wall.values()):.1f}", "100.0 %"), rich=rich)
