@@ -98,10 +98,12 @@ def _speed_series(curves: Sequence[Curve]) -> list[Series]:
 
 
 def _where(points: Sequence[Measured]) -> str:
-    traced = [(point.name, split) for point in points if (split := point.split)]
     drawn = ""
-    if traced:
-        drawn = bars("A traced step of the mean rank", traced, "ms", lambda value: f"{value * 1e3:.1f}")
+    for mode in ("weak", "strong"):
+        traced = [(point.name, split) for point in points if point.mode == mode and (split := point.split)]
+        if traced:
+            drawn += bars(f"A traced step of the mean rank, {mode} scaling", traced, "ms",
+                          lambda value: f"{value * 1e3:.1f}")
     return drawn + _table(split_table("Times in ms of the traced steps, which the other tables leave out", points))
 
 
