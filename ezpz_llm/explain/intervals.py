@@ -23,6 +23,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
     """The part of a set that lies between two times."""
+    if end <= start:
+        return []
     first = bisect_right(intervals, start, key=lambda one: one[1])
     last = bisect_left(intervals, end, key=lambda one: one[0])
     return [(max(a, start), min(b, end)) for a, b in intervals[first:last]]
