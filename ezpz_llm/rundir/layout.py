@@ -48,6 +48,10 @@ class RunDir:
         """A rank's trace of some of its steps."""
         return self.profile / f"trace-rank{rank:04d}.json.gz"
 
+    def counterfactual(self, rank: int) -> Path:
+        """The times of a rank's steps with and without collectives."""
+        return self.profile / f"counterfactual-rank{rank:04d}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, profile_window
+from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, Window, profile_window
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.trainer.census import Census
+from ezpz_llm.trainer.counterfactual import Counterfactual
 from ezpz_llm.trainer.plan import RunPlan
 
 
@@ -24,7 +25,11 @@ def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[StepWatch]:
     if not config.trace_steps or window is None:
         return wanted
     census = Census(window.first - 1, dist.mesh, counts=not config.compile)
-    return [*wanted, census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census))]
+    wanted += [census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census))]
+    if config.counterfactual_steps and dist.world_size > 1:
+        # Not right after the trace, which is written before the next step.
+        wanted.append(Counterfactual(dist, Window(window.last + 2, config.counterfactual_steps)))
+    return wanted
 
 
 def _notes(plan: RunPlan, dist: Dist, census: Census) -> dict[str, Any]:
