@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="write benchmarks/results/kills.json and resume_matrix.json (test_checkpoint_*.py)")
     parser.addoption("--write-matrix", action="store_true",
                      help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
+    parser.addoption("--write-wire", action="store_true",
+                     help="write ezpz_llm/observe/wire_gloo.json (test_wire.py)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -203,6 +203,18 @@ class Cluster:
             raise
         return end
 
+    def shape(self, rate: str | None, *nodes: str) -> None:
+        """Hold the links of `nodes`, or of all, to a rate such as "200mbit" in both directions; None frees them.
+
+        tbf counts each segment's headers, as a real link does: some 95.6 % of the rate is left for data.
+        """
+        act = ["replace" if rate else "del"]
+        how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"] if rate else ["root"]
+        for name in nodes or self.nodes:
+            for device, node in (("eth0", name), (f"v{name}", None)):
+                done = self.run("tc", "qdisc", *act, "dev", device, *how, node=node)
+                assert done.returncode == 0, done.stderr
+
     def processes(self, marker: str) -> dict[str, list[tuple[int, str]]]:
         """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees
         it, and command line, for each node that has any."""
