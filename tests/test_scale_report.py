@@ -85,7 +85,8 @@ def test_the_terminal_says_everything(folder):
                  "strong-zero3-n4-r4: 1 of 3 runs failed", "rank 1 was killed (code 137)", "exposed", "3 n4 (3/3)",
                  "weak scaling: efficiency (%) over nodes", "A weak ddp: measured; line: by its fit",
                  "Fit of the step time of zero3", "divided", "By the fit of ddp",
-                 "efficiency stays at 80% or above", "a note of the study", "1 run(s) are still to be made", "41.0%"):
+                 "efficiency stays at 80% or above", "a note of the study", "1 run(s) are still to be made",
+                 "41.0%"):
         assert part in text, part
     assert max(map(len, text.splitlines())) < 130
 

@@ -87,7 +87,7 @@ def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
     grown = size / base.size
     divided = grown if curve.mode == "strong" else 1.0
     return replace(base, size=size, dp=base.dp * grown, tokens=base.tokens / divided,
-                   accumulation=base.accumulation / divided, alone=curve.unit == "nodes" and size <= 1)
+                   accumulation=max(1.0, base.accumulation / divided), alone=curve.unit == "nodes" and size <= 1)
 
 
 def check_divides(curve: Curve, size: int) -> None:
@@ -99,10 +99,13 @@ def check_divides(curve: Curve, size: int) -> None:
     if curve.mode == "weak":
         return
     one = curve.base.first
-    dp = round(one.global_batch / (one.micro_batch * one.accumulation)) * size / curve.size(curve.base)
-    if dp != int(dp) or one.global_batch % (one.micro_batch * int(dp)):
-        raise UserError(f"a global batch of {one.global_batch} in micro batches of {one.micro_batch} cannot be "
-                        f"divided over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
+    micro_batches = {point.first.micro_batch for point in curve.points}
+    # Where they differ, the trainer was free to choose them.
+    least = micro_batches.pop() if len(micro_batches) == 1 else 1
+    dp = one.global_batch / (one.micro_batch * one.accumulation) * size / curve.size(curve.base)
+    if dp != int(dp) or one.global_batch % (least * int(dp)):
+        raise UserError(f"a global batch of {one.global_batch} in micro batches of {least} cannot be divided "
+                        f"over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
                         instead="a size that divides it, or a study with another batch")
 
 

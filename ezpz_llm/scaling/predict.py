@@ -114,10 +114,8 @@ def find_target(fit: Fit, curve: Curve, target: float) -> Target:
 
 
 def line(fit: Fit, curve: Curve, points: int = 60) -> list[tuple[float, float, Band]]:
-    """(size, efficiency, band) evenly between the smallest size and REACH times the largest, to be drawn."""
-    smallest, largest = curve.size(curve.base), REACH * curve.size(curve.points[-1])
-    if curve.mode == "strong":  # not beyond one micro-step
-        largest = min(largest, smallest * curve.base.first.accumulation)
+    """(size, efficiency, band) from the smallest size to the largest that may be spoken of, to be drawn."""
+    smallest, largest = curve.size(curve.base), sizes_to_speak_of(curve)[-1]
     sizes = [smallest + (largest - smallest) * i / points for i in range(points + 1)]
     return [(size, *_efficiency(fit, curve, setting_at(curve, size, fit.shape))) for size in sizes]
 
