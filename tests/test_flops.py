@@ -92,6 +92,20 @@ def test_the_best_rate_counts_whatever_its_size(monkeypatch):
     assert fastest_product(CPU, torch.float32, budget_s=10) == (pytest.approx(3e9), 512)
 
 
+def test_what_the_first_product_costs_is_not_taken_from_the_budget(monkeypatch):
+    calls = []
+
+    def burst(factors, products):
+        calls.append(len(factors[0]))
+        if len(calls) == 1:
+            time.sleep(0.3)
+        return products * 1e-5
+
+    monkeypatch.setattr(ceiling, "_burst", burst)
+    monkeypatch.setattr(ceiling, "_LARGEST", 512)
+    assert fastest_product(CPU, torch.float32, budget_s=0.2)[1] == 512
+
+
 def test_a_single_process_is_its_own_slowest():
     alone = SimpleNamespace(rank=0, world_size=1, device=CPU, barrier=lambda: None)
     found = measure_ceiling(alone, "fp32")
