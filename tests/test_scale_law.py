@@ -197,6 +197,15 @@ def test_nothing_is_said_beyond_four_times_the_largest_point_nor_where_a_batch_c
     assert max(size for size, _, _ in line(fit, weak)) == 16
 
 
+def test_a_strong_curve_whose_micro_batch_had_to_shrink_is_still_spoken_of():
+    rng = np.random.default_rng(5)
+    curve, = found = curves([repeat("strong", n, number, micro_batch=micro, accumulation=steps,
+                                    steps=noisy(ddp("", n, 8 / n, 1), rng, **QUIET))
+                             for n, micro, steps in ((1, 4, 2), (2, 4, 1), (4, 2, 1)) for number in range(3)])
+    assert sizes_to_speak_of(curve) == [1, 2, 4, 8]
+    assert predict(Fit(found, Shape()), curve, 8).tokens_per_second > 0
+
+
 def test_a_fit_needs_three_sizes_and_some_idea_of_the_error():
     with pytest.raises(UserError, match="needs 3 sizes, measured are 1, 2"):
         Fit(curves(study(ddp, np.random.default_rng(0), sizes=(1, 2))), Shape())
