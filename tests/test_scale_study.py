@@ -41,7 +41,7 @@ def point(name: str = "weak-ddp-n1", **changes: object) -> Point:
 
 
 def study(*points: Point, **changes: object) -> Study:
-    return replace(Study("scaling", "weak", "nodes", 3, 0, (), "/", None, 1, 5, points or (point(),)), **changes)
+    return replace(Study("scaling", "weak", "nodes", 3, 0, (), "/", None, 1, points or (point(),)), **changes)
 
 
 def repeat(**changes: object) -> Repeat:

@@ -70,8 +70,7 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
     return Study(what=options.what, mode=mode, unit="nodes" if options.nodes else "ranks", repeats=options.repeats,
                  seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
                  threads=sizes[-1].threads,
-                 trace_steps=int(value_of(points[0].command, "--trace-steps") or 0), points=points,
-                 notes=tuple(notes))
+                 points=points, notes=tuple(notes))
 
 
 def _commands(options: Options, sizes: Sequence[Size],

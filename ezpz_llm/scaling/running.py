@@ -27,8 +27,8 @@ _IDLE_S = "300"
 """A run that hangs is ended after so long, where the user's words for launch do not say: the rest is to go on."""
 _TO_END_S = 60.0
 _SILENT_S = 30.0
-_RESERVE_S = 150.0
-"""Before the end of a reservation the trainer stops by itself: no run is begun that would meet with that."""
+_RESERVE_S, _RESERVE_SHARE, _LONGEST_RESERVE_S = 20.0, 0.1, 120.0
+"""Before the end of a reservation the trainer stops by itself, after these: no run is begun that would meet it."""
 
 
 class Cut(Exception):
@@ -67,7 +67,8 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
     signal.signal(signal.SIGTERM, _end)
     longest = 0.0
     for number, (point, repeat) in enumerate(runs, 1):
-        if (ends_at := _ends_at(allocation)) and time.time() + longest + _RESERVE_S > ends_at:
+        ends_at = _ends_at(allocation)
+        if ends_at and longest + _reserve(ends_at - time.time()) > ends_at - time.time():
             raise Cut("too little of the reservation is left for another run")
         began = time.monotonic()
         chosen = carve(hosts, point.nodes, repeat)
@@ -87,10 +88,10 @@ def _make(study: Study, folder: Path, point: Point, repeat: int, part: tuple[str
     run_dir = run_dir_of(folder, point, repeat)
     known = {(one.point, one.repeat) for one in read_repeats(folder)} if points_file(folder).exists() else set()
     if run_dir.path.exists():
+        _wait_for_its_end(run_dir)
         if (point.name, repeat) not in known and (done := measure(folder, point, repeat)) is not None:
             add_repeat(folder, done)
             return done
-        _wait_for_its_end(run_dir)
         _put_aside(run_dir.path)
     output = run_dir.path.with_suffix(".txt")
     _launch(study, point, ("--run-dir", str(run_dir.path), *part), output)
@@ -149,6 +150,10 @@ def _launch(study: Study, point: Point, place: Sequence[str], output: Path) -> N
 def _ends_at(allocation: Allocation) -> float | None:
     told = os.environ.get(ENDS_AT_VARIABLE)
     return allocation.ends_at or (float(told) if told else None)
+
+
+def _reserve(left_s: float) -> float:
+    return _RESERVE_S + min(_RESERVE_SHARE * left_s, _LONGEST_RESERVE_S)
 
 
 def _last_words(output: Path) -> str:

@@ -39,8 +39,8 @@ class Study:
 
     `what` is scaling or layouts; `unit`, of the sizes, nodes or ranks; `hosts` the user's --hosts; `directory`
     where the command is to run, absolute; `threads` each rank's at every size: as many as at the largest, since a
-    rank that has a host to itself would compute on all cores; `trace_steps` how many steps of a run are traced;
-    `notes` what a reader should know of how the points came about.
+    rank that has a host to itself would compute on all cores; `notes` what a reader should know of how the points
+    came about.
     """
 
     what: str
@@ -52,7 +52,6 @@ class Study:
     directory: str
     hosts: str | None
     threads: int | None
-    trace_steps: int
     points: tuple[Point, ...]
     notes: tuple[str, ...] = ()
 
