@@ -51,7 +51,7 @@ def make_study(folder: Path, *, slower: float = 1.0, layouts=("ddp", "zero3"), m
     made[-1] = replace(made[-1], error="rank 1 was killed (code 137)", step_times_s=(), tokens_per_second=None)
     points = {one.point: Point(one.point, one.mode, one.ds_config, one.nodes, one.ranks, one.global_batch,
                                one.micro_batch, one.accumulation, (), ("python3",)) for one in made}
-    Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None, 5,
+    Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
           tuple(points.values()), ("a note of the study",)).write(folder)
     for one in made[1:]:
         seconds = float(np.median(one.step_times_s or (1.0,)))

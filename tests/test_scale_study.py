@@ -21,7 +21,7 @@ from ezpz_llm.scaling.point import Repeat, add_repeat, points_file, read_repeats
 from ezpz_llm.scaling.points import MEASURING, plan_study
 from ezpz_llm.scaling.running import left
 from ezpz_llm.scaling.sizes import find_sizes
-from ezpz_llm.scaling.study import Point, Study, carve, read_study, run_dir_of
+from ezpz_llm.scaling.study import Point, Study, carve, read_study, run_dir_of, study_file
 from ezpz_llm.scaling.words import value_of, without
 
 PLAIN = "python3 -m ezpz_llm.train"
@@ -186,12 +186,13 @@ def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Pa
         file.write('{"point": "x"}\n')
     with pytest.raises(UserError, match="after 2 runs"):
         read_repeats(tmp_path)
-    for folder, message in ((tmp_path / "none", "no study.json"), (tmp_path / "old", "version")):
-        folder.mkdir()
-        if folder.name == "old":
-            (folder / "study.json").write_text('{"version": 0}')
+    for text, message in ((None, "no study.json"), ('{"version": 0}', "of this version"), ("[]", "of this version"),
+                          ('{"version": 1}', "none of ours"), ('{"version": 1, "points": [{}]}', "none of ours")):
+        study_file(tmp_path).unlink(missing_ok=True)
+        if text:
+            study_file(tmp_path).write_text(text)
         with pytest.raises(UserError, match=message):
-            read_study(folder)
+            read_study(tmp_path)
 
 
 @pytest.mark.parametrize(("record", "error"), [

@@ -106,8 +106,11 @@ def read_study(folder: Path) -> Study:
         raise UserError(f"cannot read study.json: {error}", where=str(study_file(folder))) from error
     if not isinstance(stored, dict) or stored.pop("version", None) != _VERSION:
         raise UserError("study.json is none of this version", where=str(study_file(folder)))
-    points = tuple(Point(**_tuples(point)) for point in stored.pop("points"))
-    return Study(**_tuples(stored), points=points)
+    try:
+        points = tuple(Point(**_tuples(point)) for point in stored.pop("points"))
+        return Study(**{**_tuples(stored), "points": points})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"study.json is none of ours ({error!r})", where=str(study_file(folder))) from error
 
 
 def carve(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
