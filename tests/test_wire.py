@@ -61,7 +61,8 @@ def test_what_a_link_counts_is_what_the_table_says(links, tmp_path):
 @pytest.mark.slow
 def test_what_the_table_says_of_another_bandwidth(links, tmp_path):
     """All-to-all is left out: whether two ranks take turns there differs from call to call."""
-    cases = [[kind, ranks, 6 * MIB, 5] for ranks in (2, 4) for kind in ("all_reduce", "all_gather", "reduce_scatter")]
+    cases = [[kind, ranks, 6 * MIB, 5] for ranks in (2, 4)
+             for kind in ("all_reduce", "all_gather", "reduce_scatter")]
     links.shape("100mbit")
     try:
         found = on_the_link(links, tmp_path, [*cases, ["send", 2, 6 * MIB, 5]], nodes=4, timeout=250)

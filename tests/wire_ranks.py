@@ -84,8 +84,9 @@ def main() -> None:
         if dist.get_rank() < ranks:
             rows = measure(kind, ranks, size, repeats, groups[ranks])
             calls = zip(*(row[2:] for row in rows), strict=True)
-            results.append({"kind": kind, "ranks": ranks, "bytes": size, "sent": [round(row[0]) for row in rows],
-                            "received": [round(row[1]) for row in rows], "seconds": statistics.median(map(max, calls))})
+            results.append({"kind": kind, "ranks": ranks, "bytes": size,
+                            "sent": [round(row[0]) for row in rows], "received": [round(row[1]) for row in rows],
+                            "seconds": statistics.median(map(max, calls))})
         dist.barrier()
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
