@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
             run_all(study, folder, runs)
         except Cut as cut:
             print(f"not finished: {cut}\n  go on with: ezpz-llm scale --study {folder}", flush=True)
+        except (KeyboardInterrupt, SystemExit):
+            print(f"ended; go on with: ezpz-llm scale --study {folder}", file=sys.stderr, flush=True)
+            raise
     return _conclude(study, folder, options)
 
 

@@ -29,10 +29,12 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     run_dir = run_dir_of(study, point, repeat)
     record = read_record(run_dir)
     ended = record.get("exit")
-    if ended is None or record.get("stopped") or (ended.get("stopped") or {}).get("kind") == "signal":
+    if ended is None or (ended.get("stopped") or {}).get("kind") == "signal":
         return None
     if ended["code"]:
         return failed(study, point, repeat, f"{ended['cause']} (code {ended['code']})")
+    if record.get("stopped"):
+        return None
     rows = read_history(run_dir)
     kept = untraced(rows, run_dir)
     if len(kept) < _LEAST_STEPS:

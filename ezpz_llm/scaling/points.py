@@ -58,6 +58,9 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
                             where="the command after --", instead="set it in the environment")
     sizes = find_sizes(options, env)
     commands, notes = _commands(options, sizes, directory)
+    if options.what == "layouts" and len(commands) < 2:
+        raise UserError(f"one layout ({', '.join(commands)}) is no comparison", where="--what layouts",
+                        instead="--ds-config zero1,zero3, or none, also in the command, for all that can run")
     mode = options.mode or ("strong" if options.what == "layouts" else "weak")
     wanted: list[_Wanted] = []
     if mode in ("weak", "both"):

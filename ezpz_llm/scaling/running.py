@@ -170,8 +170,10 @@ def _told(done: Repeat, study: Study, hosts: Sequence[str]) -> str:
     if done.error is not None:
         return f"{name}  FAILED: {done.error}"
     step_s = done.step_tokens / done.tokens_per_second
-    return (f"{name}  {step_s * 1e3:8.1f} ms/step  {short_number(done.tokens_per_second):>6} tok/s  "
-            f"loss {done.first_loss:.2f} to {done.last_loss:.2f}")
+    text = f"{name}  {step_s * 1e3:8.1f} ms/step  {short_number(done.tokens_per_second):>6} tok/s"
+    if done.first_loss is None or done.last_loss is None or done.last_loss >= done.first_loss:
+        return f"{text}  the loss did not fall: this speed says nothing"
+    return f"{text}  loss {done.first_loss:.2f} to {done.last_loss:.2f}"
 
 
 def _end(number: int, frame: object) -> None:
