@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.errors import run_command
 from ezpz_llm.explain.account import account
+from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.explain.text import account_text
 from ezpz_llm.observe.plots import terminal_width, wants_colour
-from ezpz_llm.rundir import newest_run
+from ezpz_llm.rundir import RunDir, newest_run, read_record
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,9 +26,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
                         help="the run (default: the newest in runs/)")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--counterfactual", action="store_true",
+                        help="run a few of its steps again here, some of them without collectives")
     options = parser.parse_args(argv)
-    run_dir = options.run_dir or newest_run(Path("runs"), "ezpz-llm explain RUN_DIR").path
-    found = account(run_dir.absolute())
+    run_dir = (options.run_dir or newest_run(Path("runs"), "ezpz-llm explain RUN_DIR").path).absolute()
+    found = account(run_dir)
+    if options.counterfactual:
+        again = account(rerun(run_dir, read_record(RunDir(run_dir))))
+        found = replace(found, counterfactual=again.counterfactual)
     if options.json:
         print(json.dumps(found.as_record(), indent=2))
     else:

@@ -12,6 +12,7 @@ from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.causes import Cause, rank_causes
+from ezpz_llm.explain.counterfactual import Taken, taken
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.trace import BETWEEN
 from ezpz_llm.model.config import ModelConfig
@@ -36,6 +37,8 @@ class Account:
     phases: dict[str, float]
     causes: tuple[Cause, ...]
     memory: dict[str, Any]
+    counterfactual: tuple[Taken, ...] = ()
+    """Steps without collectives, by rank, of this run or of one that was made for it."""
 
     def as_record(self) -> dict[str, Any]:
         """The account as JSON."""
@@ -45,6 +48,8 @@ class Account:
                 "ranks": [{**asdict(rank), "window_s": rank.window_s, "step_s": rank.step_s, "own_s": rank.own_s,
                            "waited_s": rank.waited_s, "per_step": rank.per_step()} for rank in self.split.ranks],
                 "straggler": self.split.straggler.rank, "per_step": self.split.per_step()}
+        record["counterfactual"] = [{**asdict(one), "removed_share": one.removed_share}
+                                    for one in self.counterfactual]
         return record
 
 
@@ -67,7 +72,7 @@ def account(run_dir: Path) -> Account:
     deepspeed = _json(RunDir(run_dir).deepspeed)
     causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
     return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
-                   record.get("memory") or {})
+                   record.get("memory") or {}, tuple(taken(run_dir, split)))
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:

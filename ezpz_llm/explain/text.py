@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ezpz_llm.explain.account import Account
+from ezpz_llm.explain.counterfactual import Taken
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, RankSplit, Split
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import percentages, table
@@ -21,6 +24,8 @@ def account_text(account: Account, width: int, *, colour: bool) -> str:
                   _communication(account.split, rich=colour), _ranks(account.split, rich=colour)]
     else:
         parts.append(_phases(account, rich=colour))
+    if account.counterfactual:
+        parts.append(_counterfactual(account.counterfactual, rich=colour))
     if account.wall:
         parts.append(_wall(account, rich=colour))
     return "\n".join(part for part in parts if part)
@@ -122,3 +127,10 @@ def _wall(account: Account, *, rich: bool) -> str:
             in zip(account.wall.items(), percentages(list(account.wall.values())), strict=True)]
     return table("Where the wall time of the run went (rank 0)", ("", "seconds", "share"), rows,
                  footer=("run", f"{sum(account.wall.values()):.1f}", "100.0 %"), rich=rich)
+
+
+def _counterfactual(found: Sequence[Taken], *, rich: bool) -> str:
+    rows = [[str(one.rank), f"{one.real_s * 1e3:.1f}", f"{one.stubbed_s * 1e3:.1f}", f"{one.removed_share:.1%}",
+             "-" if one.exposed_share is None else f"{one.exposed_share:.1%}"] for one in found]
+    return table("Exposed communication, measured by leaving collectives out (median steps, ms)",
+                 ("rank", "with", "without", "share that went", "exposed share by traces"), rows, rich=rich)

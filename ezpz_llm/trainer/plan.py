@@ -30,7 +30,8 @@ _AT_LEAST = {
     **dict.fromkeys(("steps", "decay_steps", "keep_last", "bad_steps", "log_every"), 1),
     **dict.fromkeys(("warmup_steps", "eval_every", "eval_tokens", "sample_every", "sample_tokens", "top_k",
                      "keep_every", "hellaswag_every", "hellaswag_items", "trace_steps", "counterfactual_steps",
-                     "spike_norm", "spike_loss", "seed", "weight_decay", "clip", "min_lr", "recompute", "loss_chunk", "z_loss"), 0),
+                     "spike_norm", "spike_loss", "seed", "weight_decay", "clip", "min_lr", "recompute",
+                     "loss_chunk", "z_loss"), 0),
     "save_every": -1,
 }
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
