@@ -16,6 +16,7 @@ from ezpz_llm.scaling.fit import Fit
 from ezpz_llm.scaling.interval import Estimate, estimate, ratio, student_quantile
 from ezpz_llm.scaling.law import Shape
 from ezpz_llm.scaling.predict import find_target, line, predict, sizes_to_speak_of
+from ezpz_llm.scaling.tables import interval_text
 
 QUIET = {"runs": 1e-4, "within": 1e-4}
 
@@ -90,6 +91,12 @@ def test_failed_runs_and_curves_that_are_not_what_they_are_called_are_said():
     assert points_of(lost)[-1].errors == ("node down",)
     uneven, = curves([repeat("weak", 1), repeat("weak", 2, micro_batch=8)])
     assert "not weak scaling" in uneven.notes[0]
+    disturbed, = curves([repeat("weak", n, number, steps=[0.1 * (1 + 17 * (n == 1) * number)] * 20)
+                         for n in (1, 2) for number in range(2)])
+    assert "weak-ddp-n1-r1: its slowest run took 18.0 times as long as its fastest" in disturbed.notes[0]
+    cause, = explain_above(disturbed, disturbed.points[1])
+    assert "differ by a factor of 18.0" in cause
+    assert interval_text(disturbed.efficiency(disturbed.points[1])) == "too wide to tell"
     uneven, = curves([repeat("strong", 1), repeat("strong", 2)])
     assert "not strong scaling" in uneven.notes[0]
 

@@ -81,7 +81,7 @@ def test_the_terminal_says_everything(folder):
     assert "\x1b" not in text
     for part in ("Weak scaling, ddp: 4 sequences a step and device at every size",
                  "Strong scaling, zero3: 64 sequences a step at every size",
-                 "Layouts on 4 rank(s) on 4 node(s), 64 sequences a step", "baseline", "95% interval",
+                 "Layouts on 4 rank(s) on 4 node(s) (strong), 64 sequences a step", "baseline", "95% interval",
                  "strong-zero3-n4-r4: 1 of 3 runs failed", "rank 1 was killed (code 137)", "exposed", "3 n4 (3/3)",
                  "weak scaling: efficiency (%) over nodes", "A weak ddp: measured; line: by its fit",
                  "Fit of the step time of zero3", "divided", "By the fit of ddp",

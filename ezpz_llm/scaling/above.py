@@ -6,7 +6,7 @@ looked for in what was measured; where none is found, that is said, and the numb
 
 from __future__ import annotations
 
-from ezpz_llm.scaling.efficiency import Curve, Measured
+from ezpz_llm.scaling.efficiency import DISAGREEING, Curve, Measured
 
 _LESS = 0.9
 """Memory of a rank that counts as less."""
@@ -21,7 +21,9 @@ def explain_above(curve: Curve, point: Measured) -> tuple[str, ...]:
         return ()
     interval = efficiency.interval
     if interval is not None and interval[0] <= 1:
-        return (f"within the noise: its interval begins at {interval[0]:.1%}",)
+        runs = f", and runs of the smallest point differ by a factor of {curve.base.disagreement:.1f}"
+        return (f"within the noise: its interval begins at {interval[0]:.1%}"
+                + runs * (curve.base.disagreement > DISAGREEING),)
     found = [*_work(curve.base, point), *_parts(curve.base, point), *_memory(curve.base, point),
              *_unsteady(curve.base)]
     if interval is None:

@@ -14,6 +14,9 @@ from ezpz_llm.scaling.point import SPLIT, Mode, Repeat
 
 Unit = Literal["nodes", "ranks"]
 
+DISAGREEING = 1.3
+"""Runs of a point that differ by more are not runs of the same thing."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -65,6 +68,12 @@ class Measured:
     def steps(self) -> Spread:
         """All steady steps of all runs in seconds: median, and what a tenth lies below and above."""
         return spread([seconds for one in self.good for seconds in one.step_times_s])
+
+    @property
+    def disagreement(self) -> float:
+        """The slowest run's median step over the fastest one's."""
+        medians = [statistics.median(one.step_times_s) for one in self.good]
+        return max(medians) / min(medians)
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,6 +166,9 @@ class Curve:
             found.append("not strong scaling: the tokens of a step differ between its points")
         found += [f"{point.name}: the loss did not fall, so its speed says nothing"
                   for point in self.points if not point.learnt]
+        found += [f"{point.name}: its slowest run took {point.disagreement:.1f} times as long as its fastest: "
+                  "something else was at work there; look at its runs, and measure the point again"
+                  for point in self.points if point.disagreement > DISAGREEING]
         found += [f"{point.name}: {len(point.repeats) - len(point.good)} of {len(point.repeats)} runs failed"
                   for point in self.points if len(point.good) < len(point.repeats)]
         return tuple(found)

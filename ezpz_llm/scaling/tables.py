@@ -15,6 +15,9 @@ from ezpz_llm.scaling.point import SPLIT
 
 STEPS_ONLY = "*: one run only, so that its interval leaves out what differs from run to run"
 
+_USELESS = 10
+"""The upper end of an interval over its lower end from which on it says nothing."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -72,7 +75,7 @@ def contest_table(contest: Sequence[Measured]) -> Table:
         rows.append((point.ds_config, *_speed(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
                      _memory(point.peak_device_bytes), _memory(point.peak_host_bytes), f"{share.value:.1%}",
                      "-" if point is best else interval_text(share)))
-    size = f"{best.ranks} rank(s) on {best.nodes} node(s)"
+    size = f"{best.ranks} rank(s) on {best.nodes} node(s) ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
     held = f"{best.first.global_batch} sequences a step" if len(batches) == 1 else "each with a batch of its own"
     return Table(f"Layouts on {size}, {held}", (
@@ -130,6 +133,8 @@ def interval_text(estimate: Estimate) -> str:
     """An interval in percent, with a mark where it is of the steps of one run."""
     if estimate.interval is None:
         return "not known"
+    if estimate.interval[1] > _USELESS * estimate.interval[0]:
+        return "too wide to tell"
     return _band(estimate.interval, 100, ".1f") + ("*" if estimate.basis == "steps" else "")
 
 
