@@ -15,9 +15,10 @@ import torch
 from simcluster.cluster import Cluster, missing
 
 from ezpz_llm.observe import wire as module
-from ezpz_llm.observe.wire import measured, wire
+from ezpz_llm.observe.wire import measured, reason, wire
 
 PROGRAM = Path(__file__).with_name("wire_ranks.py")
+PAGE = Path(__file__).resolve().parent.parent / "docs/wire.md"
 TABLE = Path(module.__file__).with_name("wire_gloo.json")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_list", "reduce_scatter", "all_to_all", "broadcast", "reduce",
                "gather", "scatter")
@@ -95,7 +96,7 @@ def test_the_whole_table(tmp_path, request):
     rows = []
     for fast, slow in zip(*(found[rate] for rate in RATES), strict=True):
         sent = max(slow["sent"])
-        assert max(fast["sent"]) == pytest.approx(sent, rel=0.05, abs=2000), "bytes do not depend on speed"
+        assert max(fast["sent"]) == pytest.approx(sent, rel=0.05, abs=6000), "bytes do not depend on speed"
         rows.append({"kind": slow["kind"], "ranks": slow["ranks"], "bytes": slow["bytes"], "sent": sent,
                      "received": max(slow["received"]), "all_ranks_sent": sum(slow["sent"]),
                      "seconds": {rate: round(one["seconds"], 6) for rate, one in zip(RATES, (fast, slow),
@@ -119,3 +120,29 @@ def write(rows: list[dict], goodput: dict[str, float]) -> None:
              "goodput": {rate: round(reached) for rate, reached in goodput.items()}}
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     TABLE.write_text(f"{json.dumps(about, indent=1)[:-2]},\n \"rows\": [\n  {lines}\n ]\n}}\n")
+    module._rows.cache_clear()
+    text = PAGE.read_text()
+    begin = text.index("| collective")
+    PAGE.write_text(text[:begin] + "\n".join(page_table()) + text[text.index("\n\n", begin):])
+
+
+def page_table() -> list[str]:
+    """The rows of the page's table, in shares of a large buffer among 2, 4 and 8 ranks."""
+    def shares(values) -> str:
+        return " / ".join(f"{value:.2f}" for value in values)
+
+    rows = ["| collective over gloo | measured | textbook | the time is that of | why it differs |",
+            "|---|---|---|---|---|"]
+    for kind in COLLECTIVES:
+        if kind == "all_gather_list":
+            continue
+        found = [wire("gloo", kind, SIZES[-1], ranks) for ranks in (2, 4, 8)]
+        why = "" if all(one.is_textbook for one in found) else reason("gloo", kind)
+        rows.append(f"| {kind} | {shares(one.bytes / SIZES[-1] for one in found)} | "
+                    f"{shares(one.textbook / SIZES[-1] for one in found)} | "
+                    f"{shares(one.line_bytes / SIZES[-1] for one in found)} | {why} |")
+    return rows
+
+
+def test_the_page_shows_the_table():
+    assert "\n".join(page_table()) in PAGE.read_text()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ezpz_llm.observe import wire as module
 from ezpz_llm.observe.wire import NOTHING, measured, reason, textbook_bytes, wire, wire_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/wire.md"
 GOODPUT = {"fast": 1000.0, "slow": 100.0}
 
 
@@ -104,12 +102,3 @@ def test_the_table_says_where_it_comes_from():
     table = measured("gloo")
     assert {"date", "command", "versions", "link", "goodput"} <= table.keys()
     assert {row["ranks"] for row in table["rows"]} == {2, 3, 4, 8}
-
-
-def test_the_page_shows_the_tables_numbers():
-    lines = PAGE.read_text().splitlines()
-    for kind in KINDS:
-        shares = [f"{wire('gloo', kind, LARGE, ranks).bytes / LARGE:.2f}" for ranks in (2, 4, 8)]
-        textbook = [f"{textbook_bytes(kind, 1.0, ranks):.2f}" for ranks in (2, 4, 8)]
-        row = f"| {kind} | {' / '.join(shares)} | {' / '.join(textbook)} |"
-        assert any(line.startswith(row) for line in lines), row
