@@ -19,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="write docs/layouts_command.md (test_layouts_command.py)")
     parser.addoption("--write-resume-results", action="store_true",
                      help="write benchmarks/results/kills.json and resume_matrix.json (test_checkpoint_*.py)")
+    parser.addoption("--write-counterfactual", action="store_true",
+                     help="write benchmarks/results/explain_counterfactual.json (test_explain_run.py)")
     parser.addoption("--write-matrix", action="store_true",
                      help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
     parser.addoption("--write-wire", action="store_true",

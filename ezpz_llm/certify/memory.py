@@ -49,6 +49,15 @@ def gradient_bytes(engine: Engine) -> int:
     return sum(found.values())
 
 
+def state_storages(engine: Engine) -> set[int]:
+    """The addresses of storages that hold parameters, gradients, moments or master weights."""
+    found: dict[int, int] = {}
+    for kind, tensors in _known(engine).items():
+        for tensor in tensors if kind != "gathered" else ():
+            _add(found, tensor)
+    return set(found)
+
+
 def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
     # Stages 1 and 2 keep them by group, stage 3 as one flat buffer.

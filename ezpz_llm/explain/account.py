@@ -13,6 +13,7 @@ from ezpz_llm.engine.layout import Layout
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.causes import Cause, rank_causes
 from ezpz_llm.explain.counterfactual import Taken, taken
+from ezpz_llm.explain.memory import Memory, memory_of
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.trace import BETWEEN
 from ezpz_llm.model.config import ModelConfig
@@ -26,7 +27,7 @@ class Account:
         wall: rank 0's seconds of the whole run by what they were spent on; empty where it has not ended.
         split: of the traced steps, None where none were.
         phases: seconds a step of rank 0 by metrics.jsonl, over steady steps, "other" among them.
-        memory: what the run's record has; empty where it has not ended.
+        memory: None where the run has not ended.
     """
 
     run_dir: Path
@@ -36,7 +37,7 @@ class Account:
     split: Split | None
     phases: dict[str, float]
     causes: tuple[Cause, ...]
-    memory: dict[str, Any]
+    memory: Memory | None
     counterfactual: tuple[Taken, ...] = ()
     """Steps without collectives, by rank, of this run or of one that was made for it."""
 
@@ -72,7 +73,7 @@ def account(run_dir: Path) -> Account:
     deepspeed = _json(RunDir(run_dir).deepspeed)
     causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
     return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
-                   record.get("memory") or {}, tuple(taken(run_dir, split)))
+                   memory_of(record.get("memory") or {}, split), tuple(taken(run_dir, split)))
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:

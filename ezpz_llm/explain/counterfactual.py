@@ -27,7 +27,8 @@ _QUIET = {"save-every": -1, "eval-every": 0, "eval-tokens": 1024, "sample-tokens
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank: medians of steps with collectives and without; the traces' exposed share of the step beside it."""
+    """One rank: medians of steps with collectives and without; the median exposed share of the traced
+    steps beside it."""
 
     rank: int
     real_s: float
@@ -87,8 +88,8 @@ def _without_run_dir(words: tuple[str, ...]) -> list[str]:
 
 def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     """What the steps of a run without collectives tell, by rank; empty where it has none."""
-    shares = {} if split is None else {rank.rank: rank.per_step()["exposed_communication"] / rank.step_s
-                                       for rank in split.ranks}
+    ranks = () if split is None else split.ranks
+    shares = {rank.rank: statistics.median(rank.exposed_shares) for rank in ranks}
     found = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = json.loads(path.read_text())

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.flight import Flight
@@ -52,7 +53,9 @@ class RankSplit:
         seconds: by CATEGORIES, adding up to the whole window.
         exposed: by kind and group, the longest first; their seconds add up to that of the category.
         waited_for: seconds in which this rank waited in a collective, by the rank that called last.
+        exposed_shares: exposed communication's share of each step.
         host_s: seconds in forward, backward and optimizer in which a CPU rank ran no operator: Python, sleeps.
+        notes: what the run wrote into the trace, see trainer/census.py.
     """
 
     rank: int
@@ -61,7 +64,9 @@ class RankSplit:
     seconds: dict[str, float]
     exposed: tuple[Exposed, ...]
     waited_for: dict[int, float]
+    exposed_shares: tuple[float, ...]
     host_s: float
+    notes: dict[str, Any]
 
     @property
     def window_s(self) -> float:
@@ -167,8 +172,9 @@ def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
             waited_for[wait.last] += waited[-1]
     busy = [one for name in ("forward", "backward", "optimizer") for one in trace.phases[name]]
     host = subtract(subtract(union(busy), trace.operators), in_flight) if trace.device == "cpu" else []
+    shares = tuple(total(within(exposed, start, end)) / (end - start) for start, end in trace.steps.values())
     return RankSplit(trace.rank, trace.host, len(trace.steps), seconds, _by_label(trace.flights, pieces, waited),
-                     dict(waited_for), total(host))
+                     dict(waited_for), shares, total(host), trace.notes)
 
 
 def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.explain.account import Account
 from ezpz_llm.explain.counterfactual import Taken
+from ezpz_llm.explain.memory import memory_text
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, RankSplit, Split
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import percentages, table
@@ -26,6 +27,8 @@ def account_text(account: Account, width: int, *, colour: bool) -> str:
         parts.append(_phases(account, rich=colour))
     if account.counterfactual:
         parts.append(_counterfactual(account.counterfactual, rich=colour))
+    if account.memory:
+        parts.append(memory_text(account.memory, rich=colour))
     if account.wall:
         parts.append(_wall(account, rich=colour))
     return "\n".join(part for part in parts if part)
@@ -93,7 +96,19 @@ def _communication(split: Split, *, rich: bool) -> str:
         return ""
     return table("Collectives of a step, ms of the mean rank",
                  ("kind (group)", "count", "MB", "in flight", "exposed", "of it waiting"), rows, rich=rich) + (
-        "  Exposed: in flight while nothing computes. Waiting: before the last rank had called it, too.\n")
+        "  Exposed: in flight while nothing computes. Waiting: before the last rank had called it, too.\n"
+        + _logged(split))
+
+
+def _logged(split: Split) -> str:
+    """DeepSpeed's own count beside the traces'."""
+    rank = split.ranks[0]
+    logged = sum(entry["count"] for entry in (rank.notes.get("deepspeed") or {}).values())
+    issued = sum(one.count for one in rank.exposed) / rank.steps
+    if not logged:
+        return ""
+    return (f"  DeepSpeed's own logger counted {logged} of the {issued:g} of rank 0's step; what it leaves out is "
+            "not called through DeepSpeed.\n")
 
 
 def _ranks(split: Split, *, rich: bool) -> str:

@@ -55,6 +55,8 @@ class RankTrace:
     flights: tuple[Flight, ...]
     operators: list[Interval]
     """Of the host, without gaps closed."""
+    notes: dict[str, Any]
+    """What the run wrote into the trace, without the list of collectives."""
 
 
 def read_trace(path: Path) -> RankTrace:
@@ -109,4 +111,5 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
         computing = union(one for one, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
     return RankTrace(notes["rank"], loaded.get("host_name", ""), notes["device"], numbered, (0.0, end), between,
-                     phases, computing, named(flights, numbered, notes.get("collectives") or []), computed)
+                     phases, computing, named(flights, numbered, notes.get("collectives") or []), computed,
+                     {name: note for name, note in notes.items() if name != "collectives"})

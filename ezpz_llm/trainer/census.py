@@ -1,7 +1,8 @@
-"""What one step issues, in order: the key with which the collectives of a trace are told apart."""
+"""What one step issues and takes: the key with which the collectives of a trace are told apart, and its memory."""
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
 from typing import Any
 
@@ -10,43 +11,60 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.certify.collectives import MOVE_NOTHING, issued
+from ezpz_llm.certify.memory import state_storages
 from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.dist.mesh import Mesh
+from ezpz_llm.engine.base import Engine
 
 
 class Census:
-    """Lists the collectives of one step, which the steps after it issue again.
+    """Looks at one step, which the steps after it repeat.
 
-    A trace has their names and times alone. Counting makes every operator of the step a Python call, so that it is
-    not done in the steps that are traced.
+    A trace has the names and times of collectives alone. Counting makes every operator of the step a Python call,
+    so that it is not done in the steps that are traced.
 
     Attributes:
-        collectives: once the step has passed, in order, each with its kind, the axes of its group ("dp", "dp sp",
-            "world"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank.
+        found: once the step has passed: `collectives` in order, each with its kind, the axes of its group ("dp",
+            "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank;
+            `transient_bytes`, the most that the step allocated and had not freed; `buffer_bytes`, the largest that
+            one collective moved besides parameters, gradients and moments themselves; `deepspeed`, the calls that
+            DeepSpeed's own logger saw, by its names.
     """
 
-    def __init__(self, step: int, mesh: Mesh, *, counts: bool = True) -> None:
+    def __init__(self, step: int, mesh: Mesh, engine: Engine, *, counts: bool = True) -> None:
         self._step = step
         self._mesh = mesh
+        self._engine = engine
         self._counts = counts
         self._log: _CollectiveLog | None = None
-        self.collectives: list[dict[str, Any]] = []
+        self._profiler: torch.profiler.profile | None = None
+        self.found: dict[str, Any] = {}
 
     def before_step(self, step: int) -> None:
-        """Start counting before the one step (not where blocks are compiled, which it would keep from it)."""
+        """Start before the one step (not where blocks are compiled, which counting would keep from it)."""
         if step == self._step and self._counts:
+            self._profiler = torch.profiler.profile(profile_memory=True)
+            self._profiler.start()
+            _deepspeed_logger(True)
             self._log = _CollectiveLog(self._mesh)
             self._log.__enter__()
 
     def after_step(self, step: int) -> None:
-        """Stop counting."""
+        """Stop after it."""
         self.close()
 
     def close(self) -> None:
         """The same for a run that ends within the step."""
-        if self._log is not None:
-            self._log.__exit__(None, None, None)
-            self.collectives, self._log = self._log.calls, None
+        if self._log is None:
+            return
+        self._log.__exit__(None, None, None)
+        self._profiler.stop()
+        own = state_storages(self._engine)
+        self.found = {"collectives": self._log.calls, "deepspeed": _deepspeed_logger(False),
+                      "transient_bytes": _transient(self._profiler, self._engine.device),
+                      "buffer_bytes": max((sum(size for place, size in storages.items() if place not in own)
+                                           for storages in self._log.storages), default=0)}
+        self._log = self._profiler = None
 
 
 class _CollectiveLog(TorchDispatchMode):
@@ -54,6 +72,7 @@ class _CollectiveLog(TorchDispatchMode):
         super().__init__()
         self._mesh = mesh
         self.calls: list[dict[str, Any]] = []
+        self.storages: list[dict[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -69,6 +88,8 @@ class _CollectiveLog(TorchDispatchMode):
         if name in ("send", "recv_"):
             call["peer"] = ranks[args[2]]
         self.calls.append(call)
+        stores = [leaf.untyped_storage() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        self.storages.append({store.data_ptr(): store.nbytes() for store in stores})
 
     def _axes(self, ranks: list[int]) -> str:
         mesh = self._mesh
@@ -85,3 +106,28 @@ def _group(args: tuple[Any, ...]) -> torch.distributed.ProcessGroup | None:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return torch.distributed.ProcessGroup.unbox(leaf)
     return None
+
+
+def _transient(profiler: torch.profiler.profile, device: torch.device) -> int:
+    """The most that was allocated since the beginning and not freed by then."""
+    kind = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}.get(device.type, "")
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type().name == kind:
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def _deepspeed_logger(on: bool) -> dict[str, dict[str, float]]:
+    """Turn DeepSpeed's communication logger on or off, if DeepSpeed is in use; what it has seen until then."""
+    module = sys.modules.get("deepspeed.comm.comm")
+    if module is None:
+        return {}
+    logger = module.comms_logger
+    seen = {name: {"count": sum(entry[0] for entry in sizes.values()),
+                   "ms": sum(sum(entry[1]) for entry in sizes.values())}
+            for name, sizes in logger.get_raw_data().items()}
+    logger.reset_data()
+    module.configure(enabled=on, prof_all=on, verbose=False)
+    return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ezpz_llm.dist import Dist
+from ezpz_llm.engine.base import Engine
 from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, Window, profile_window
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.trainer.census import Census
@@ -12,7 +13,7 @@ from ezpz_llm.trainer.counterfactual import Counterfactual
 from ezpz_llm.trainer.plan import RunPlan
 
 
-def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[StepWatch]:
+def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[StepWatch]:
     """The profiles that the configuration asks for: the host's on rank 0, traces on every rank."""
     config = plan.config
     wanted: list[StepWatch] = []
@@ -24,7 +25,7 @@ def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[StepWatch]:
     window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
     if not config.trace_steps or window is None:
         return wanted
-    census = Census(window.first - 1, dist.mesh, counts=not config.compile)
+    census = Census(window.first - 1, dist.mesh, engine, counts=not config.compile)
     wanted += [census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census))]
     if config.counterfactual_steps and dist.world_size > 1:
         # Not right after the trace, which is written before the next step.
@@ -35,4 +36,4 @@ def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[StepWatch]:
 def _notes(plan: RunPlan, dist: Dist, census: Census) -> dict[str, Any]:
     """What a reader of the trace cannot find in it."""
     return {"rank": dist.rank, "device": dist.device.type, "layout": plan.resolved.layout.name,
-            "collectives": census.collectives}
+            **census.found}

@@ -86,11 +86,11 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     items = hellaswag_items(config, data, dist)
     open_trackers(tracking, dist, first_step)
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
-                   tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
-                   first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
-                                               in_background=config.save_async), guard,
-                   SelfChecks(plan, first_step), MemoryWatch(engine),
-                   hellaswag=items)
+                   tracking, profiles(plan, dist, engine, first_step), heartbeat, clock, early_end(dist),
+                   first_step, first_step, position,
+                   Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
+                         in_background=config.save_async),
+                   guard, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
 
 
 def open_data(options: Options, dist: Dist) -> TokenData:
