@@ -11,6 +11,7 @@ from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
+from ezpz_llm.explain.links import slow_link
 from ezpz_llm.explain.split import split_traces
 from ezpz_llm.explain.trace import rank_trace
 from ezpz_llm.model.config import get_model_config
@@ -76,6 +77,34 @@ def test_a_slow_rank_costs_what_the_others_wait_for_it_scaled_to_the_run():
     assert causes[0].share == pytest.approx(causes[0].seconds / 10.6)
     # The wait for it is no other rank's fault, too.
     assert not [cause for cause in causes if cause.kind == "waiting"]
+
+
+def links(slow=None, hosts=("a", "b", "c", "d"), receives=False):
+    """Links of a ring of hosts at 100 MB/s, of which one host sends (or receives) at 20."""
+    found = []
+    for i, host in enumerate(hosts):
+        for sender, receiver in ((host, hosts[i - 1]), (hosts[i - 1], host)):
+            is_slow = (receiver if receives else sender) == slow
+            found.append({"sender": sender, "receiver": receiver, "rate": 20e6 if is_slow else 100e6})
+    return found
+
+
+@pytest.mark.parametrize(("found", "what"), [
+    (links("c"), "c sends"), (links("a", receives=True), "a receives"), (links(), None), ([], None),
+    (links("a", hosts=("a", "b")), "a sends"),
+])
+def test_the_host_with_a_slow_link_is_named(found, what):
+    slow = slow_link(found)
+    assert (slow and slow.what) == what
+
+
+def test_a_slow_link_takes_its_share_of_what_is_moved():
+    split = two_ranks(transfer=40)
+    split.ranks[0].notes["links"] = links("c")
+    causes = rank_causes(split, WALL, a_run(), {})
+    assert [cause.kind for cause in causes[:2]] == ["slow_link", "communication"]
+    assert "c sends 20 MB/s, where the others have 100" in causes[0].what
+    assert causes[0].seconds / causes[1].seconds == pytest.approx(4)
 
 
 def test_advice_is_the_layouts_own():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.explain.advice import against_communication, against_optimizer, against_waiting
+from ezpz_llm.explain.links import slow_link
 from ezpz_llm.explain.split import RankSplit, Split
 
 _CULPRIT = 0.6
@@ -24,8 +25,8 @@ _PHASES = ("data", "forward", "backward", "optimizer", "idle")
 class Cause:
     """`seconds` of the run, without its set-up, that would be saved at most, and `share` of it.
 
-    `kind` is one word for machines: slow_rank, waiting, bubble, communication, data, host, optimizer, checkpoints,
-    evaluation, sampling, logging.
+    `kind` is one word for machines: slow_rank, slow_link, waiting, bubble, communication, data, host, optimizer,
+    checkpoints, evaluation, sampling, logging.
     """
 
     kind: str
@@ -108,8 +109,16 @@ def _within(split: Split, run: Mapping[str, Any],
     for rank in split.ranks:
         for exposed in rank.exposed:
             by_label.setdefault(exposed.label, []).append(exposed)
+    slow = slow_link(split.ranks[0].notes.get("links") or ())
+    lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
+    moving = sum(one.seconds - one.waited_s for members in by_label.values() for one in members) / count
+    if slow is not None:
+        found.append(("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, where the others have "
+                      f"{slow.usual / 1e6:.4g}: all collectives wait for it", moving * lost,
+                      [f"launch --preflight, and a reservation without {slow.host}",
+                       f"the network interface that {slow.host} takes: launch --interface"]))
     for label, members in by_label.items():
-        seconds = sum(one.seconds - one.waited_s for one in members) / count
+        seconds = sum(one.seconds - one.waited_s for one in members) / count * (1 - lost)
         rates = [one.bytes / (one.in_flight_s - one.waited_s) for one in members
                  if (one.bytes or 0) > _LEAST_BYTES * one.count and one.in_flight_s > one.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from itertools import combinations
 from typing import Any
@@ -12,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.certify.collectives import MOVE_NOTHING, issued
 from ezpz_llm.certify.memory import state_storages
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.degrees import AXES
+from ezpz_llm.dist.links import measure_links
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine
 
@@ -28,12 +31,12 @@ class Census:
             "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank;
             `transient_bytes`, the most that the step allocated and had not freed; `buffer_bytes`, the largest that
             one collective moved besides parameters, gradients and moments themselves; `deepspeed`, the calls that
-            DeepSpeed's own logger saw, by its names.
+            DeepSpeed's own logger saw, by its names; `links`, how fast neighbouring hosts send to each other.
     """
 
-    def __init__(self, step: int, mesh: Mesh, engine: Engine, *, counts: bool = True) -> None:
+    def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True) -> None:
         self._step = step
-        self._mesh = mesh
+        self._dist = dist
         self._engine = engine
         self._counts = counts
         self._log: _CollectiveLog | None = None
@@ -46,12 +49,14 @@ class Census:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()
             _deepspeed_logger(True)
-            self._log = _CollectiveLog(self._mesh)
+            self._log = _CollectiveLog(self._dist.mesh)
             self._log.__enter__()
 
     def after_step(self, step: int) -> None:
-        """Stop after it."""
+        """Stop after it, and measure the links between hosts."""
         self.close()
+        if step == self._step:
+            self.found["links"] = measure_links(self._dist, socket.gethostname())
 
     def close(self) -> None:
         """The same for a run that ends within the step."""

@@ -25,7 +25,7 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list
     window = profile_window(first_step + 1, config.steps - 1, config.trace_steps, skip)
     if not config.trace_steps or window is None:
         return wanted
-    census = Census(window.first - 1, dist.mesh, engine, counts=not config.compile)
+    census = Census(window.first - 1, dist, engine, counts=not config.compile)
     wanted += [census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census))]
     if config.counterfactual_steps and dist.world_size > 1:
         # Not right after the trace, which is written before the next step.
