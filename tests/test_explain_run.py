@@ -97,13 +97,13 @@ def test_what_was_planted_is_the_first_cause(runs, job, kind, says):
 def test_memory_by_class_agrees_with_the_arithmetic(runs):
     for job in ("ddp", "zero1+accumulation=2", "zero3", "tp2"):
         memory = account(runs / job).memory
-        for kind in ("parameters", "gradients", "optimizer"):
-            assert memory.measured[kind] == pytest.approx(memory.expected[kind], rel=0.03), (job, kind)
-        assert memory.measured["activations"] is not None
+        for kind in ("parameters", "optimizer"):
+            assert memory.measured[kind] == memory.expected[kind], (job, kind)
+        # A step also works with a few tensors that are no activations.
+        assert 0.7 < memory.measured["activations"] / memory.expected["activations"] < 2, job
         assert sum(size for size in memory.measured.values() if size) == pytest.approx(memory.peak, rel=1e-6)
-    plain = account(runs / "ddp").memory
-    # Without buffers of DeepSpeed's: what a step allocates is its activations, and a little to work with.
-    assert 0.7 < plain.measured["activations"] / plain.expected["activations"] < 2
+    # DeepSpeed's bucket of 50 million gradients, whatever the model's size.
+    assert account(runs / "zero2").memory.measured["buffers"] == 200_000_000
 
 
 def test_without_collectives_the_waiting_goes_that_the_traces_show(runs):

@@ -73,7 +73,8 @@ def account(run_dir: Path) -> Account:
     deepspeed = _json(RunDir(run_dir).deepspeed)
     causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
     return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
-                   memory_of(record.get("memory") or {}, split), tuple(taken(run_dir, split)))
+                   memory_of(record.get("memory") or {}, split, deepspeed),
+                   tuple(taken(run_dir, split)))
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def train(session: Session) -> None:
         with session.clock.span("profiles"):
             for profile in session.profiles:
                 profile.before_step(step)
-        with session.clock.span("training"), torch.profiler.record_function(f"step {step + 1}"):
+        with session.clock.span("training"):
             train_step(session, step)
         session.step = step + 1
         with session.clock.span("profiles"):
@@ -55,13 +55,14 @@ def train_step(session: Session, step: int) -> None:
                          max_steps=config.decay_steps)
     if session.metrics.is_due(step + 1) and not uses_nvme(engine.layout):
         engine.gate.measure(engine.training_state())
-    timeline.begin_step()
-    skipped = -1
-    while skipped != engine.skipped_steps:
-        # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
-        skipped = engine.skipped_steps
-        loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
-    timeline.end_step()
+    with torch.profiler.record_function(f"step {step + 1}"):
+        timeline.begin_step()
+        skipped = -1
+        while skipped != engine.skipped_steps:
+            # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
+            skipped = engine.skipped_steps
+            loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
+        timeline.end_step()
     if not config.overfit_one_batch:
         session.position = session.position.advance(session.batches.global_batch, session.taken)
     measured = engine.gate.measured()
