@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 CONFIDENCE = 0.95
-"""Coverage that intervals and bands are made for. Of 1000 simulated ratios each, of points whose runs differ by 2 %
-and, in half of them, three times as much at one of both, the interval held the truth in 94 to 97 % with 3 or 5 runs
-a point, in 96 to 99 % with 2 (it is very wide then), and with the steps of one run, correlated by 0.5 with the step
-before, in 91 to 93 %."""
+"""Coverage that intervals and bands are made for. Of 500 simulated ratios each, of points whose runs differ by 2 % (or
+three times as much at one of both), the interval held the truth in 95 to 97 % with 3 or 5 runs a point, in 97 to 98 %
+with 2 (it is very wide then), and with the steps of one run, correlated by 0.5 with the step before, in 93 %
+(benchmarks/scaling_coverage.py)."""
 
 Basis = Literal["runs", "steps", "none"]
 
