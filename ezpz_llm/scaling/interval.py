@@ -22,7 +22,7 @@ from typing import Literal
 CONFIDENCE = 0.95
 """Coverage that intervals and bands are made for. Of 500 simulated ratios each, of points whose runs differ by 2 %
 (or three times as much at one of both), the interval held the truth in 95 to 97 % with 3 or 5 runs a point, in 97
-to 98 % with 2 (it is very wide then), and with the steps of one run, correlated by 0.5 with the step before, in 93 %
+to 98 % with 2 (it is very wide then), and with the steps of one run, correlated by 0.5 with the one before, in 93 %
 (benchmarks/scaling_coverage.py)."""
 
 Basis = Literal["runs", "steps", "none"]
