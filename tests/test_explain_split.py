@@ -52,7 +52,7 @@ def test_communication_is_exposed_only_while_nothing_computes():
     assert rank.exposed[0].seconds == pytest.approx(0.007)
     assert rank.exposed[0].in_flight_s == pytest.approx(0.012)
     assert rank.exposed[0].bytes == 2_000_000
-    assert rank.exposed_shares == pytest.approx([7 / 37])
+    assert rank.exposed_share == pytest.approx(7 / 37)
     # 6 + 5 of backward's 20 ms are operators, 12 in flight: 5 of them both.
     assert rank.host_s == pytest.approx(0.020 - 0.018)
     assert split.per_step() == pytest.approx({"compute": 0.023, "exposed_communication": 0.007, "data": 0.001,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ezpz_llm.explain.advice import against_communication, against_optimizer, against_waiting
 from ezpz_llm.explain.links import slow_link
-from ezpz_llm.explain.split import RankSplit, Split
+from ezpz_llm.explain.split import HOST, RankSplit, Split
 
 _CULPRIT = 0.6
 """The share of all waiting for other ranks that one of them has to cause to be named."""
@@ -83,15 +83,16 @@ def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float
 
 
 def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]]:
-    def excess(seconds: Any) -> float:
-        return seconds(slow) / slow.steps - statistics.median(seconds(rank) / rank.steps for rank in others)
+    def excess(name: str) -> float:
+        # In the median step: one that something held up must not decide where the rank is slow.
+        return slow.usual(name) - statistics.median(rank.usual(name) for rank in others)
 
-    by_phase = {phase: excess(lambda rank, phase=phase: rank.seconds[phase]) for phase in _PHASES}
+    by_phase = {phase: excess(phase) for phase in _PHASES}
     phase = max(by_phase, key=by_phase.__getitem__)
     more = by_phase[phase]
     text = (f"rank {slow.rank} on {slow.host or 'its host'} is slow: {more * 1e3:.1f} ms a step more in {phase} "
             "than the median of the others")
-    outside = excess(lambda rank: rank.host_s)
+    outside = excess(HOST)
     if phase == "data":
         return text, ["its host's disk and file system, and what else reads there"]
     if outside > _OUTSIDE * more:

@@ -89,7 +89,7 @@ def _without_run_dir(words: tuple[str, ...]) -> list[str]:
 def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     """What the steps of a run without collectives tell, by rank; empty where it has none."""
     ranks = () if split is None else split.ranks
-    shares = {rank.rank: statistics.median(rank.exposed_shares) for rank in ranks}
+    shares = {rank.rank: rank.exposed_share for rank in ranks}
     found = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = json.loads(path.read_text())

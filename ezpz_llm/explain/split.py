@@ -23,6 +23,7 @@ from ezpz_llm.rundir import RunDir
 
 IN_STEP = ("data", "forward", "backward", "exposed_communication", "optimizer", "idle")
 """What a step is split into. "idle" is the rest of it: on a CPU Python between phases, on a device no kernel."""
+HOST = "host"
 OTHER = "other"
 """What is neither in a step nor marked: Python between steps."""
 CATEGORIES = (*IN_STEP, *BETWEEN, OTHER)
@@ -53,8 +54,8 @@ class RankSplit:
         seconds: by CATEGORIES, adding up to the whole window.
         exposed: by kind and group, the longest first; their seconds add up to that of the category.
         waited_for: seconds in which this rank waited in a collective, by the rank that called last.
-        exposed_shares: exposed communication's share of each step.
-        host_s: seconds in forward, backward and optimizer in which a CPU rank ran no operator: Python, sleeps.
+        by_step: seconds of each step by IN_STEP; and under HOST those of forward, backward and optimizer in which a
+            CPU rank ran no operator: Python, sleeps.
         notes: what the run wrote into the trace, see trainer/census.py.
     """
 
@@ -64,8 +65,7 @@ class RankSplit:
     seconds: dict[str, float]
     exposed: tuple[Exposed, ...]
     waited_for: dict[int, float]
-    exposed_shares: tuple[float, ...]
-    host_s: float
+    by_step: tuple[dict[str, float], ...]
     notes: dict[str, Any]
 
     @property
@@ -76,6 +76,21 @@ class RankSplit:
     def step_s(self) -> float:
         """Seconds of a step."""
         return sum(self.seconds[name] for name in IN_STEP) / self.steps
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of all steps under HOST."""
+        return sum(step[HOST] for step in self.by_step)
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed communication's share of the step, in the median step."""
+        return statistics.median(step["exposed_communication"] / sum(step[name] for name in IN_STEP)
+                                 for step in self.by_step)
+
+    def usual(self, name: str) -> float:
+        """Seconds of the median step."""
+        return statistics.median(step[name] for step in self.by_step)
 
     @property
     def waited_s(self) -> float:
@@ -144,11 +159,11 @@ def split_traces(traces: Sequence[RankTrace]) -> Split:
 
 def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
     left = [trace.window]
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    taken: dict[str, list[Interval]] = {}
 
     def take(name: str, intervals: Sequence[Interval]) -> None:
         nonlocal left
-        seconds[name] += total(intersect(left, intervals))
+        taken[name] = intersect(left, intervals)
         left = subtract(left, intervals)
 
     for name in BETWEEN:
@@ -172,9 +187,11 @@ def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
             waited_for[wait.last] += waited[-1]
     busy = [one for name in ("forward", "backward", "optimizer") for one in trace.phases[name]]
     host = subtract(subtract(union(busy), trace.operators), in_flight) if trace.device == "cpu" else []
-    shares = tuple(total(within(exposed, start, end)) / (end - start) for start, end in trace.steps.values())
-    return RankSplit(trace.rank, trace.host, len(trace.steps), seconds, _by_label(trace.flights, pieces, waited),
-                     dict(waited_for), shares, total(host), trace.notes)
+    by_step = tuple({name: total(within(found, start, end))
+                     for name, found in (*((name, taken[name]) for name in IN_STEP), (HOST, host))}
+                    for start, end in trace.steps.values())
+    return RankSplit(trace.rank, trace.host, len(trace.steps), {name: total(taken[name]) for name in CATEGORIES},
+                     _by_label(trace.flights, pieces, waited), dict(waited_for), by_step, trace.notes)
 
 
 def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:
