@@ -26,3 +26,14 @@ def test_it_trains_in_pairs_of_blocks(tmp_path):
         assert 0 < low <= found[name]["median"] <= high
         assert found["within_1_percent"][name] == (high < 1.01)
     assert not list(tmp_path.glob("runs*")), "its run directory is gone"
+
+
+def test_the_committed_results_are_within_one_percent():
+    """What does not depend on the model, from a small one, and the norms of one step in fifty."""
+    def kept(name):
+        return json.loads((data_dir("benchmarks") / f"results/{name}.json").read_text())
+
+    step = kept("measuring_cost")["cpu_s_off"]
+    more = kept("measuring_cost_small")["cpu_s_more"]["95_percent"][1]
+    norms = kept("guard_cost")["models"]["tiny-gpt2"]["norms_s"] / 50
+    assert 0 < more + norms < 0.01 * step
