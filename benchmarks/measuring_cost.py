@@ -7,7 +7,8 @@ drift falls on both alike: step by step on a CPU, --log-every steps at a time on
 host's back. A pair is --log-every steps of each. OPTIONS are training options. Prints, and writes, one JSON
 object: the pairs' ratios of wall and of processor time (which other programs disturb less) with bootstrap
 intervals, the processor seconds that a step takes more, and the time of a step of both kinds. A small model shows
-those seconds best: but for the norms they do not depend on the model. The profile of the first steady steps is another matter
+those seconds best: but for the norms they do not depend on the model. The profile of the first steady steps is
+another matter
 (profile_cost.py).
 """
 
