@@ -166,7 +166,7 @@ def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
     stored["parameters"]["transformer.wte.weight"]["pieces"][0]["stop"] -= 1
     index.write_text(json.dumps(stored))
     manifest = json.loads((folders[1] / "manifest.json").read_text())
-    from ezpz_llm.engine.checkpoint.folder import hash_file
+    from ezpz_llm.engine.checkpoint.manifest import hash_file
 
     manifest["files"]["index.json"] = {"size": index.stat().st_size, "sha256": hash_file(index)}
     (folders[1] / "manifest.json").write_text(json.dumps(manifest))

@@ -11,10 +11,11 @@ from typing import Any
 _MODULES = {
     "bubble": ("Bubble", "BubbleMeter"),
     "environment": ("run_environment",),
-    "metrics": ("MetricsLog", "Straggler"),
+    "metrics": ("MetricsLog",),
     "peaks": ("Peak", "peak_flops"),
     "plots": ("plot_run", "series_plot", "wants_colour"),
     "profile": ("HostProfile", "TraceProfile", "Window", "profile_window"),
+    "straggler": ("Straggler", "StragglerMeter"),
     "summary": ("Summary", "final_text", "summarise", "where_time_went"),
     "throughput": ("Rates", "StepWork"),
     "timeline": ("PHASES", "StepTimeline", "StepTimes"),
