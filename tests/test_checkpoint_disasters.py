@@ -13,7 +13,8 @@ import pytest
 from forked_ranks import Server, wait_for
 
 from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import complete, read_manifest, verify
+from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.engine.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32", "--ds-config", "zero2",
@@ -127,7 +128,7 @@ from types import SimpleNamespace
 import torch
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine.checkpoint import load
-from ezpz_llm.engine.checkpoint.folder import describe, write_manifest
+from ezpz_llm.engine.checkpoint.manifest import describe, write_manifest
 from ezpz_llm.engine.checkpoint.torch_state import TorchState
 
 class Bad:

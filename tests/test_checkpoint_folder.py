@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 
 from ezpz_llm.engine.checkpoint import Keep, find, prune
-from ezpz_llm.engine.checkpoint.folder import (
-    Damaged,
-    candidates,
-    complete,
-    describe,
-    publish,
-    read_manifest,
-    start_partial,
-    verify,
-    write_manifest,
-)
+from ezpz_llm.engine.checkpoint.finding import candidates
+from ezpz_llm.engine.checkpoint.folder import complete, publish, start_partial
+from ezpz_llm.engine.checkpoint.manifest import Damaged, describe, read_manifest, verify, write_manifest
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir
 

@@ -16,7 +16,8 @@ import pytest
 from forked_ranks import Job, Server, wait_for
 
 from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import STATE, complete, latest, read_json, read_manifest, step_of, verify
+from ezpz_llm.engine.checkpoint.folder import STATE, complete, latest, step_of
+from ezpz_llm.engine.checkpoint.manifest import read_json, read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, write_json
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "kills.json"

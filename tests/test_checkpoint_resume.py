@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import complete, read_manifest, verify
+from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.engine.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.engine.ops import is_built
 
 PROGRAM = Path(__file__).with_name("checkpoint_ranks.py")

@@ -92,6 +92,21 @@ def test_validation_alone_is_what_the_run_measured(trained: Path, exported: Path
     assert read_record(newest(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
 
 
+def test_a_corpus_named_from_another_folder_is_read_from_the_runs_shards(trained: Path, inside: Path) -> None:
+    shutil.copytree(trained / "at-run", inside / "moved")
+    path = inside / "moved/run.json"
+    record = json.loads(path.read_text())
+    measured = record["val_loss"]
+    record["config"]["corpus"] = "elsewhere/text.txt"
+    path.write_text(json.dumps(record))
+    assert evaluate.main(["val", "moved", "--precision", "fp32", "--device", "cpu"]) == 0
+    assert read_record(newest(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, rel=1e-6)
+    record["data"]["folder"] = str(inside / "gone")
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"elsewhere/text\.txt"):
+        evaluate.main(["val", "moved", "--check"])
+
+
 def test_hellaswag_alone_is_what_the_run_scored(trained: Path, inside: Path) -> None:
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--items", "6",
                    "--precision", "fp32", "--device", "cpu"])
@@ -166,7 +181,7 @@ def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
     stored["parameters"]["transformer.wte.weight"]["pieces"][0]["stop"] -= 1
     index.write_text(json.dumps(stored))
     manifest = json.loads((folders[1] / "manifest.json").read_text())
-    from ezpz_llm.engine.checkpoint.folder import hash_file
+    from ezpz_llm.engine.checkpoint.manifest import hash_file
 
     manifest["files"]["index.json"] = {"size": index.stat().st_size, "sha256": hash_file(index)}
     (folders[1] / "manifest.json").write_text(json.dumps(manifest))

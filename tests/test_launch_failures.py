@@ -432,17 +432,24 @@ PMI_RANK=0 PMI_SIZE=1 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$python" "$@"
     assert "try: the mpiexec (or srun --mpi plug-in) that belongs to this MPI" in done.stderr
 
 
-def test_a_real_abort_and_a_missing_module(tmp_path: Path) -> None:
+def test_a_real_abort(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("""
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
     MPI.COMM_WORLD.Abort(5)
 MPI.COMM_WORLD.barrier()
 """)
-    done = launch(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, "x.py")
-    assert done.returncode == 5, done.stderr
+    for run in range(3):
+        done = launch(tmp_path, "-n", "2", "--run-dir", f"r{run}", sys.executable, "x.py")
+        assert done.returncode == 5, done.stderr
+        # mpiexec kills all that is left, and on a busy machine that can be before the shim has seen its rank end.
+        if "no rank left a record" not in done.stderr:
+            break
     assert "launch: rank 1 on" in done.stderr
     assert "MPI_Abort(MPI_COMM_WORLD, 5) - process 1" in done.stderr
+
+
+def test_a_missing_module(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "3", "--run-dir", "m", sys.executable, "-m", "no_such_module_anywhere")
     assert done.returncode == 1
     assert "a module or library is missing" in done.stderr

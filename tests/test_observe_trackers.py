@@ -47,7 +47,7 @@ def train(run_dir, home, listener, *options):
     env = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     cache = os.environ.get("EZPZ_LLM_CACHE", os.path.expanduser("~/.cache/ezpz_llm"))
     env.update(dict.fromkeys(names, listener.url), HOME=str(home), EZPZ_LLM_CACHE=cache, OMP_NUM_THREADS="1",
-               OMP_WAIT_POLICY="PASSIVE", WANDB_API_KEY="0" * 40, WANDB_INIT_TIMEOUT="4")
+               OMP_WAIT_POLICY="PASSIVE", WANDB_API_KEY="0" * 40, WANDB_INIT_TIMEOUT="8")
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
                "ezpz_llm.train", *TRAIN, *options]
     return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=250, check=False)

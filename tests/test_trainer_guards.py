@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poisoned_train import poisoned
 
-from ezpz_llm.engine.checkpoint.folder import complete, find, read_json
+from ezpz_llm.engine.checkpoint.finding import find
+from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.engine.checkpoint.manifest import read_json
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record

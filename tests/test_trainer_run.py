@@ -15,7 +15,9 @@ from ezpz_llm.certify.cells import natural_worlds
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.engine import ds_config
-from ezpz_llm.engine.checkpoint.folder import STATE, complete, find, read_json
+from ezpz_llm.engine.checkpoint.finding import find
+from ezpz_llm.engine.checkpoint.folder import STATE, complete
+from ezpz_llm.engine.checkpoint.manifest import read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer.options import parse

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.engine.checkpoint.folder import read_manifest
 from ezpz_llm.engine.checkpoint.index import Parameter, read_index
+from ezpz_llm.engine.checkpoint.manifest import read_manifest
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import parameter_count
 

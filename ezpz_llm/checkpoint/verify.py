@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ezpz_llm.engine.checkpoint.folder import (
-    LATEST,
-    MANIFEST,
-    STATE,
-    complete,
-    latest,
-    read_json,
-    read_manifest,
-    verify,
-)
+from ezpz_llm.engine.checkpoint.folder import LATEST, MANIFEST, STATE, complete, latest
 from ezpz_llm.engine.checkpoint.index import check_model, read_index
+from ezpz_llm.engine.checkpoint.manifest import read_json, read_manifest, verify
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.shapes import parameter_shapes

@@ -34,11 +34,11 @@ class ModelPlan:
     resolved: Resolved
 
     @property
-    def run_config(self) -> Mapping[str, Any]:
-        """The configuration of the run that saved the checkpoint; empty where it is not known."""
+    def run_record(self) -> Mapping[str, Any]:
+        """run.json of the run that saved the checkpoint; empty where it is not known."""
         if self.source.kind != "checkpoint":
             return {}
-        return read_record(RunDir(self.source.folder.parent.parent)).get("config", {})
+        return read_record(RunDir(self.source.folder.parent.parent))
 
 
 def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items
@@ -33,8 +34,8 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
     Raises:
         UserError: neither is known, or the corpus is not there.
     """
-    config = plan.run_config
-    corpus = options.corpus or config.get("corpus")
+    config = plan.run_record.get("config", {})
+    corpus = options.corpus or _corpus_of_run(plan)
     if corpus is None:
         raise UserError("the model does not say which corpus it was trained on", where=str(plan.source.folder),
                         instead="--corpus NAME or PATH")
@@ -46,6 +47,18 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
         name = plan.source.tokenizer["name"]
     check_corpus(corpus, name, plan.model.block_size)
     return Corpus(corpus, name, tokens or None)
+
+
+def _corpus_of_run(plan: ModelPlan) -> str | None:
+    """What the run was told, or its shards where that was a path from another folder than this."""
+    config, shards = plan.run_record.get("config", {}), plan.run_record.get("data", {}).get("folder", "")
+    corpus = config.get("corpus")
+    try:
+        if corpus is not None:
+            check_corpus(corpus, config.get("tokenizer"))
+    except UserError:
+        return shards if Path(shards, MANIFEST).is_file() else corpus
+    return corpus
 
 
 def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:

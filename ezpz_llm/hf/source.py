@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ezpz_llm.engine.checkpoint import Damaged, find
-from ezpz_llm.engine.checkpoint.folder import STATE, read_json
+from ezpz_llm.engine.checkpoint.folder import STATE
+from ezpz_llm.engine.checkpoint.manifest import read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ezpz_llm.engine.checkpoint.agree import raise_together
 from ezpz_llm.engine.checkpoint.boxes import common
-from ezpz_llm.engine.checkpoint.folder import read_manifest, verify
 from ezpz_llm.engine.checkpoint.index import KINDS, read_index
+from ezpz_llm.engine.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.names import Stored, stored_tensors
 from ezpz_llm.hf.source import Source

@@ -12,17 +12,15 @@ JSON has no NaN.
 from __future__ import annotations
 
 import errno
-import statistics
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ezpz_llm.observe.bubble import Bubble, BubbleMeter
-from ezpz_llm.observe.history import finite, steady, trim_history
+from ezpz_llm.observe.history import finite, trim_history
 from ezpz_llm.observe.progress import Progress
+from ezpz_llm.observe.straggler import Straggler, StragglerMeter
 from ezpz_llm.observe.throughput import StepWork
 from ezpz_llm.observe.timeline import StepTimeline, StepTimes
 from ezpz_llm.observe.trackers import Tracking
@@ -38,15 +36,6 @@ class Measured(Protocol):
     sums: torch.Tensor
 
     def describe(self, totals: list[Any], grad_norm: float | None) -> dict[str, float]: ...
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """The rank that spent longest in data and forward, its seconds a step there, and the median over ranks."""
-
-    rank: int
-    seconds: float
-    median_s: float
 
 
 class MetricsLog:
@@ -80,7 +69,7 @@ class MetricsLog:
         self._unwritten: list[dict[str, Any]] = []
         self._validations: dict[int, tuple[float, int]] = {}
         self._figures: dict[int, dict[str, float]] = {}
-        self._before_collectives = array("d")
+        self._straggler = StragglerMeter(dist)
         self._bubble = BubbleMeter(dist)
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
         self._tracking = tracking
@@ -155,8 +144,8 @@ class MetricsLog:
         self._add_measured(lines)
         for line in lines if look else ():
             look(line)
-        self._before_collectives.extend(time.phases["data"] + time.phases["forward"] for time in times)
         for time in times:
+            self._straggler.add(time)
             self._bubble.add(time)
         self._measured = {}
         self._pending, self._values, self._validations = [], [], {}
@@ -196,20 +185,8 @@ class MetricsLog:
             by_step[step].update(found.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
-        """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective.
-
-        Ranks of a synchronous step all take equally long, since the fast ones wait for the slow one inside backward
-        or optimizer: what tells them apart is the time in data and forward. (Divided layers communicate in forward,
-        which blurs it.)
-        """
-        if self._dist.world_size == 1 or not self._before_collectives:
-            return None
-        medians = torch.zeros(self._dist.world_size, device=self._dist.device)
-        medians[self._dist.rank] = statistics.median(steady(self._before_collectives))
-        torch.distributed.all_reduce(medians)
-        seconds = medians.tolist()
-        slowest = max(range(len(seconds)), key=seconds.__getitem__)
-        return Straggler(slowest, seconds[slowest], statistics.median(seconds))
+        """The slowest rank; None for one rank. A collective."""
+        return self._straggler.straggler()
 
     def bubble(self) -> Bubble | None:
         """How long the stages of a pipeline stood idle; None without one. A collective."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from ezpz_llm.observe.bubble import Bubble
 from ezpz_llm.observe.history import Spread, finite, read_history, spread, steady
-from ezpz_llm.observe.metrics import Straggler
 from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.straggler import Straggler
 from ezpz_llm.observe.tables import percentages, table
 from ezpz_llm.observe.throughput import StepWork
 from ezpz_llm.observe.timeline import OTHER, PHASES

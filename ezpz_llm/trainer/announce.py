@@ -83,8 +83,8 @@ def saves(plan: RunPlan, dist: Dist) -> str:
     if not (config.save_async and config.save_every) or uses_nvme(plan.resolved.layout):
         return text
     # The weights and both moments in fp32, of which each rank writes an equal share.
-    gigabytes = 12 * parameter_count(plan.model) / dist.world_size / 1e9
-    return f"{text}, from a copy of {gigabytes:.2g} GB in each rank's host memory while training goes on"
+    megabytes = 12 * parameter_count(plan.model) / dist.world_size / 1e6
+    return f"{text}, in the background from a copy in host memory ({megabytes:,.0f} MB a rank)"
 
 
 def attention(plan: RunPlan, dist: Dist) -> str:

@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ezpz_llm.certify.collectives import MOVE_NOTHING, issued
-from ezpz_llm.certify.memory import state_storages
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.dist.links import measure_links
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.collectives import MOVE_NOTHING, issued
+from ezpz_llm.engine.held import state_storages
 
 
 class Census:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.certify.memory import gradient_bytes, held
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.activations import Pass, activation_bytes
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.held import gradient_bytes, held
 from ezpz_llm.engine.memory import memory_per_rank, total
 from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.model.chunked_loss import chosen_chunk

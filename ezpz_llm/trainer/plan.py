@@ -10,7 +10,8 @@ from typing import Any
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import STATE, read_json
+from ezpz_llm.engine.checkpoint.folder import STATE
+from ezpz_llm.engine.checkpoint.manifest import read_json
 from ezpz_llm.engine.resolve import DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.engine import checkpoint
-from ezpz_llm.engine.checkpoint.folder import candidates
+from ezpz_llm.engine.checkpoint.finding import candidates
 from ezpz_llm.rundir import read_record
 from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.plan import check_state

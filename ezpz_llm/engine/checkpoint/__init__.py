@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ezpz_llm.engine.checkpoint.folder import Damaged, find
+from ezpz_llm.engine.checkpoint.finding import find
+from ezpz_llm.engine.checkpoint.manifest import Damaged
 from ezpz_llm.engine.checkpoint.retention import Keep, prune
 
 __all__ = ["Damaged", "Keep", "NotWritten", "Saved", "Saver", "find", "load", "load_newest", "prune", "save"]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.engine.checkpoint.folder import FORMAT, INDEX, read_json
+from ezpz_llm.engine.checkpoint.folder import INDEX
+from ezpz_llm.engine.checkpoint.manifest import FORMAT, read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.placement import Box, size
 from ezpz_llm.rundir import write_json

@@ -14,17 +14,10 @@ from safetensors import SafetensorError, safe_open
 from ezpz_llm.engine.checkpoint import rng
 from ezpz_llm.engine.checkpoint.agree import broadcast, raise_together
 from ezpz_llm.engine.checkpoint.boxes import common
-from ezpz_llm.engine.checkpoint.folder import (
-    STATE,
-    Damaged,
-    candidates,
-    damaged,
-    read_json,
-    read_manifest,
-    shard_name,
-    verify,
-)
+from ezpz_llm.engine.checkpoint.finding import candidates
+from ezpz_llm.engine.checkpoint.folder import STATE, shard_name
 from ezpz_llm.engine.checkpoint.index import KINDS, Index, check_model, read_index
+from ezpz_llm.engine.checkpoint.manifest import Damaged, damaged, read_json, read_manifest, verify
 from ezpz_llm.engine.checkpoint.slices import Slice
 from ezpz_llm.errors import UserError
 

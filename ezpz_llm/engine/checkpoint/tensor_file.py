@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.engine.checkpoint.folder import FileRecord
+from ezpz_llm.engine.checkpoint.manifest import FileRecord
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16",
            torch.int64: "I64", torch.uint8: "U8"}

@@ -13,16 +13,9 @@ import torch
 
 from ezpz_llm import __version__
 from ezpz_llm.engine.checkpoint import rng
-from ezpz_llm.engine.checkpoint.folder import (
-    INDEX,
-    STATE,
-    FileRecord,
-    describe,
-    publish,
-    shard_name,
-    write_manifest,
-)
+from ezpz_llm.engine.checkpoint.folder import INDEX, STATE, publish, shard_name
 from ezpz_llm.engine.checkpoint.index import KINDS, Piece, write_index
+from ezpz_llm.engine.checkpoint.manifest import FileRecord, describe, write_manifest
 from ezpz_llm.engine.checkpoint.slices import EngineState, owned
 from ezpz_llm.engine.checkpoint.tensor_file import write_tensors
 from ezpz_llm.rundir import write_json
