@@ -66,5 +66,6 @@ def test_the_reported_kernel_is_the_one_that_runs():
     dropout = attention_kernel(get_model_config("tiny-gpt2", block_size=64, dropout=0.1), 2, cpu, torch.float32)
     assert (dropout.name, dropout.score_bytes) == ("math", 2 * 4 * 64 * 64 * 4)
     with sdpa_kernel(SDPBackend.MATH):
-        forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.bfloat16)
-    assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 2)
+        forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.float32)
+    assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 4)
+    assert attention_kernel(config, 2, cpu, torch.bfloat16).name == "row_attention"

@@ -23,6 +23,7 @@ from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.head import Head
 from ezpz_llm.model.loss import Reduction
+from ezpz_llm.model.row_attention import by_rows, row_attention
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""
@@ -56,7 +57,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
 class CausalProduct(nn.Module):
     """Scaled dot products of whole sequences, the part of attention that has no parameters.
 
-    `explicit`: by the definition, with all scores in memory, where torch would choose among its kernels.
+    `explicit`: by the definition, with all scores in memory, where torch would choose among its kernels, or we would
+    take ours.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -66,10 +68,12 @@ class CausalProduct(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D)."""
+        dropout = self.dropout if self.training else 0.0
+        if by_rows(q.device, q.dtype, dropout) and not self.explicit:
+            return row_attention(q, k, v)
         with sdpa_kernel(SDPBackend.MATH) if self.explicit else nullcontext():
-            return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0,
-                enable_gqa=q.shape[1] != k.shape[1])
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout,
+                                                           enable_gqa=q.shape[1] != k.shape[1])
 
 
 class Attention(nn.Module):
