@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 import threading
@@ -189,3 +190,26 @@ def test_a_heartbeat_is_written_at_most_once_a_second(tmp_path):
     assert path.read_text() == "validation \n"
     Heartbeat({}).beat("train", 1)  # without launch nobody watches
     assert list(tmp_path.iterdir()) == [path]
+
+
+ALLOCATING = """
+import os, resource, sys
+import torch
+from ezpz_llm.dist.heap import keep_heap
+kept = keep_heap(os.environ)
+faults = 0
+for turn in range(12):
+    if turn == 2:
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+@pytest.mark.parametrize("own", [{}, {"MALLOC_MMAP_THRESHOLD_": "1000000"}])
+def test_memory_of_one_step_serves_the_next_but_for_users_who_chose(own):
+    done = subprocess.run([sys.executable, "-c", ALLOCATING], env={**os.environ, **own}, capture_output=True,
+                          text=True, timeout=60, check=True)
+    kept, faults = done.stdout.split()
+    # Ten tensors of 64 MiB are 163,840 pages of 4 KiB.
+    assert (kept == "True", int(faults) < 1000) == (not own, not own), done.stdout

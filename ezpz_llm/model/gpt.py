@@ -57,8 +57,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
 class CausalProduct(nn.Module):
     """Scaled dot products of whole sequences, the part of attention that has no parameters.
 
-    `explicit`: by the definition, with all scores in memory, where torch would choose among its kernels, or we would
-    take ours.
+    `explicit`: by the definition, with all scores in memory, where torch would choose among its kernels, or we
+    would take ours.
     """
 
     def __init__(self, dropout: float) -> None:
