@@ -52,10 +52,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     work = WORKS[given.work]
-    given.steps, given.rounds = given.steps or work.steps, given.rounds or work.rounds
+    given.steps = work.steps if given.steps is None else given.steps
+    given.rounds = work.rounds if given.rounds is None else given.rounds
     if given.steps < SKIP + 3:
         parser.error(f"--steps {given.steps}: {SKIP + 3} or more, of which {SKIP} are left out")
     given.programs = given.programs.split(",") if given.programs else list(work.programs)
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: 1 or more")
     for name in given.programs:
         if name not in PROGRAMS:
             parser.error(f"--programs: no program {name}")
@@ -75,28 +78,29 @@ def main() -> int:
         changes = {"global_batch": given.global_batch} if given.global_batch else {}
         bench = Bench(WORKS[given.work], Path(folder), given.peers, given.steps, changes)
         make_data(bench.folder / "data", bench.work.letters)
-        table: dict[str, Any] = {name: {"lacks": why} for name in given.programs if (why := bench.lacks(name))}
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.programs if name not in table}
+        lacks = {name: why for name in given.programs if (why := bench.lacks(name))}
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.programs if name not in lacks}
         words = stated(given.work, bench.task("ours", bench.folder))
         print(words, flush=True)
-        for number in range(given.rounds):
+        for number in range(1, given.rounds + 1):
             for name, found in runs.items():
                 found.append(run_program(bench, name))
                 took = "" if name in TRAINS_NOT else f": {found[-1]['step_s'] * 1e3:.0f} ms a step"
-                print(f"round {number + 1}, {name}{took}", flush=True)
-    table.update({name: summary(name, found) for name, found in runs.items()})
-    rows = bars(given.work, runs)
+                print(f"round {number}, {name}{took}", flush=True)
+            table = {**{name: {"lacks": why} for name, why in lacks.items()},
+                     **{name: summary(name, found) for name, found in runs.items()}}
+            rows = bars(given.work, runs)
+            learns = all(found.get("learns", True) for found in table.values())
+            if given.out:  # after every round, so that what breaks the next one costs no more than that
+                write_json(given.out, {
+                    "command": " ".join(["python3", "benchmarks/peers.py", *sys.argv[1:]]), "work": words,
+                    "date": datetime.date.today().isoformat(), "machine": machine(),
+                    "peers": {name: state_of(folder, MAINS[name]) for name, folder in given.peers.items()},
+                    "steps": given.steps, "left_out": SKIP, "rounds": number, "load_before": load,
+                    "load_after": os.getloadavg(), "learns": learns, "bars": rows, "programs": table,
+                    "runs": {name: [{key: one[key] for key in EACH if key in one} for one in found]
+                             for name, found in runs.items()}})
     print(f"\n{HEADER}", *(line(name, table[name]) for name in given.programs), "", *map(bar_line, rows), sep="\n")
-    learns = all(found.get("learns", True) for found in table.values())
-    if given.out:
-        write_json(given.out, {
-            "command": " ".join(["python3", "benchmarks/peers.py", *sys.argv[1:]]), "work": words,
-            "date": datetime.date.today().isoformat(), "machine": machine(),
-            "peers": {name: state_of(folder, MAINS[name]) for name, folder in given.peers.items()},
-            "steps": given.steps, "left_out": SKIP, "rounds": given.rounds, "load_before": load,
-            "load_after": os.getloadavg(), "learns": learns, "bars": rows, "programs": table,
-            "runs": {name: [{key: one[key] for key in EACH if key in one} for one in found]
-                     for name, found in runs.items()}})
     return 0 if learns else 1
 
 

@@ -172,6 +172,9 @@ def test_ranks_have_their_collectives_measured_apart(tmp_path: Path) -> None:
     assert "all_gather" in kinds["ours-zero3-2"]
     losses = [programs[name]["val_loss"]["median"] for name in kinds]
     assert max(losses) - min(losses) < 0.01, "the same training under every layout"
+    gathered = sum(size * count for kind, size, count, _ in programs["ours-zero3-2"]["collectives"]["calls"]
+                   if kind == "all_gather")
+    assert gathered >= 4 * programs["ours-zero3-2"]["parameters"], "every parameter, once or more"
     reduced = sum(size * count for kind, size, count, _ in programs["ours-ddp-2"]["collectives"]["calls"]
                   if kind == "all_reduce")
     assert reduced >= 4 * programs["ours-ddp-2"]["parameters"]

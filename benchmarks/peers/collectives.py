@@ -43,9 +43,9 @@ def apart(session: Session) -> dict[str, Any]:
         `calls` ([kind, bytes of the whole buffer, count, seconds of one] each), `seconds` of all of them one after
         the other, and `stubbed_s`, the steps' seconds without any (what they train is worthless).
     """
+    _step(session)  # the validation before it has left ZeRO-3's parameters gathered
     with _Log() as log:
-        train_step(session, session.step)
-    session.step += 1
+        _step(session)
     rows = []
     for (kind, size), count in sorted(log.calls.items()):
         rows.append([kind, size, count, _seconds(kind, size, session.dist.barrier)])
@@ -54,11 +54,15 @@ def apart(session: Session) -> dict[str, Any]:
         session.dist.barrier()
         with stubbed_collectives():
             began = time.perf_counter()
-            train_step(session, session.step)
+            _step(session)
             stubbed.append(time.perf_counter() - began)
-        session.step += 1
     return {"calls": rows, "seconds": sum(count * seconds for _, _, count, seconds in rows),
             "stubbed_s": stubbed[1:]}
+
+
+def _step(session: Session) -> None:
+    train_step(session, session.step)
+    session.step += 1
 
 
 def _seconds(kind: str, size: int, barrier: Callable[[], None]) -> float:

@@ -60,5 +60,5 @@ def run(task: Task, clock: Clock) -> dict[str, Any]:
             return model(input_ids=tokens).logits
 
     return {"losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
-            "parameters": model.num_parameters(), "optimizer": str(arguments.optim),
+            "parameters": model.num_parameters(), "optimizer": arguments.optim.value,
             "attention": model.config._attn_implementation, "val_loss": validation_loss(task, logits)}
