@@ -24,6 +24,7 @@ _TWO = {"ranks": 2, "threads": 1}
 _COMPILED = {"compile": True}
 _FP32 = {"precision": "fp32"}
 _HF = "its labels are its inputs, so that a window has one prediction fewer"
+_NANOGPT = "fp32 is all that it has on a CPU; GELU is the exact one"
 _PICOTRON = ("SwiGLU of 8/3 C, RMSNorm, rotary positions, no biases, a head that is not tied; neither clipping, "
              "nor warm-up, nor decay groups")
 
@@ -41,9 +42,9 @@ PROGRAMS: dict[str, Program] = {
     "plain-bf16-ddp-2": Program("plain", _TWO),
     "hf-bf16": Program("hf", package="transformers", differs=_HF),
     "hf-bf16-compiled": Program("hf", _COMPILED, package="transformers", differs=_HF),
-    "nanogpt": Program("nanogpt", _FP32, peer="nanogpt", differs="fp32 is all that it has on a CPU"),
+    "nanogpt": Program("nanogpt", _FP32, peer="nanogpt", differs=_NANOGPT),
     "nanogpt-compiled": Program("nanogpt", {**_FP32, **_COMPILED}, peer="nanogpt",
-                                differs="fp32 is all that it has on a CPU"),
+                                differs=_NANOGPT),
     "build-nanogpt": Program("build_nanogpt", peer="build-nanogpt", differs="samples in order, not at random"),
     "build-nanogpt-compiled": Program("build_nanogpt", _COMPILED, peer="build-nanogpt",
                                       differs="samples in order, not at random"),
