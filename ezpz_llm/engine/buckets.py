@@ -1,0 +1,46 @@
+"""DeepSpeed's buckets and thresholds by the model and its layout, for keys that a ds_config leaves out (no torch).
+
+DeepSpeed's own defaults are for models of many billions: a stage 1 or 2 engine allocates its bucket of gradients in
+full in every step, however small the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ezpz_llm.engine.layout import Layout
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.shapes import parameter_shapes
+
+_MOST = 50_000_000
+"""Elements of a bucket: 200 MB in fp32, long enough on every network that a message's latency does not count."""
+_PERSISTS = 100_000
+"""Elements up to which DeepSpeed's stage 3 keeps a parameter whole on each rank: its own default."""
+
+
+def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
+    """Key of the block "zero_optimization" to its value and the reason, for what is not in the block.
+
+    Sizes are in elements. Empty where there is nothing to partition. Without a model only what holds for all.
+    """
+    if not layout.zero_stage:
+        return {}
+    found = dict.fromkeys(("reduce_bucket_size",) if layout.zero_stage == 3 else
+                          ("reduce_bucket_size", "allgather_bucket_size"), (_MOST, "200 MB of fp32"))
+    if model is not None:
+        shapes = parameter_shapes(model)
+        # Stages of a pipeline differ, and the smallest sets no bound: only tensor parallelism surely makes a
+        # rank's share smaller.
+        share = -(-sum(map(prod, shapes.values())) // layout.tp)
+        if share < _MOST:
+            found = dict.fromkeys(found, (share, "all of a rank's model in one"))
+        if layout.zero_stage == 3:
+            block = sum(prod(shape) for name, shape in shapes.items() if name.startswith("transformer.h.0."))
+            found["stage3_prefetch_bucket_size"] = (
+                min(_MOST, -(-block // layout.tp)), "one block, gathered while the one before it computes")
+            vectors = max((prod(shape) for shape in shapes.values() if len(shape) == 1), default=0)
+            found["stage3_param_persistence_threshold"] = (
+                max(_PERSISTS, vectors), "norms and biases stay whole: gathering them costs a message each")
+    return {key: value for key, value in found.items() if key not in zero}
