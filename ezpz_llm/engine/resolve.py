@@ -119,8 +119,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
                                 shipped=config.path.parent == data_dir("ds_configs")),
                            _origins(degrees, config, sources))
     solved = batch_of(layout.dp_size(world_size))
-    batch, used = solved.batch, solved.used
-    notes = (*wishes.notes, *notes, *solved.notes)
+    batch, used, notes = solved.batch, solved.used, (*wishes.notes, *notes, *solved.notes)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
     chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,

@@ -14,6 +14,7 @@ from ezpz_llm.trainer.rollback import goes_on
 from ezpz_llm.trainer.saving import go_on_saving
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
+from ezpz_llm.trainer.startup import tell_startup
 
 
 def train(session: Session) -> None:
@@ -27,6 +28,8 @@ def train(session: Session) -> None:
                 profile.before_step(step)
         with session.clock.span("training"):
             train_step(session, step)
+        if step == session.first_step and session.dist.is_main:
+            tell_startup(session)
         session.step = step + 1
         with session.clock.span("profiles"):
             for profile in session.profiles:
