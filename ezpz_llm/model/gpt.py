@@ -11,6 +11,7 @@ configuration, and the product of queries and keys is a module, as is the head, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -97,6 +98,17 @@ class Attention(nn.Module):
         return self.drop(self.c_proj(self.product(q, k, v).transpose(1, 2).flatten(2)))
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    Compiled for a host the sigmoid is several times as fast as the tanh, which is 2 sigmoid(2z) - 1.
+    """
+    if not (torch.compiler.is_compiling() and x.device.type == "cpu"):
+        return functional.gelu(x, approximate="tanh")
+    wide = x.float()
+    return (wide * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide ** 3))).to(x.dtype)
+
+
 class MLP(nn.Module):
     """C to the intermediate width and back, through GELU (tanh form) or, with `c_gate`, SwiGLU."""
 
@@ -110,7 +122,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.c_gate is None:
-            hidden = functional.gelu(self.c_fc(x), approximate="tanh")
+            hidden = gelu(self.c_fc(x))
         else:
             hidden = functional.silu(self.c_gate(x)) * self.c_fc(x)
         return self.drop(self.c_proj(hidden))
