@@ -30,7 +30,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Else the first process group on CPUs compiles this op; nothing in training uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Left by an engine that this process built before: its layout, and the group of ranks that have been left since.
+    # Left by an engine that this process built before: its layout, and the group of a world that is no more.
     groups = deepspeed.utils.groups
     groups.mpu = None
     if groups._WORLD_GROUP not in _world.pg_map:

@@ -102,14 +102,17 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     phases = {phase: marked(phase) for phase in PHASES}
     calls = collective_calls(events, main, span)
     computed = operators(events, main, span)
+    collectives = notes.get("collectives") or []
     if notes["device"] == "cpu":
         flights = host_flights(calls, marks, span)
         computing = union([*bridge(computed, _HOST_GAP_S, [one[CALL][0] for one in calls]), *phases[_DATA]])
     else:
         flights = device_flights(events, span)
+        # A group of one rank launches none.
+        collectives = [call for call in collectives if len(call["ranks"]) > 1]
         work = device_work(events, span)
         computing = union(one for one, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
     return RankTrace(notes["rank"], loaded.get("host_name", ""), notes["device"], numbered, (0.0, end), between,
-                     phases, computing, named(flights, numbered, notes.get("collectives") or []), computed,
+                     phases, computing, named(flights, numbered, collectives), computed,
                      {name: note for name, note in notes.items() if name != "collectives"})
