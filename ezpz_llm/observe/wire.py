@@ -161,8 +161,8 @@ def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
 def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:
     """From the seconds at two bandwidths, what grows with their inverse and what does not.
 
-    A link lets a burst pass faster than its rate, so that the time of a small buffer says nothing of its bytes. What
-    does not depend on the bandwidth is the less of the two: a disturbed measurement is too long.
+    A link lets a burst pass faster than its rate, so that the time of a small buffer says nothing of its bytes. The
+    overhead is the smaller of the two found: a disturbed measurement is too long.
     """
     (fast, fast_s), (slow, slow_s) = sorted(((goodput[rate], taken) for rate, taken in row["seconds"].items()),
                                             reverse=True)
