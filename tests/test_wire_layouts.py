@@ -125,8 +125,8 @@ def write(rows: dict[tuple[str, int], dict[str, Moved]]) -> None:
         "command": "pytest -m slow tests/test_wire_layouts.py --write-layout-links",
         "versions": {"torch": torch.__version__}, "runs": JOBS,
         "what": "two and four simulated nodes with one rank each; measured_s: exposed communication of the median "
-                "step, mean over ranks, without waiting for ranks that compute; expected_s: what the wire table says "
-                "of the calls; bytes are those of a rank's busier direction",
+                "step, mean over ranks, without waiting for ranks that compute; expected_s: what the wire table "
+                "says of the calls; bytes are those of a rank's busier direction",
         "rows": [by_rate[RATES[0]].as_row(name, nodes, {rate: (one.expected_s, one.measured_s)
                                                         for rate, one in by_rate.items()})
                  for (name, nodes), by_rate in rows.items()]}, indent=1) + "\n")
