@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -12,14 +11,13 @@ from typing import Any
 
 from ezpz_llm.certify.textbook import textbook
 from ezpz_llm.explain.account import described
-from ezpz_llm.explain.flight import Flight
-from ezpz_llm.explain.intervals import intersect, subtract, total, union
+from ezpz_llm.explain.intervals import subtract, total, union
 from ezpz_llm.explain.split import owned
-from ezpz_llm.explain.trace import RankTrace, rank_trace
+from ezpz_llm.explain.trace import RankTrace, read_trace
+from ezpz_llm.explain.waits import PAIRED, waits
 from ezpz_llm.observe.wire import NOTHING, Wire, textbook_bytes, wire
 from ezpz_llm.rundir import RunDir, read_record
 
-_PAIRED = ("send", "recv")
 _SCALAR = 8
 """Bytes of a single number."""
 
@@ -65,69 +63,31 @@ class Moved:
 
 
 def moved(folder: Path, bandwidth: float) -> Moved:
-    """Read a traced run whose ranks share one clock, as simulated nodes do.
+    """Read a traced run, without what its ranks waited for each other.
 
-    What a rank waits for another that has not called yet is no communication, unless that one is still in the
-    collective before: where two ranks take turns, one of them comes first. A send is over for its rank when the
-    kernel has the bytes; what it takes is seen by the one that receives.
+    A send is over for its rank when the kernel has the bytes; what it takes is seen by the one that receives.
     """
-    traces, zeros = _traces(folder)
-    called: dict[Any, tuple[float, int]] = {}
-    for trace in traces:
-        for key, flight in _keyed(trace):
-            called[key] = max(called.get(key, (0.0, 0)), (zeros[trace.rank] + flight.start, trace.rank))
-    together = {trace.rank: [(zeros[trace.rank] + one.start, zeros[trace.rank] + one.end) for one in trace.flights
-                             if one.kind not in _PAIRED] for trace in traces}
+    traces = [read_trace(path) for path in sorted(RunDir(folder).profile.glob("trace-rank*.json.gz"))]
+    waited = waits(traces)
     measured, expected, wires = [], [], []
     for trace in traces:
         exposed = subtract(union((one.start, one.end) for one in trace.flights), trace.computing)
         by_step: Counter[int] = Counter()
-        busy, zero = NOTHING, zeros[trace.rank]
-        for (key, flight), piece in zip(_keyed(trace), owned(exposed, trace.flights), strict=True):
-            if key is None:
+        busy = NOTHING
+        for flight, wait, piece in zip(trace.flights, waited[trace.rank], owned(exposed, trace.flights),
+                                       strict=True):
+            if len(flight.ranks) < 2:
                 continue
             one = wire("gloo", flight.kind, flight.size, len(flight.ranks))
             if flight.step == min(trace.steps):
                 busy += one
                 expected.append(0.0 if flight.kind == "send" else one.seconds(bandwidth))
             if flight.kind != "send":
-                since, last = called[key]
-                moving = [(since - zero, flight.end)]
-                if flight.kind not in _PAIRED and last != trace.rank:
-                    moving = union([*moving, *((start - zero, end - zero) for start, end in together[last])])
-                by_step[flight.step] += total(intersect(piece, moving))
+                by_step[flight.step] += total(subtract(piece, wait.spans))
         measured.append(statistics.median(by_step[step] for step in trace.steps))
         wires.append(busy)
     return Moved(_issued(traces), max(wires, key=lambda one: one.bytes), _textbook(folder, len(traces)),
                  sum(expected) / len(traces), statistics.fmean(measured))
-
-
-def _traces(folder: Path) -> tuple[list[RankTrace], dict[int, float]]:
-    """The traces by rank, and when each begins on the common clock."""
-    traces, zeros = [], {}
-    for path in sorted(RunDir(folder).profile.glob("trace-rank*.json.gz")):
-        loaded = json.loads(gzip.decompress(path.read_bytes()))
-        traces.append(rank_trace(loaded, where=str(path)))
-        zeros[traces[-1].rank] = min(event["ts"] for event in loaded["traceEvents"]
-                                     if event.get("cat") == "user_annotation" and event["name"].startswith("step ")
-                                     ) / 1e6 + loaded["baseTimeNanoseconds"] / 1e9
-    base = min(zeros.values())
-    return traces, {rank: zero - base for rank, zero in zeros.items()}
-
-
-def _keyed(trace: RankTrace) -> list[tuple[Any, Flight]]:
-    """What a flight has in common with those of the same collective on other ranks; None of a rank alone."""
-    seen: Counter[Any] = Counter()
-    found: list[tuple[Any, Flight]] = []
-    for flight in trace.flights:
-        if len(flight.ranks) < 2:
-            found.append((None, flight))
-            continue
-        way = {"send": (trace.rank, flight.peer), "recv": (flight.peer, trace.rank)}.get(flight.kind)
-        key = (flight.step, way or flight.ranks, way is None)
-        found.append(((*key, seen[key]), flight))
-        seen[key] += 1
-    return found
 
 
 def _issued(traces: list[RankTrace]) -> dict[tuple[int, ...], Issued]:
@@ -156,7 +116,7 @@ def _textbook(folder: Path, ranks: int) -> float:
     group = ranks if layout.tp == layout.pp == 1 else 2
     volumes = {kind: textbook_bytes(kind, size, group)
                for kind, size in textbook(layout, run["model"], run["batch"]).items()}
-    both = sum(size for kind, size in volumes.items() if kind not in _PAIRED)
+    both = sum(size for kind, size in volumes.items() if kind not in PAIRED)
     return both + max(volumes.get("send", 0.0), volumes.get("recv", 0.0))
 
 

@@ -38,7 +38,7 @@ _HOST_GAP_S = 50e-6
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Times in seconds since the beginning of the first traced step.
+    """Times in seconds since the beginning of the first traced step, which `began` so long after the epoch.
 
     `phases` are the host's spans on a CPU rank, and on a device the device's work for each of them. `between` has
     what was marked outside of steps; `flights` the collectives in steps, in order.
@@ -46,6 +46,7 @@ class RankTrace:
 
     rank: int
     host: str
+    began: float
     device: str
     steps: dict[int, Interval]
     window: Interval
@@ -113,6 +114,7 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
         work = device_work(events, span)
         computing = union(one for one, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
-    return RankTrace(notes["rank"], loaded.get("host_name", ""), notes["device"], numbered, (0.0, end), between,
-                     phases, computing, named(flights, numbered, collectives), computed,
+    began = zero / 1e6 + loaded.get("baseTimeNanoseconds", 0) / 1e9
+    return RankTrace(notes["rank"], loaded.get("host_name", ""), began, notes["device"], numbered, (0.0, end),
+                     between, phases, computing, named(flights, numbered, collectives), computed,
                      {name: note for name, note in notes.items() if name != "collectives"})
