@@ -86,16 +86,17 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 
     from ezpz_llm.data.samples import Batches
     from ezpz_llm.dist.setup import setup
+    from ezpz_llm.evaluate.corpus import open_corpus
     from ezpz_llm.model.flops import flops_per_token
     from ezpz_llm.observe import peak_flops, run_environment
     from ezpz_llm.trainer.options import parse
     from ezpz_llm.trainer.plan import plan_run
     from ezpz_llm.trainer.schedule import learning_rate
-    from ezpz_llm.trainer.start import make_engine, open_data
+    from ezpz_llm.trainer.start import make_engine
 
     options = parse(words)
     with setup(run_dir=folder) as dist:
-        data = open_data(options, dist)
+        data = open_corpus(options.config.corpus, options.config.tokenizer, dist)
         plan = plan_run(options, 1, vocab_size=data.vocab_size, device=dist.device.type)
         config, batch = plan.config, plan.resolved.batch
         dist.arrange()

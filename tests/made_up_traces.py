@@ -12,11 +12,11 @@ class MadeUp:
     """One rank's trace in milliseconds: `op`, `call`, `work`, `mark` add an event from `start` that takes `ms`."""
 
     def __init__(self, rank: int = 0, collectives: list[dict[str, Any]] | None = None, device: str = "cpu",
-                 offset_ms: float = 0.0) -> None:
+                 offset_ms: float = 0.0, host: str = "made-up") -> None:
         self.events: list[dict[str, Any]] = []
         self.notes = {"rank": rank, "device": device, "layout": "ddp", "collectives": collectives or []}
         self._offset_us = _START_US + offset_ms * 1e3
-        self._launches = 0
+        self._host, self._launches = host, 0
 
     def add(self, category: str, name: str, start: float, ms: float, thread: int = MAIN, **args: Any) -> None:
         self.events.append({"ph": "X", "cat": category, "name": name, "tid": thread, "pid": 1, "args": args,
@@ -40,7 +40,7 @@ class MadeUp:
         self.add("kernel", name, start, ms, thread=7, correlation=self._launches, **args)
 
     def whole(self) -> dict[str, Any]:
-        return {"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events], "host_name": "made-up",
+        return {"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events], "host_name": self._host,
                 "ezpz_llm": self.notes}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,7 @@ def test_a_split_adds_up_and_names_every_collective(runs, job):
         assert all(exposed.bytes for exposed in found.values())
         assert sum(one.seconds for one in rank.exposed) == pytest.approx(rank.seconds["exposed_communication"])
         assert all(0 <= one.waited_s <= one.seconds <= one.in_flight_s + 1e-9 for one in rank.exposed)
+        _check_form(RunDir(runs / job).trace(rank.rank))
     _check_notes(job, split.ranks[0])
     # The trainer's own clock: a trace loses nothing of a step.
     seconds = {row["step"]: row["step_time_s"] for row in read_history(RunDir(runs / job))}
@@ -73,12 +77,34 @@ def test_a_split_adds_up_and_names_every_collective(runs, job):
     assert spans == pytest.approx(sum(seconds[step] for step in traced), rel=0.02)
 
 
+def processor_seconds():
+    """What all processes have used, at whatever priority; and of it the ended children of this one."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime
+
+
+def _check_form(path):
+    """What Perfetto reads: every event has its kind, time and thread, spans a length, and arrows their two ends."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert {event["ph"] for event in events} <= set("XMisf")
+    for event in events:
+        assert event.keys() >= {"name", "ph", "ts", "pid", "tid"}
+        assert isinstance(event["ts"], float | int)
+        assert event["ph"] != "X" or event["dur"] >= 0
+    assert Counter(event["id"] for event in events if event["ph"] == "s") == Counter(
+        event["id"] for event in events if event["ph"] == "f")
+
+
 def _check_notes(job, rank):
     """DeepSpeed's own logger sees what the census does, and the step's memory is there."""
     assert rank.notes["transient_bytes"] > 1_000_000
     logged = {name: entry["count"] for name, entry in rank.notes["deepspeed"].items()}
     if job.startswith(("zero", "pp")):
         assert sum(logged.values()) == sum(exposed.count for exposed in rank.exposed) / rank.steps
+    if job.startswith(("zero1", "zero2")):
+        assert rank.notes["flops"]["deepspeed"] == rank.notes["flops"]["ours"]
     if job.startswith("pp"):
         assert logged["send"] == logged["recv"] == 4
 
@@ -102,8 +128,10 @@ def test_memory_by_class_agrees_with_the_arithmetic(runs):
         # A step also works with a few tensors that are no activations.
         assert 0.7 < memory.measured["activations"] / memory.expected["activations"] < 2, job
         assert sum(size for size in memory.measured.values() if size) == pytest.approx(memory.peak, rel=1e-6)
-    # DeepSpeed's bucket of 50 million gradients, whatever the model's size.
-    assert account(runs / "zero2").memory.measured["buffers"] == 200_000_000
+    # What of DeepSpeed's bucket is written to: all gradients of a model that is smaller than the bucket.
+    for job in ("zero1+accumulation=2", "zero2", "zero3"):
+        memory = account(runs / job).memory
+        assert memory.measured["buffers"] == pytest.approx(memory.expected["buffers"], rel=0.02), job
 
 
 def test_without_collectives_the_waiting_goes_that_the_traces_show(runs):
@@ -134,11 +162,16 @@ def test_the_command_prints_for_people_and_for_machines(runs):
 
 @pytest.mark.slow
 def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
-    """On idle cores, medians of 48 steps; 5 points of the step time."""
-    jobs = {name.partition("+")[0]: f"{name}+steps=100+trace-steps=15+counterfactual-steps=64+block-size=256"
+    """On idle cores, medians of 48 steps of each kind; 5 points of the step time.
+
+    Others' work, at the lowest priority too, fills the cores while a rank waits, and slows what it computes next:
+    caches are emptied, and it has to get back onto a core. That goes with the collectives, but no trace has it.
+    """
+    jobs = {name.partition("+")[0]: f"{name}+steps=132+trace-steps=48+counterfactual-steps=64+block-size=256"
             for name in LAYOUTS}
+    found, before = {}, processor_seconds()
     train(tmp_path, *jobs.values(), timeout=900)
-    found = {}
+    everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
     for name, job in jobs.items():
         ranks = taken(tmp_path / job, split_run(tmp_path / job))
         found[name] = {"removed": [round(one.removed_share, 4) for one in ranks],
@@ -149,7 +182,7 @@ def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
             "command": "pytest -m slow tests/test_explain_run.py --write-counterfactual",
             "date": time.strftime("%Y-%m-%d"),
             "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2",
-            "layouts": found}, indent=1) + "\n")
+            "processor_share_of_others": round(1 - ours / everybody, 3), "layouts": found}, indent=1) + "\n")
     for name, one in found.items():
         difference = sum(one["removed"]) / 2 - sum(one["exposed"]) / 2
         assert abs(difference) < 0.05, (name, one)

@@ -110,7 +110,8 @@ def test_what_comes_between_steps_is_counted_whole():
 
 
 def test_the_rank_that_calls_last_is_the_one_waited_for_whatever_its_clock_says():
-    slow, quick = (MadeUp(rank, [of_all("all_reduce", [0, 1])], offset_ms=1e6 * rank) for rank in (0, 1))
+    slow, quick = (MadeUp(rank, [of_all("all_reduce", [0, 1])], offset_ms=1e6 * rank, host=f"node{rank}")
+                   for rank in (0, 1))
     at = a_step(slow, forward=30, backward=20)
     slow.op(at, 17)
     slow.collective("allreduce_", "all_reduce", at + 17, 3)
@@ -126,24 +127,66 @@ def test_the_rank_that_calls_last_is_the_one_waited_for_whatever_its_clock_says(
     assert split.straggler.own_s - split.ranks[1].own_s == pytest.approx(0.020)
 
 
-def test_sends_and_receives_meet_by_their_ends():
-    def half(rank, kind):
-        return {"kind": kind, "axes": "pp", "ranks": [0, 1], "bytes": 100, "peer": 1 - rank}
+def half(rank, kind, axes="pp"):
+    """A send or receive of one of two ranks."""
+    return {"kind": kind, "axes": axes, "ranks": [0, 1], "bytes": 100, "peer": 1 - rank}
 
+
+def test_a_receiver_waits_until_the_other_sends_and_then_for_the_data():
     first = MadeUp(0, [half(0, "send"), half(0, "recv")])
     at = a_step(first)
     first.collective("send", "send", at, 2)
     first.collective("recv_", "recv", at + 2, 15)
     last = MadeUp(1, [half(1, "recv"), half(1, "send")])
     at = a_step(last)
-    last.collective("recv_", "recv", at - 0.5, 2.5)
-    last.op(at + 2, 14)
-    last.collective("send", "send", at + 16, 1)
+    last.collective("recv_", "recv", at - 0.5, 4)
+    last.op(at + 4, 8)
+    last.collective("send", "send", at + 12, 1)
     split = split_of(first, last)
-    assert split.ranks[0].waited_for == pytest.approx({1: 0.014})
+    # 5 of the 15 ms were the data's, though the sender had handed them over in one.
+    assert split.ranks[0].waited_for == pytest.approx({1: 0.010})
     # It came half a millisecond early, while it was still in an operator of forward.
     assert split.ranks[1].waited_for.get(0, 0.0) == pytest.approx(0.0)
-    assert {one.label for one in split.ranks[0].exposed} == {"send (pp)", "recv (pp)"}
+    exposed = {one.label: one for one in split.ranks[0].exposed}
+    assert set(exposed) == {"send (pp)", "recv (pp)"}
+    assert exposed["recv (pp)"].seconds - exposed["recv (pp)"].waited_s == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize(("ahead_ms", "host"), [(0, "node0"), (40_000, "node1")])
+def test_a_pipeline_on_two_hosts_is_read_on_the_clock_that_its_all_reduces_set(ahead_ms, host):
+    """Receives tell nothing of clocks: the sender is done at once, and the data come 12 ms later."""
+    calls = ("all_reduce", "all_reduce", "all_reduce")
+    first = MadeUp(0, [half(0, "send"), *(of_all(kind, [0, 1]) for kind in calls)], host="node0")
+    last = MadeUp(1, [half(1, "recv"), *(of_all(kind, [0, 1]) for kind in calls)], host=host, offset_ms=ahead_ms)
+    for trace, before in ((first, 5), (last, 0)):
+        at = a_step(trace, data=before, forward=1, backward=40)  # rank 1 comes to the receive 5 ms before the send
+        if trace is first:
+            trace.collective("send", "send", at, 1)
+        else:
+            trace.collective("recv_", "recv", at, 17)
+            at += 5
+        for i, skew in enumerate((0.0, 3.0, 0.3)):  # ends differ by as much, least where they took least
+            trace.collective("allreduce_", "all_reduce", at + 13 + 6 * i, (1 + i) + (skew if trace is last else 0))
+    rank = split_of(first, last).ranks[1]
+    received = next(one for one in rank.exposed if one.label == "recv (pp)")
+    assert received.waited_s == pytest.approx(0.005)
+    assert received.seconds == pytest.approx(0.017)
+
+
+def test_all_gathers_by_turns_wait_for_the_link_and_not_for_the_rank_that_is_behind():
+    """Rank 0 has what rank 1 gave when it calls; rank 1 gets rank 0's 8 ms later, once for each of two gathers."""
+    collectives = [of_all("all_gather", [0, 1]) for _ in range(2)]
+    late, early = MadeUp(0, collectives), MadeUp(1, collectives)
+    at = a_step(late)
+    late.collective("_allgather_base_", "all_gather", at + 4, 1)
+    late.collective("_allgather_base_", "all_gather", at + 5, 9)
+    at = a_step(early)
+    early.collective("_allgather_base_", "all_gather", at, 12)
+    early.collective("_allgather_base_", "all_gather", at + 12, 8)
+    split = split_of(late, early)
+    # Only the 4 ms before rank 0 first called are a wait for it; and while it waits for rank 1, that one receives.
+    assert split.ranks[1].waited_for == pytest.approx({0: 0.004})
+    assert split.ranks[0].waited_for == pytest.approx({})
 
 
 def test_a_device_is_split_by_its_kernels_and_not_by_its_host():

@@ -439,12 +439,8 @@ if MPI.COMM_WORLD.rank == 1:
     MPI.COMM_WORLD.Abort(5)
 MPI.COMM_WORLD.barrier()
 """)
-    for run in range(3):
-        done = launch(tmp_path, "-n", "2", "--run-dir", f"r{run}", sys.executable, "x.py")
-        assert done.returncode == 5, done.stderr
-        # mpiexec kills all that is left, and on a busy machine that can be before the shim has seen its rank end.
-        if "no rank left a record" not in done.stderr:
-            break
+    done = launch(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, "x.py")
+    assert done.returncode == 5, done.stderr
     assert "launch: rank 1 on" in done.stderr
     assert "MPI_Abort(MPI_COMM_WORLD, 5) - process 1" in done.stderr
 

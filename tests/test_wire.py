@@ -115,8 +115,8 @@ def write(rows: list[dict], goodput: dict[str, float]) -> None:
     about = {"backend": "gloo", "date": datetime.now(timezone.utc).date().isoformat(),
              "command": "pytest -m slow tests/test_wire.py --write-wire", "versions": {"torch": torch.__version__},
              "link": "one a node, to a switch, held by tbf to the rate in both directions; one rank a node; bytes "
-                     "are the node's own link's counters, seconds the median of seven calls on their slowest rank, "
-                     "goodput bytes a second of the largest send",
+                     "are the node's own link's counters, seconds the median of seven calls from when the last "
+                     "rank called until all had ended, goodput bytes a second of the largest send",
              "goodput": {rate: round(reached) for rate, reached in goodput.items()}}
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     TABLE.write_text(f"{json.dumps(about, indent=1)[:-2]},\n \"rows\": [\n  {lines}\n ]\n}}\n")

@@ -2,8 +2,9 @@
 
 Under torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), one rank a node. CASES is a list of
 [kind, ranks, bytes, repeats]; the first `ranks` ranks take part, the others wait. Rank 0 writes, for each case,
-what every rank sent and received a call, and the seconds that a call took on its slowest rank (the median of calls:
-where two ranks that send to each other take turns on some calls and not on others, the fastest is a rare one).
+what every rank sent and received a call, and the seconds from when the last rank called until it was over on all;
+simulated nodes have one clock. They are the median of calls: where two ranks that send to each other take turns on
+some calls and not on others, the fastest is a rare one.
 """
 
 from __future__ import annotations
@@ -52,24 +53,25 @@ def operation(kind: str, size: int, ranks: int, group: dist.ProcessGroup):
 
 
 def measure(kind: str, ranks: int, size: int, repeats: int, group: dist.ProcessGroup) -> list[list[float]]:
-    """For every rank: bytes sent and received a call (without what the waits around it take), and seconds."""
+    """For every rank: bytes sent and received a call (without what the waits around it take), and for each call
+    when it was made and when it was over."""
     def count(act, times: int) -> tuple[list[int], list[float]]:
         dist.barrier(group=group)
-        before, seconds = counters(), []
+        before, moments = counters(), []
         for _ in range(times):
             dist.barrier(group=group)
-            began = time.perf_counter()
+            began = time.monotonic()
             act()
-            seconds.append(time.perf_counter() - began)
+            moments += [began, time.monotonic()]
         dist.barrier(group=group)
-        return [after - start for after, start in zip(counters(), before, strict=True)], seconds
+        return [after - start for after, start in zip(counters(), before, strict=True)], moments
 
     act = operation(kind, size, ranks, group)
     act()  # connections are made by the first call
     idle, _ = count(lambda: None, repeats)
-    busy, seconds = count(act, repeats)
+    busy, moments = count(act, repeats)
     each = [(after - before) / repeats for after, before in zip(busy, idle, strict=True)]
-    own = torch.tensor([*each, *seconds], dtype=torch.float64)
+    own = torch.tensor([*each, *moments], dtype=torch.float64)
     found = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(found, own, group=group)
     return [one.tolist() for one in found]
@@ -83,10 +85,12 @@ def main() -> None:
     for kind, ranks, size, repeats in cases:
         if dist.get_rank() < ranks:
             rows = measure(kind, ranks, size, repeats, groups[ranks])
-            calls = zip(*(row[2:] for row in rows), strict=True)
+            began, over = ([max(moments) for moments in zip(*(row[first::2] for row in rows), strict=True)]
+                           for first in (2, 3))
             results.append({"kind": kind, "ranks": ranks, "bytes": size,
                             "sent": [round(row[0]) for row in rows], "received": [round(row[1]) for row in rows],
-                            "seconds": statistics.median(map(max, calls))})
+                            "seconds": statistics.median(end - start for start, end in
+                                                         zip(began, over, strict=True))})
         dist.barrier()
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))

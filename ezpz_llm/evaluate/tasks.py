@@ -63,21 +63,12 @@ def _corpus_of_run(plan: ModelPlan) -> str | None:
 
 def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
     """The loss in nats a token, as in training. Collective."""
-    from ezpz_llm.data.prepare import prepare
     from ezpz_llm.data.samples import validation_windows
-    from ezpz_llm.data.shards import TokenData
-    from ezpz_llm.engine.checkpoint.agree import raise_together
+    from ezpz_llm.evaluate.corpus import open_corpus
     from ezpz_llm.evaluate.model import open_model
     from ezpz_llm.evaluate.validation import validation_loss
 
-    error = None
-    try:
-        if dist.is_main:
-            prepare(planned.corpus, planned.tokenizer)
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
-    data = TokenData.open(prepare(planned.corpus, planned.tokenizer, progress=False))
+    data = open_corpus(planned.corpus, planned.tokenizer, dist)
     _check_tokenizer(plan, data)
     windows = validation_windows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)

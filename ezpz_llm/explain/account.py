@@ -12,6 +12,7 @@ from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.causes import Cause, rank_causes
+from ezpz_llm.explain.checks import crosschecks
 from ezpz_llm.explain.counterfactual import Taken, taken
 from ezpz_llm.explain.memory import Memory, memory_of
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
@@ -28,6 +29,7 @@ class Account:
         split: of the traced steps, None where none were.
         phases: seconds a step of rank 0 by metrics.jsonl, over steady steps, "other" among them.
         memory: None where the run has not ended.
+        checks: see checks.py.
     """
 
     run_dir: Path
@@ -38,6 +40,7 @@ class Account:
     phases: dict[str, float]
     causes: tuple[Cause, ...]
     memory: Memory | None
+    checks: dict[str, Any]
     counterfactual: tuple[Taken, ...] = ()
     """Steps without collectives, by rank, of this run or of one that was made for it."""
 
@@ -73,8 +76,8 @@ def account(run_dir: Path) -> Account:
     deepspeed = _json(RunDir(run_dir).deepspeed)
     causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
     return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
-                   memory_of(record.get("memory") or {}, split, deepspeed),
-                   tuple(taken(run_dir, split)))
+                   memory_of(record.get("memory") or {}, split, deepspeed, run),
+                   crosschecks(run_dir, split), tuple(taken(run_dir, split)))
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.options import parse
 from ezpz_llm.rundir import RunDir
 
-TRACED, TAKEN = 10, 64
+TRACED, TAKEN = 24, 64
 _STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
 _QUIET = {"save-every": -1, "eval-every": 0, "eval-tokens": 1024, "sample-tokens": 0, "profile": "false",
           "hellaswag": "null", "track": "null", "resume": "null", "warmup-steps": 1, "decay-steps": _STEPS["steps"],

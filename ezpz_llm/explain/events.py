@@ -88,24 +88,41 @@ def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], 
 
 
 def device_flights(events: Sequence[Event], span: Span) -> list[Flight]:
-    """Kernels that communicate, with what the profiler knows of them."""
+    """Kernels that communicate, with what the profiler knows of them, in the order of their launches.
+
+    Each group has a stream of its own, so that they need not begin in that order.
+    """
+    launches = _launches(events, span)
     found = []
     for event in events:
         if event.get("cat") == "kernel" and _COMMUNICATION.search(event["name"]):
             args = event.get("args") or {}
-            name = args.get("Collective name") or re.sub(r"^.*Kernel_?", "", event["name"])
-            elements, width = args.get("In msg nelems"), _BYTES.get(args.get("dtype"))
-            ranks = tuple(int(number) for number in re.findall(r"\d+", str(args.get("Process Group Ranks") or "")))
-            found.append(Flight(kind_of(name.lstrip("_")), *span(event), ranks=ranks,
-                                size=elements * width if elements and width else None))
-    return sorted(found, key=lambda flight: flight.start)
+            # Such as ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
+            name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event["name"])
+            elements = max(args.get("In msg nelems") or 0, args.get("Out msg nelems") or 0)
+            width = _BYTES.get(args.get("dtype"))
+            lasted = span(event)
+            flight = Flight(kind_of(name.lstrip("_")), *lasted, ranks=_ranks(str(args.get("Process Group Ranks"))),
+                            size=elements * width if elements and width else None)
+            found.append((launches.get(args.get("correlation"), lasted[0]), flight))
+    return [flight for _, flight in sorted(found, key=lambda one: one[0])]
+
+
+def _ranks(written: str) -> tuple[int, ...]:
+    """Those of a list such as "[0, 1]"; none of one that the profiler has shortened."""
+    return () if "..." in written else tuple(map(int, re.findall(r"\d+", written)))
+
+
+def _launches(events: Sequence[Event], span: Span) -> dict[int, float]:
+    """When the host launched what, by the number that the profiler has for it."""
+    return {event["args"]["correlation"]: span(event)[0] for event in events
+            if event.get("cat") in ("cuda_runtime", "cuda_driver", "xpu_runtime")
+            and "correlation" in (event.get("args") or {})}
 
 
 def device_work(events: Sequence[Event], span: Span) -> list[tuple[Interval, float]]:
     """What the device did besides communicating, each with the time of its launch on the host."""
-    launches = {event["args"]["correlation"]: span(event)[0] for event in events
-                if event.get("cat") in ("cuda_runtime", "cuda_driver", "xpu_runtime")
-                and "correlation" in (event.get("args") or {})}
+    launches = _launches(events, span)
     found = []
     for event in events:
         if event.get("cat") in _DEVICE and not _COMMUNICATION.search(event["name"]):

@@ -47,20 +47,29 @@ def kind_of(name: str) -> str:
 
 def named(flights: Sequence[Flight], steps: dict[int, Interval],
           collectives: Sequence[dict[str, Any]]) -> tuple[Flight, ...]:
-    """The flights that begin in steps, with what the census of one step says of them.
+    """The flights that begin in steps, by their beginnings, with what the census of one step says of them.
 
     A step that issues other collectives than the one that was counted keeps what its trace says.
+
+    Args:
+        flights: in the order of their calls.
+        collectives: those of the census, in that order.
     """
     found: list[Flight] = []
     for number, (start, end) in sorted(steps.items()):
         own = [flight for flight in flights if start <= flight.start < end]
         same = len(own) == len(collectives) and all(
-            flight.kind == kind_of(call["kind"]) for flight, call in zip(own, collectives, strict=True))
+            _may_be(flight.kind, kind_of(call["kind"])) for flight, call in zip(own, collectives, strict=True))
         for i, flight in enumerate(own):
             flight = replace(flight, step=number)
             if same:
                 call = collectives[i]
-                flight = replace(flight, group=call["axes"], ranks=tuple(call["ranks"]), size=call["bytes"],
-                                 peer=call.get("peer"))
+                flight = replace(flight, kind=kind_of(call["kind"]), group=call["axes"], size=call["bytes"],
+                                 ranks=tuple(call["ranks"]), peer=call.get("peer"))
             found.append(flight)
-    return tuple(found)
+    return tuple(sorted(found, key=lambda flight: flight.start))
+
+
+def _may_be(traced: str, counted: str) -> bool:
+    """A kernel for sending may be one for receiving as well."""
+    return traced == counted or (traced == _SHOWN["sendrecv"] and counted in ("send", "recv"))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ezpz_llm.engine.memory import bucket_bytes
 from ezpz_llm.explain.split import Split
 from ezpz_llm.observe.tables import table
 
-_FP32 = 4
 STATES = ("parameters", "gradients", "optimizer", "copy")
 _NAMES = {"copy": "copy for the optimizer", "buffers": "communication buffers",
           "activations": "activations and temporaries", "other": "other"}
@@ -19,10 +19,10 @@ _NAMES = {"copy": "copy for the optimizer", "buffers": "communication buffers",
 class Memory:
     """Bytes by class; None where there is no arithmetic, or nothing was measured.
 
-    "buffers" is the largest that one collective moved besides states, or the bucket that ZeRO 1 and 2 allocate anew
-    in each step, if the step allocated as much; under ddp the buckets are the gradients themselves. "activations"
-    is what a step allocates at most above what is there when it begins, without buffers. "other" is what the peak
-    has beyond all of these: on a CPU the process with Python and libraries.
+    "buffers" is what DeepSpeed's bucket for gradients takes, without one the largest that a collective moved
+    besides states; under ddp the buckets are the gradients themselves. "activations" is what a step allocates at
+    most above what is there when it begins, without buffers. "other" is what the peak has beyond all of these: on
+    a CPU the process with Python and libraries.
     """
 
     expected: dict[str, int | None]
@@ -30,23 +30,28 @@ class Memory:
     peak: int
 
 
-def memory_of(record: Mapping[str, Any], split: Split | None, deepspeed: Mapping[str, Any]) -> Memory | None:
-    """What a run's record and its traces tell; None where it has not ended."""
+def memory_of(record: Mapping[str, Any], split: Split | None, deepspeed: Mapping[str, Any],
+              run: Mapping[str, Any]) -> Memory | None:
+    """What a run's record and its traces tell; None where it has not ended.
+
+    Args:
+        record: what the run's record has under "memory".
+        deepspeed: what DeepSpeed was given, empty for other engines.
+        run: see account.py.
+    """
     if not record:
         return None
     expected = {kind: int(size) + record["elsewhere"].get(kind, 0) for kind, size in record["expected"].items()}
     measured: dict[str, int | None] = {kind: record["measured"].get(kind) for kind in STATES}
     notes = [] if split is None else [rank.notes for rank in split.ranks if "transient_bytes" in rank.notes]
-    zero = deepspeed.get("zero_optimization") or {}
-    bucket = _FP32 * zero.get("reduce_bucket_size", 0) if zero.get("stage") in (1, 2) else 0
     measured["buffers"] = measured["activations"] = None
-    if notes:
-        transient = max(note["transient_bytes"] for note in notes)
-        buffers = max(note["buffer_bytes"] for note in notes)
-        measured["buffers"] = max(buffers, bucket if transient >= bucket else 0)
-        measured["activations"] = max(0, transient - measured["buffers"])
-    if bucket:
-        expected["buffers"] = bucket
+    if split is not None and notes:
+        measured["buffers"] = max(note["buffer_bytes"] for note in notes)
+        measured["activations"] = max(0, max(note["transient_bytes"] - note["buffer_transient_bytes"]
+                                             for note in notes))
+        zero = deepspeed.get("zero_optimization") or {}
+        if bucket := bucket_bytes(run["layout"], run["model"], zero, split.device):
+            expected["buffers"] = bucket
     there = [size for kind, size in measured.items() if size is not None and not record["elsewhere"].get(kind)]
     measured["other"] = max(0, record["peak"] - sum(there)) if notes else None
     return Memory({kind: expected.get(kind) for kind in measured}, measured, record["peak"])

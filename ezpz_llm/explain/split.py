@@ -181,8 +181,8 @@ def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
     take(OTHER, [trace.window])
     waited_for: dict[int, float] = defaultdict(float)
     waited = []
-    for flight, piece, wait in zip(trace.flights, pieces, known, strict=True):
-        waited.append(0.0 if wait is None else total(within(piece, flight.start, flight.start + wait.seconds)))
+    for piece, wait in zip(pieces, known, strict=True):
+        waited.append(0.0 if wait is None else total(intersect(piece, wait.spans)))
         if waited[-1]:
             waited_for[wait.last] += waited[-1]
     busy = [one for name in ("forward", "backward", "optimizer") for one in trace.phases[name]]

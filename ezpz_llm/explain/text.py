@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ezpz_llm.explain.account import Account
+from ezpz_llm.explain.checks import checks_text
 from ezpz_llm.explain.counterfactual import Taken
 from ezpz_llm.explain.memory import memory_text
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, RankSplit, Split
@@ -29,6 +30,7 @@ def account_text(account: Account, width: int, *, colour: bool) -> str:
         parts.append(_counterfactual(account.counterfactual, rich=colour))
     if account.memory:
         parts.append(memory_text(account.memory, rich=colour))
+    parts.append(checks_text(account.checks))
     if account.wall:
         parts.append(_wall(account, rich=colour))
     return "\n".join(part for part in parts if part)
@@ -96,19 +98,7 @@ def _communication(split: Split, *, rich: bool) -> str:
         return ""
     return table("Collectives of a step, ms of the mean rank",
                  ("kind (group)", "count", "MB", "in flight", "exposed", "of it waiting"), rows, rich=rich) + (
-        "  Exposed: in flight while nothing computes. Waiting: before the last rank had called it, too.\n"
-        + _logged(split))
-
-
-def _logged(split: Split) -> str:
-    """DeepSpeed's own count beside the traces'."""
-    rank = split.ranks[0]
-    logged = sum(entry["count"] for entry in (rank.notes.get("deepspeed") or {}).values())
-    issued = sum(one.count for one in rank.exposed) / rank.steps
-    if not logged:
-        return ""
-    return (f"  DeepSpeed's own logger counted {logged} of the {issued:g} of rank 0's step; what it leaves out is "
-            "not called through DeepSpeed.\n")
+        "  Exposed: in flight while nothing computes. Waiting: before the last rank had called it, too.\n")
 
 
 def _ranks(split: Split, *, rich: bool) -> str:

@@ -38,7 +38,7 @@ _HOST_GAP_S = 50e-6
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Times in seconds since the beginning of the first traced step.
+    """Times in seconds since the beginning of the first traced step, which `began` so long after the epoch.
 
     `phases` are the host's spans on a CPU rank, and on a device the device's work for each of them. `between` has
     what was marked outside of steps; `flights` the collectives in steps, in order.
@@ -46,6 +46,7 @@ class RankTrace:
 
     rank: int
     host: str
+    began: float
     device: str
     steps: dict[int, Interval]
     window: Interval
@@ -102,14 +103,18 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     phases = {phase: marked(phase) for phase in PHASES}
     calls = collective_calls(events, main, span)
     computed = operators(events, main, span)
+    collectives = notes.get("collectives") or []
     if notes["device"] == "cpu":
         flights = host_flights(calls, marks, span)
         computing = union([*bridge(computed, _HOST_GAP_S, [one[CALL][0] for one in calls]), *phases[_DATA]])
     else:
         flights = device_flights(events, span)
+        # A group of one rank launches none.
+        collectives = [call for call in collectives if len(call["ranks"]) > 1]
         work = device_work(events, span)
         computing = union(one for one, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
-    return RankTrace(notes["rank"], loaded.get("host_name", ""), notes["device"], numbered, (0.0, end), between,
-                     phases, computing, named(flights, numbered, notes.get("collectives") or []), computed,
+    began = zero / 1e6 + loaded.get("baseTimeNanoseconds", 0) / 1e9
+    return RankTrace(notes["rank"], loaded.get("host_name", ""), began, notes["device"], numbered, (0.0, end),
+                     between, phases, computing, named(flights, numbered, collectives), computed,
                      {name: note for name, note in notes.items() if name != "collectives"})

@@ -161,12 +161,13 @@ def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
 def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:
     """From the seconds at two bandwidths, what grows with their inverse and what does not.
 
-    A link lets a burst pass faster than its rate, so that the time of a small buffer says nothing of its bytes.
+    A link lets a burst pass faster than its rate, so that the time of a small buffer says nothing of its bytes. The
+    overhead is the smaller of the two found: a disturbed measurement is too long.
     """
     (fast, fast_s), (slow, slow_s) = sorted(((goodput[rate], taken) for rate, taken in row["seconds"].items()),
                                             reverse=True)
     line = max((slow_s - fast_s) / (1 / slow - 1 / fast), row["sent"], row["received"])
-    return {"line_bytes": line, "overhead_s": max(0.0, fast_s - line / fast)}
+    return {"line_bytes": line, "overhead_s": max(0.0, min(fast_s - line / fast, slow_s - line / slow))}
 
 
 def _between(rows: Sequence[Mapping[str, float]], name: str, size: float) -> float:

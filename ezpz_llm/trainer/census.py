@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-import sys
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from ezpz_llm.dist.links import measure_links
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import MOVE_NOTHING, issued
-from ezpz_llm.engine.held import state_storages
+from ezpz_llm.trainer.buffers import BufferLog
+from ezpz_llm.trainer.deepspeed_tools import DeepSpeedTools
 
 
 class Census:
@@ -29,17 +29,18 @@ class Census:
     Attributes:
         found: once the step has passed: `collectives` in order, each with its kind, the axes of its group ("dp",
             "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank;
-            `transient_bytes`, the most that the step allocated and had not freed; `buffer_bytes`, the largest that
-            one collective moved besides parameters, gradients and moments themselves; `deepspeed`, the calls that
-            DeepSpeed's own logger saw, by its names; `links`, how fast neighbouring hosts send to each other.
+            `transient_bytes`, the most that the step allocated and had not freed; what buffers.py and
+            deepspeed_tools.py find; `links`, how fast neighbouring hosts send to each other.
     """
 
-    def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True) -> None:
+    def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True,
+                 products: float | None = None) -> None:
         self._step = step
         self._dist = dist
         self._engine = engine
         self._counts = counts
         self._log: _CollectiveLog | None = None
+        self._tools = DeepSpeedTools(engine, products)
         self._profiler: torch.profiler.profile | None = None
         self.found: dict[str, Any] = {}
 
@@ -48,8 +49,8 @@ class Census:
         if step == self._step and self._counts:
             self._profiler = torch.profiler.profile(profile_memory=True)
             self._profiler.start()
-            _deepspeed_logger(True)
-            self._log = _CollectiveLog(self._dist.mesh)
+            self._tools.start()
+            self._log = _CollectiveLog(self._dist.mesh, self._engine)
             self._log.__enter__()
 
     def after_step(self, step: int) -> None:
@@ -64,20 +65,17 @@ class Census:
             return
         self._log.__exit__(None, None, None)
         self._profiler.stop()
-        own = state_storages(self._engine)
-        self.found = {"collectives": self._log.calls, "deepspeed": _deepspeed_logger(False),
-                      "transient_bytes": _transient(self._profiler, self._engine.device),
-                      "buffer_bytes": max((sum(size for place, size in storages.items() if place not in own)
-                                           for storages in self._log.storages), default=0)}
+        self.found = {"collectives": self._log.calls, **self._tools.stop(), **self._log.buffers.found(),
+                      "transient_bytes": _transient(self._profiler, self._engine.device)}
         self._log = self._profiler = None
 
 
 class _CollectiveLog(TorchDispatchMode):
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, engine: Engine) -> None:
         super().__init__()
         self._mesh = mesh
         self.calls: list[dict[str, Any]] = []
-        self.storages: list[dict[int, int]] = []
+        self.buffers = BufferLog(engine)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -93,8 +91,7 @@ class _CollectiveLog(TorchDispatchMode):
         if name in ("send", "recv_"):
             call["peer"] = ranks[args[2]]
         self.calls.append(call)
-        stores = [leaf.untyped_storage() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        self.storages.append({store.data_ptr(): store.nbytes() for store in stores})
+        self.buffers.look(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
     def _axes(self, ranks: list[int]) -> str:
         mesh = self._mesh
@@ -116,23 +113,5 @@ def _group(args: tuple[Any, ...]) -> torch.distributed.ProcessGroup | None:
 def _transient(profiler: torch.profiler.profile, device: torch.device) -> int:
     """The most that was allocated since the beginning and not freed by then."""
     kind = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}.get(device.type, "")
-    now = most = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]" and event.device_type().name == kind:
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
-def _deepspeed_logger(on: bool) -> dict[str, dict[str, float]]:
-    """Turn DeepSpeed's communication logger on or off, if DeepSpeed is in use; what it has seen until then."""
-    module = sys.modules.get("deepspeed.comm.comm")
-    if module is None:
-        return {}
-    logger = module.comms_logger
-    seen = {name: {"count": sum(entry[0] for entry in sizes.values()),
-                   "ms": sum(sum(entry[1]) for entry in sizes.values())}
-            for name, sizes in logger.get_raw_data().items()}
-    logger.reset_data()
-    module.configure(enabled=on, prof_all=on, verbose=False)
-    return seen
+    return max(accumulate((event.nbytes() for event in profiler.profiler.kineto_results.events()
+                           if event.name() == "[memory]" and event.device_type().name == kind), initial=0))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.read_ahead import ReadAhead
 from ezpz_llm.data.samples import validation_windows
 from ezpz_llm.data.shards import TokenData
@@ -27,6 +26,7 @@ from ezpz_llm.engine.checkpoint.retention import Keep
 from ezpz_llm.engine.checkpoint.saver import Saver
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.errors import UserError
+from ezpz_llm.evaluate.corpus import open_corpus
 from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.hf.weights import Weights, open_for_ranks
 from ezpz_llm.launch.phases import LOADING, STARTING
@@ -59,7 +59,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
         UserError: whatever the user can mend; the same on every rank.
     """
     heartbeat.beat(LOADING)
-    data = open_data(options, dist)
+    data = open_corpus(options.config.corpus, options.config.tokenizer, dist)
     plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
     if plan.resolved.precision == "auto":
         plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
@@ -94,18 +94,6 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                    Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                          in_background=config.save_async),
                    guard, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
-
-
-def open_data(options: Options, dist: Dist) -> TokenData:
-    """The corpus as token shards; rank 0 prepares them while the others wait."""
-    config, error = options.config, None
-    try:
-        if dist.is_main:
-            prepare(config.corpus, config.tokenizer)
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
-    return TokenData.open(prepare(config.corpus, config.tokenizer, progress=False))
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
