@@ -37,3 +37,34 @@ def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
     assert all(seconds > -0.02 for seconds in found["seconds"].values())
     assert found["total_s"] == pytest.approx(sum(found["seconds"].values()))
     assert 0.5 < found["seconds"]["imports"] < found["total_s"] < took
+
+
+USED = """
+import sys
+from ezpz_llm.train import main
+code = main(sys.argv[1:])
+print(*sorted(set(sys.modules) & {HEAVY}), file=sys.stderr)
+raise SystemExit(code)
+"""
+HEAVY = {"deepspeed", "mlflow", "wandb", "pandas", "pyarrow", "scipy", "transformers", "datasets", "mpi4py", "rich",
+         "pyinstrument", "tensorboard", "ClusterShell", "torch._inductor.lowering", "torch.utils.tensorboard",
+         "ezpz_llm.engine.deepspeed_engine", "ezpz_llm.engine.torch_engine", "ezpz_llm.engine.fsdp2_engine",
+         "ezpz_llm.engine.pipeline_engine"}
+"""Some of what not every run needs, most of it worth a part of a second on every rank."""
+
+
+@pytest.mark.parametrize(("layout", "used"), [
+    ("ddp", {"ezpz_llm.engine.torch_engine"}),
+    # MLflow comes with DeepSpeed's autotuner, torch's compiler with its Muon.
+    ("zero1", {"deepspeed", "ezpz_llm.engine.deepspeed_engine"}),
+    ("zero3", {"deepspeed", "ezpz_llm.engine.deepspeed_engine"}),
+])
+def test_a_run_imports_only_what_it_uses(tmp_path, layout, used) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 200)
+    words = ["--ds-config", layout, "--corpus", str(text), "--n-layer", "1", "--block-size", "32", "--steps", "2",
+             "--sample-tokens", "0", "--profile", "false", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", USED.replace("HEAVY", repr(HEAVY)[1:-1]), *words],
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stderr.splitlines()[-1].split()) == used
