@@ -1,7 +1,7 @@
 """DeepSpeed's buckets and thresholds by the model and its layout, for keys that a ds_config leaves out (no torch).
 
 DeepSpeed's own defaults are for models of many billions: a stage 1 or 2 engine allocates its bucket of gradients in
-full in every step, however small the model is.
+full in every step, however small the model is. And they copy gradients more often than needed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,28 @@ _PERSISTS = 100_000
 """Elements up to which DeepSpeed's stage 3 keeps a parameter whole on each rank: its own default."""
 
 
-def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
+def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int | bool, str]]:
     """Key of the block "zero_optimization" to its value and the reason, for what is not in the block.
 
     Sizes are in elements. Empty where there is nothing to partition. Without a model only what holds for all.
     """
     if not layout.zero_stage:
         return {}
+    return {key: value for key, value in {**_sizes(layout, model), **_spared_copy(zero, layout)}.items()
+            if key not in zero}
+
+
+def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:
+    """Turn off what copies all gradients once more in each step, unless the user chose how to reduce."""
+    if layout.zero_stage == 3:
+        # From its bucket they are copied again into what is scattered.
+        key, chosen_by, why = "contiguous_gradients", "reduce_scatter", "reduce-scatter puts them together itself"
+    else:
+        key, chosen_by, why = "reduce_scatter", "use_multi_rank_bucket_allreduce", "DeepSpeed's all-reduces a copy"
+    return {} if chosen_by in zero else {key: (False, why)}
+
+
+def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
     found = dict.fromkeys(("reduce_bucket_size",) if layout.zero_stage == 3 else
                           ("reduce_bucket_size", "allgather_bucket_size"), (_MOST, "200 MB of fp32"))
     if model is not None:
@@ -43,4 +58,4 @@ def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None) ->
             vectors = max((prod(shape) for shape in shapes.values() if len(shape) == 1), default=0)
             found["stage3_param_persistence_threshold"] = (
                 max(_PERSISTS, vectors), "norms and biases stay whole: gathering them costs a message each")
-    return {key: value for key, value in found.items() if key not in zero}
+    return found
