@@ -21,6 +21,8 @@ PIPELINE = Layout("pp4", "deepspeed", 1, pp=4)
     (ZERO2, {"stage": 2, "reduce_bucket_size": 50_000_000, "overlap_comm": True}, "cuda", 400_000_000),
     (ZERO2, {"stage": 3, "reduce_bucket_size": 50_000_000, "overlap_comm": True}, "cuda", 200_000_000),
     (ZERO2, {"stage": 2, "reduce_bucket_size": 50_000_000, "contiguous_gradients": False}, "cuda", 0),
+    (ZERO2, {"stage": 3, "reduce_bucket_size": 50_000_000, "contiguous_gradients": False}, "cuda", 200_000_000),
+    (ZERO2, {"stage": 3, "contiguous_gradients": False}, "cuda", 4 * held_parameters(ZERO2, MODEL, 0)),
     (ZERO2, {"stage": 1}, "cuda", 2_000_000_000),
     (ZERO2, {"stage": 1}, "cpu", 4 * held_parameters(ZERO2, MODEL, 0)),
     (ZERO2, {"stage": 0}, "cuda", 0),
