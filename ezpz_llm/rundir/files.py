@@ -6,7 +6,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append `value` as one line of JSON, in one write, so that lines of several writers do not mix.
+    """Append `value` as one line of JSON; see append_lines."""
+    append_lines(path, [value])
+
+
+def append_lines(path: Path, values: Iterable[Any]) -> None:
+    """Append each value as a line of JSON, all in one write, so that lines of several writers do not mix.
 
     Raises:
         OSError: nothing was appended (a full disk).
     """
-    line = json.dumps(value, default=str).encode() + b"\n"
+    lines = "".join(f"{json.dumps(value, default=str)}\n" for value in values).encode()
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        written = os.write(handle, line)
-        if written < len(line):
-            # The next line must not be joined to a part of this one.
+        written = os.write(handle, lines)
+        if written < len(lines):
+            # The next line must not be joined to a part of these.
             os.ftruncate(handle, os.fstat(handle).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
