@@ -11,7 +11,9 @@ from made_up_traces import MadeUp, of_all
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.flight import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
+from ezpz_llm.explain.text import collectives_text
 from ezpz_llm.explain.trace import rank_trace
+from ezpz_llm.observe.wire import wire
 from ezpz_llm.rundir import RunDir
 
 
@@ -187,6 +189,22 @@ def test_all_gathers_by_turns_wait_for_the_link_and_not_for_the_rank_that_is_beh
     # Only the 4 ms before rank 0 first called are a wait for it; and while it waits for rank 1, that one receives.
     assert split.ranks[1].waited_for == pytest.approx({0: 0.004})
     assert split.ranks[0].waited_for == pytest.approx({})
+
+
+def test_bytes_on_the_wire_stand_where_a_group_crosses_hosts_and_the_backend_was_measured():
+    def shown(hosts):
+        call = of_all("all_reduce", [0, 1], 2**23)
+        traces = [MadeUp(rank, [call], host=host) for rank, host in enumerate(hosts)]
+        for trace in traces:
+            trace.collective("allreduce_", "all_reduce", a_step(trace), 5)
+        return collectives_text(split_of(*traces), rich=False)
+
+    text = shown(("a", "b"))
+    assert "on the wire" in text
+    row = next(line for line in text.splitlines() if "all_reduce (dp)" in line).split()
+    on_the_wire = wire("gloo", "all_reduce", 2**23, 2).bytes / 1e6
+    assert float(row[row.index("8.389") + 1]) == pytest.approx(on_the_wire, rel=1e-3)
+    assert "on the wire" not in shown(("a", "a"))
 
 
 def test_a_device_is_split_by_its_kernels_and_not_by_its_host():

@@ -124,6 +124,10 @@ def test_what_is_no_run_is_said(tmp_path):
     assert error.value.instead == f"ezpz-llm report {tmp_path / 'runs' / 'a'}"
     damaged = make_run(tmp_path / "b", range(1, 3))
     (damaged / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match="this is not JSON") as error:
+        load_runs([damaged])
+    assert error.value.where.endswith("metrics.jsonl, line 2")
+    (damaged / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n')
     with pytest.raises(UserError, match="after 1 steps comes a line"):
         load_runs([damaged])
     RunDir(tmp_path / "empty").create()
