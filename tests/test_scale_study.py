@@ -250,6 +250,16 @@ def test_times_leave_out_what_was_traced(tmp_path: Path) -> None:
     assert [row["step"] for row in untraced(rows, run_dir)] == list(range(12, 20))
 
 
+def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
+    code, said = scale(tmp_path, "--ranks", "1,2", "--repeats", "2", "--study", "s", "--dry-run", "--", *TRAIN)
+    assert code == 0, said
+    assert "2 points x 2, of which 4 are to be made" in said
+    assert "2 rank(s)" in said
+    assert not (tmp_path / "s").exists()
+    code, said = scale(tmp_path, "reprot", "s")
+    assert (code, "ezpz-llm scale report D" in said) == (2, True)
+
+
 def test_one_job_a_point_is_queued_and_its_script_runs_that_point(tmp_path: Path) -> None:
     bin_ = scheduler(tmp_path / "bin", "sbatch", "echo 7")
     path = f"{bin_}{os.pathsep}{ENV['PATH']}"
