@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from browser import Browser, find_browser
 from scale_laws import study
+from well_formed import check_balance
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
@@ -187,29 +187,9 @@ def test_two_studies_compared(tmp_path, capsys):
     assert json.loads(numbers)["differences"] == {"torch": ["2.13.0", "2.14.0"]}
 
 
-class _Balance(HTMLParser):
-    """Every element that opens closes in its turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "input", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag, attrs):
-        """Such as a path: it closes itself."""
-
-
 def test_the_page_is_whole_and_loads_nothing(folder):
     page = findings_page(find(folder))
-    balance = _Balance()
-    balance.feed(page)
-    assert balance.open == []
+    check_balance(page)
     assert "a<b>" not in page, "names are text"
     assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
     for part in ("launch --hosts", "mpiexec -n 4", "ezpz-llm scale --nodes 1,2,4", "OMP_NUM_THREADS", "2.13.0"):
