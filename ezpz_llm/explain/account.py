@@ -58,8 +58,8 @@ class Account:
                            "waited_s": rank.waited_s, "per_step": rank.per_step()} for rank in self.split.ranks],
                 "straggler": self.split.straggler.rank, "per_step": self.split.per_step(),
                 "untraced": self.untraced}
-        record["counterfactual"] = [{**asdict(one), "removed_share": one.removed_share}
-                                    for one in self.counterfactual]
+        record["counterfactual"] = [{**asdict(one), "removed_share": one.removed_share,
+                                     "exposed_share": one.exposed_share} for one in self.counterfactual]
         return record
 
 

@@ -83,12 +83,6 @@ class RankSplit:
         """Seconds of all steps under HOST."""
         return sum(step[HOST] for step in self.by_step)
 
-    @property
-    def exposed_share(self) -> float:
-        """Exposed communication's share of the step, in the median step."""
-        return statistics.median(step["exposed_communication"] / sum(step[name] for name in IN_STEP)
-                                 for step in self.by_step)
-
     def usual(self, name: str) -> float:
         """Seconds of the median step."""
         return statistics.median(step[name] for step in self.by_step)
