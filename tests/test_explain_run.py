@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.errors import UserError
+from ezpz_llm.explain.__main__ import main as explain
 from ezpz_llm.explain.account import account
 from ezpz_llm.explain.counterfactual import taken
 from ezpz_llm.explain.split import split_run
@@ -158,6 +160,27 @@ def test_the_command_prints_for_people_and_for_machines(runs):
                              text=True, check=False)
     assert refused.returncode == 2
     assert "instead" in refused.stderr
+
+
+def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
+    whole = runs / "zero3"
+    shutil.copytree(whole, tmp_path / "a")
+    run_dir = RunDir(tmp_path / "a")
+    run_dir.trace(1).unlink()
+    assert explain([str(tmp_path / "a")]) == 0
+    assert "No trace of rank(s) 1: means are over the others" in capsys.readouterr().out
+    assert account(tmp_path / "a").as_record()["split"]["untraced"] == [1]
+    assert account(whole).as_record()["split"]["untraced"] == []
+    for path in (run_dir.layout, run_dir.profile / "host.json", run_dir.metrics):
+        before = path.read_text()
+        path.write_text("{\n" + before)
+        with pytest.raises(UserError, match="this is not JSON") as error:
+            account(tmp_path / "a")
+        assert error.value.where.startswith(str(path))
+        path.write_text(before)
+    run_dir.layout.unlink()
+    with pytest.raises(UserError, match=r"left no layout\.json"):
+        account(tmp_path / "a")
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.errors import UserError
+
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step: a reader sees the old file or the new one, never a part.
@@ -59,11 +61,35 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         os.close(handle)
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where there is none.
+
+    Raises:
+        UserError: it is damaged, or cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read it: {error.strerror}", where=str(path)) from error
+    except ValueError as error:
+        raise UserError(f"this is not JSON ({error})", where=str(path), instead="remove the file") from error
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line cut short by a crash is left out."""
+    """The objects of a JSON-lines file; a last line cut short by a crash is left out.
+
+    Raises:
+        UserError: another line is damaged.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.endswith(b"\n") and line.strip():
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"this is not JSON ({error})", where=f"{path}, line {number}",
+                                    instead="remove that line") from error
