@@ -19,8 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="write docs/layouts_command.md (test_layouts_command.py)")
     parser.addoption("--write-resume-results", action="store_true",
                      help="write benchmarks/results/kills.json and resume_matrix.json (test_checkpoint_*.py)")
+    parser.addoption("--write-counterfactual", action="store_true",
+                     help="write benchmarks/results/explain_counterfactual.json (test_explain_run.py)")
+    parser.addoption("--write-layout-links", action="store_true",
+                     help="write benchmarks/results/layout_links.json (test_wire_layouts.py)")
     parser.addoption("--write-matrix", action="store_true",
                      help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
+    parser.addoption("--write-study", action="store_true",
+                     help="write benchmarks/results/scaling_links.json (test_scale_cluster.py)")
+    parser.addoption("--write-wire", action="store_true",
+                     help="write ezpz_llm/observe/wire_gloo.json (test_wire.py)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 _COMMAND = re.compile(r"^(?: {4})?(?:\./launchers/with-env )?((?:launch|ezpz-llm|python3 -m ezpz_llm\.\w+) .*)$")
 SUBCOMMANDS = {"data": ("prepare", "show", "verify", "tokenizer"), "evaluate": ("val", "hellaswag", "harness"),
-                "checkpoint": ("inspect", "export", "verify", "fetch")}
+                "checkpoint": ("inspect", "export", "verify", "fetch"), "scale": ("report", "compare")}
 
 
 def shown_commands() -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def test_every_option_of_every_command_shown_exists(commands: list[tuple[str, st
     for page, command in commands:
         for name, words in parts(command):
             known = help_of(name, *(word for word in words[:1] if word in SUBCOMMANDS.get(name, ())))
-            options = [word.split("=")[0] for word in words if re.match("--[a-z]", word)]
+            options = [word.split("=")[0] for word in words if re.fullmatch("--[a-z][a-z0-9-]*(=.*)?", word)]
             missing += [f"{page}: {command}: {option}" for option in options
                         if not re.search(rf"{option}\b", known)]
     assert missing == []

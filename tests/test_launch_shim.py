@@ -272,3 +272,23 @@ time.sleep(60)
     assert _record(tmp_path, 1)["ended_by"] == "SIGTERM"
     for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
         shutil.rmtree(folder)
+
+
+def test_last_words_outlive_a_shim_that_is_killed(tmp_path: Path) -> None:
+    """Some launchers kill every shim at once when a rank calls MPI_Abort, whose message it has just written."""
+    program = _script(tmp_path, """
+print("first", flush=True)
+os.kill(os.getppid(), signal.SIGSTOP)
+print("last words", flush=True)
+print("of standard error", file=sys.stderr, flush=True)
+os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60)
+""")
+    assert _shim(tmp_path, 0, 1, sys.executable, str(tmp_path / program)).returncode == -signal.SIGKILL
+    log, deadline = tmp_path / "logs/rank0000.log", time.monotonic() + 30
+    while b"standard error" not in log.read_bytes():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    assert sorted(log.read_text().splitlines()) == ["first", "last words", "of standard error"]
+    for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
+        shutil.rmtree(folder)

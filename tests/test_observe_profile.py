@@ -43,6 +43,20 @@ def test_the_host_profile_names_the_functions_of_its_steps_only(run_dir):
     page = profile.path.read_text()
     assert "<html" in page
     assert "a_slow_collate_function" in page
+    seconds = json.loads((run_dir.profile / "host.json").read_text())
+    assert set(seconds) == {"torch", "deepspeed", "ezpz_llm", "other"}
+    assert seconds["other"] > 0.02
+    assert seconds["torch"] + seconds["deepspeed"] == 0
+
+
+def test_the_hosts_time_in_torch_is_told_apart(run_dir):
+    profile, square = HostProfile(run_dir, Window(0, 1)), torch.nn.Linear(1000, 1000)
+    profile.before_step(0)
+    for _ in range(20):
+        square(torch.zeros(1000, 1000)).sum().backward()
+    profile.after_step(0)
+    seconds = json.loads((run_dir.profile / "host.json").read_text())
+    assert seconds["torch"] > 0.7 * sum(seconds.values())
 
 
 def test_a_run_that_ends_inside_the_window_keeps_what_it_has(run_dir):

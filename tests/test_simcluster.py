@@ -80,3 +80,13 @@ def test_commands_signals_and_power(host_cluster: Cluster, tmp_path: Path) -> No
     assert host_cluster.run("ssh", "-o", "ConnectTimeout=1", "n4", "hostname").returncode == 255
     host_cluster.boot_node("n4")
     assert host_cluster.run("ssh", "n4", "hostname").stdout == "n4\n"
+
+
+def test_a_node_computes_no_faster_than_its_share_of_a_core(cluster: Cluster) -> None:
+    busy = ("import time; end = time.time() + 1\nwhile time.time() < end: pass\nprint(time.process_time())")
+    free = cluster.limit_cores("n2", 0.25)
+    try:
+        used = float(cluster.run("srun", "-w", "n2", sys.executable, "-c", busy).stdout)
+    finally:
+        free()
+    assert 0.1 < used < 0.4

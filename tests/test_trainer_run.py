@@ -76,6 +76,11 @@ def test_the_record_holds_what_ran_and_what_came_out(finished):
     assert record["val_loss"] == list(read_lines(RunDir(run_dir).metrics))[-1]["val_loss"]
     assert record["samples_consumed"] == 20 * 8
     assert sum(record["summary"]["phase_share"].values()) == pytest.approx(1.0)
+    assert record["flops_per_token"]["is_proven"]
+    assert record["peak"] is None, "a CPU has no stated peak"
+    assert (record["summary"]["mfu"], record["summary"]["mfu_causal"]) == (None, None)
+    assert record["ceiling"]["flops"] >= record["ceiling"]["slowest_flops"] > 1e8
+    assert record["summary"]["ceiling_share"] > 0
     assert json.loads((run_dir / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 1
     assert json.loads((run_dir / "layout.json").read_text())["layout"]["name"] == "zero1"
 
@@ -96,7 +101,9 @@ def test_plots_profile_logs_and_checkpoints_are_where_they_should_be(finished):
 def test_the_console_shows_what_a_user_looks_for(finished):
     run_dir, text = finished
     for word in ("scheduler", "launcher", "mpiexec", "cpu, backend gloo", "zero1, fp32", "flash_attention",
-                 "unigram entropy", "sample after step 20", "Where the step time went", "host.html", str(run_dir)):
+                 "unigram entropy", "sample after step 20", "torch counts the same products",
+                 "FLOP/s in fp32 products", "of matrix products alone", "Where the step time went", "host.html",
+                 str(run_dir)):
         assert word in text, word
     assert re.search(r"20/20 +\d+\.\d{4} +\d\.\d{2}e-0\d +\d+\.\d+ +\d+\.\d +[\d.]+k? +[\d.]+k? +\d+\.\d{4}", text)
 

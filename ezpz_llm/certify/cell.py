@@ -13,7 +13,6 @@ import torch
 
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cells import Cell, resolve_cell
-from ezpz_llm.certify.collectives import CollectiveCounter, by_ranks
 from ezpz_llm.certify.compare import compare, gather
 from ezpz_llm.certify.plants import find_plant
 from ezpz_llm.certify.reference import Reference, read_reference, seed_checkpoint
@@ -22,6 +21,7 @@ from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, release
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.collectives import CollectiveCounter, by_ranks
 from ezpz_llm.engine.held import held, living_storages
 from ezpz_llm.engine.memory import memory_per_rank
 from ezpz_llm.engine.resolve import Resolved

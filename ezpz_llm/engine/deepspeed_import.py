@@ -8,6 +8,8 @@ import os
 import warnings
 from types import ModuleType
 
+from torch.distributed.distributed_c10d import _world
+
 from ezpz_llm.engine.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
 
 _SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
@@ -28,8 +30,11 @@ def import_deepspeed(device_type: str) -> ModuleType:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Else the first process group on CPUs compiles this op; nothing in training uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Left by a tensor- or pipeline-parallel engine that this process built before.
-    deepspeed.utils.groups.mpu = None
+    # Left by an engine that this process built before: its layout, and the group of a world that is no more.
+    groups = deepspeed.utils.groups
+    groups.mpu = None
+    if groups._WORLD_GROUP not in _world.pg_map:
+        groups._WORLD_GROUP = None
     return deepspeed
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 from typing import Any
 
 import torch
@@ -47,6 +49,37 @@ def gradient_bytes(engine: Engine) -> int:
     for tensor in _gradients(engine):
         _add(found, tensor)
     return sum(found.values())
+
+
+def state_storages(engine: Engine) -> set[int]:
+    """The addresses of storages that hold parameters, gradients, moments or master weights."""
+    found: dict[int, int] = {}
+    for kind, tensors in _known(engine).items():
+        for tensor in tensors if kind != "gathered" else ():
+            _add(found, tensor)
+    return set(found)
+
+
+def buckets(engine: Engine) -> list[torch.UntypedStorage]:
+    """What DeepSpeed collects gradients in: under stage 3 always, under 1 and 2 during the backward pass alone."""
+    zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
+    if not getattr(zero, "contiguous_gradients", False):
+        return []
+    tensors = tree_leaves([bucket.buffer for bucket in zero.ipg_buckets.values()])
+    return [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+
+
+def taken(storage: torch.UntypedStorage) -> int:
+    """The bytes of a storage that take memory: on a CPU not those of pages that nothing was written to."""
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return storage.nbytes()
+    page = mmap.PAGESIZE
+    first = storage.data_ptr() // page * page
+    pages = -(-(storage.data_ptr() + storage.nbytes() - first) // page)
+    there = (ctypes.c_ubyte * pages)()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * page), there):
+        return storage.nbytes()
+    return min(storage.nbytes(), page * sum(one & 1 for one in bytes(there)))
 
 
 def _gradients(engine: Engine) -> list[Any]:

@@ -6,8 +6,9 @@ buckets, gathered layers and what libraries keep for themselves come on top.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.engine.layout import Layout
@@ -16,6 +17,9 @@ from ezpz_llm.model.partition import stage_bounds
 
 Kind = Literal["parameters", "gradients", "optimizer", "copy"]
 Where = Literal["device", "host", "files"]
+
+_DEEPSPEEDS_BUCKET = 500_000_000
+"""Elements, where the ds_config says nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,32 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     if layout.engine == "deepspeed" and stage:
         parts.append(Part("copy", moments, 4 * share(1)))
     return tuple(parts)
+
+
+def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], device: str) -> int:
+    """What DeepSpeed takes to collect gradients in until it reduces them, on the rank that takes most.
+
+    It allocates the whole of it whatever the model's size: once more where it collects on while one is being
+    reduced, and once more in a pipeline, for nothing. On a CPU memory is not taken before it is written to.
+
+    Args:
+        zero: "zero_optimization" of what DeepSpeed is given.
+        device: its kind, "cpu" or another.
+    """
+    if not zero.get("stage") or not zero.get("contiguous_gradients", True):
+        return 0
+    table = model.padded_vocab_size * model.n_embd // layout.tp
+    most = 0
+    for stage in range(layout.pp):
+        elements = int(zero.get("reduce_bucket_size", _DEEPSPEEDS_BUCKET))
+        if layout.pp > 1 and model.tied and stage in (0, layout.pp - 1):
+            elements = table  # see pipeline_engine.py
+        if device == "cpu":
+            elements = min(elements, held_parameters(layout, model, stage))
+        elif zero["stage"] < 3:
+            elements *= 1 + bool(zero.get("overlap_comm")) + (layout.pp > 1)
+        most = max(most, 4 * elements)
+    return most
 
 
 def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:

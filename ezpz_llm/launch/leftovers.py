@@ -78,22 +78,23 @@ class Janitor:
         os.waitpid(self.pid, 0)
 
 
-def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambda: None) -> Janitor:
-    """Fork the janitor of the calling process. Once the owner is gone it does what comes `first`, and waits
-    `delay_s`, so that what ends in order may do so."""
+def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambda: None,
+                  keep: Collection[int] = ()) -> Janitor:
+    """Fork the janitor of the calling process. Once the owner is gone it does what comes `first`, for which it
+    keeps some descriptors, and waits `delay_s`, so that what ends in order may do so."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
         os.close(read_end)
         return Janitor(pid, write_end)
     try:
+        detach(keep=(read_end, *keep))
         _watch(read_end, run_id, delay_s, first)
     finally:
         os._exit(0)
 
 
 def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]) -> None:
-    detach(keep=(read_end,))
     if not os.read(read_end, 1):
         with contextlib.suppress(OSError):
             first()

@@ -10,11 +10,12 @@ from typing import Any
 
 _MODULES = {
     "bubble": ("Bubble", "BubbleMeter"),
+    "ceiling": ("Ceiling", "measure_ceiling"),
     "environment": ("run_environment",),
     "metrics": ("MetricsLog",),
     "peaks": ("Peak", "peak_flops"),
     "plots": ("plot_run", "series_plot", "wants_colour"),
-    "profile": ("HostProfile", "TraceProfile", "Window", "profile_window"),
+    "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
     "straggler": ("Straggler", "StragglerMeter"),
     "summary": ("Summary", "final_text", "summarise", "where_time_went"),
     "throughput": ("Rates", "StepWork"),

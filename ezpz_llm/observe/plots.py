@@ -122,6 +122,24 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = _DEFAULT_WIDTH, *,
+              colour: bool = False) -> str:
+    """Horizontal bars of named values, the first on top, as text that ends in a newline."""
+    import plotext
+
+    plotext.terminal.limit(False, False)
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, 2 * len(bars) + 3)
+    figure.title(title)
+    names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
+    figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
+    ticks = round_ticks(0.0, max(*values, 0.0))
+    figure.ruler("x").ticks(ticks, [f"{tick:.6g}" for tick in ticks])
+    text = figure.build().string(colorless=not colour)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
 def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False) -> str:
     """Draw loss, step time and tokens/s of a run: plain text to `plots/<metric>.txt`, and returned for the console.
 

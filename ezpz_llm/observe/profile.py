@@ -1,18 +1,22 @@
-"""Profiles of a few steady steps on one rank: the host's call tree (pyinstrument), a trace (torch.profiler)."""
+"""Profiles of a few steady steps: the host's call tree (pyinstrument), traces (torch.profiler)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ezpz_llm.rundir import RunDir, write_atomic
+from ezpz_llm.rundir import RunDir, write_atomic, write_json
 
 SKIP_STEPS = 5
 """Steps before a profile starts: the first ones build caches, optimizer state and kernels."""
 PROFILE_STEPS = 20
+_PACKAGES = ("torch", "deepspeed", "ezpz_llm")
+OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,14 @@ class Window:
     @property
     def last(self) -> int:
         return self.first + self.steps - 1
+
+
+class StepWatch(Protocol):
+    """Looks at some of a run's steps, counted from 0; `close` ends what an early end of the run leaves open."""
+
+    def before_step(self, step: int) -> None: ...
+    def after_step(self, step: int) -> None: ...
+    def close(self) -> None: ...
 
 
 def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,
@@ -40,6 +52,8 @@ def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS
 class HostProfile:
     """The host's call tree over the window, sampled each millisecond: `profile/host.html` and `profile/host.txt`.
 
+    `profile/host.json` has its seconds by the package whose function ran, or called into C: torch, deepspeed,
+    ezpz_llm or other.
     Other ranks feel it only by waiting for this one. Measured on tiny-gpt2 (0.06 s a step, one thread) the profiled
     steps took 1.2 % longer and the whole run 0.05 s (benchmarks/profile_cost.py, results/profile_cost.json); a loop
     of pure Python calls can take several times as long, since each call is hooked.
@@ -75,38 +89,61 @@ class HostProfile:
         write_atomic(self._run_dir.profile / "host.txt", profiler.output_text(unicode=True, color=False))
         self.path = self._run_dir.profile / "host.html"
         write_atomic(self.path, profiler.output_html())
+        write_json(self._run_dir.profile / "host.json", seconds_by_package(profiler.last_session.root_frame()))
+
+
+def seconds_by_package(root: Any) -> dict[str, float]:
+    """The seconds of pyinstrument's call tree by the package of the innermost function that is in a file."""
+    found = dict.fromkeys((*_PACKAGES, OTHER), 0.0)
+    frames = [(root, OTHER)]
+    while frames:
+        frame, package = frames.pop()
+        inside = [child for child in frame.children if not child.is_synthetic]
+        if frame.file_path and Path(frame.file_path).is_absolute():
+            name = Path(frame.file_path_short).parts[0]  # from the entry of sys.path on
+            package = name if name in _PACKAGES else OTHER
+        found[package] += frame.time - sum(child.time for child in inside)
+        frames += [(child, package) for child in inside]
+    return found
 
 
 class TraceProfile:
-    """A torch.profiler trace of the window's operators and kernels, phases named: `profile/trace-rankNNNN.json.gz`.
+    """A torch.profiler trace of the window's operators and kernels: `profile/trace-rankNNNN.json.gz`, one a rank.
 
-    Opens in https://ui.perfetto.dev. Steps are slower while they are traced; the profiler sets itself up before the
-    first of them begins.
+    It holds the steps of the window, each marked `step N` (N from 1, as in metrics.jsonl) and with its phases, and
+    what comes after each of them before the next (log lines, evaluations, checkpoints), each marked with its name.
+    What `notes` returns is part of it, under "ezpz_llm". Opens in https://ui.perfetto.dev. Steps are slower while
+    they are traced; the profiler sets itself up before the first of them begins.
     """
 
-    def __init__(self, run_dir: RunDir, rank: int, window: Window) -> None:
-        self._target = run_dir.profile / f"trace-rank{rank:04d}.json.gz"
+    def __init__(self, run_dir: RunDir, rank: int, window: Window,
+                 notes: Callable[[], dict[str, Any]] = dict) -> None:
+        self._target = run_dir.trace(rank)
         self._window = window
+        self._notes = notes
         self._profiler: torch.profiler.profile | None = None
         self.path: Path | None = None
         """The written trace, once the window has passed."""
 
     def before_step(self, step: int) -> None:
-        """Start at the window's first step."""
+        """Start at the window's first step, stop and write before the first one after it."""
         if step == self._window.first:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
+        elif step > self._window.last:
+            self.close()
 
     def after_step(self, step: int) -> None:
-        """Stop and write after the window's last step."""
-        if step == self._window.last:
-            self.close()
+        """What comes after a step belongs to it."""
 
     def close(self) -> None:
         """Write what there is, if the window was entered and not yet closed."""
         if self._profiler is None:
             return
+        self._profiler.add_metadata_json("ezpz_llm", json.dumps(self._notes()))
         self._profiler.stop()
         profiler, self._profiler = self._profiler, None
-        profiler.export_chrome_trace(str(self._target))
-        self.path = self._target
+        # Under another name until it is whole: `explain` may look while the run goes on.
+        unfinished = self._target.with_name(f".{self._target.name}")
+        profiler.export_chrome_trace(str(unfinished))
+        self.path = unfinished.replace(self._target)

@@ -11,7 +11,7 @@ from ezpz_llm.observe.throughput import StepWork
 
 def short_number(value: float) -> str:
     """Three digits and a unit: 23.2k, 1.04M."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit * 0.9995:
             return f"{value / limit:.3g}{unit}"
     return f"{value:.3g}"

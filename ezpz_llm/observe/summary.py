@@ -45,7 +45,10 @@ class Summary:
     phase_share: dict[str, float]
     tokens_per_second: float
     tokens_per_second_per_device: float
+    flops_per_second_per_device: float | None
     mfu: float | None
+    mfu_causal: float | None
+    ceiling_share: float | None
     wall: dict[str, float]
     straggler: Straggler | None
     bubble: Bubble | None
@@ -64,6 +67,9 @@ class Summary:
                          "--eval-tokens)")
         if self.mfu is not None and self.mfu > 1:
             found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
+        if self.ceiling_share is not None and self.ceiling_share > 1:
+            found.append(f"the step reached {self.ceiling_share:.2f} of the matrix product ceiling: something else "
+                         "slowed the device down when that was measured")
         if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)
                                                    and self.last_loss < self.first_loss):
             found.append("the loss did not fall: the speed of this run says nothing")
@@ -104,7 +110,10 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
         phase_share={phase: sum(seconds) / sum(step_times) for phase, seconds in phases.items()},
         tokens_per_second=rates.tokens_per_second,
         tokens_per_second_per_device=rates.tokens_per_second_per_device,
+        flops_per_second_per_device=rates.flops_per_second_per_device,
         mfu=rates.mfu,
+        mfu_causal=rates.mfu_causal,
+        ceiling_share=rates.ceiling_share,
         wall=dict(wall),
         straggler=straggler,
         bubble=bubble,
@@ -150,7 +159,11 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -
     lines.append(("tokens/s", f"{short_number(summary.tokens_per_second)}, "
                               f"{short_number(summary.tokens_per_second_per_device)} a device"))
     if summary.mfu is not None and summary.mfu <= 1:
-        lines.append(("MFU", f"{summary.mfu:.1%} of the stated peak"))
+        lines.append(("MFU", f"{summary.mfu:.1%} of the stated peak" + (
+            "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted")))
+    if summary.flops_per_second_per_device is not None:
+        lines.append(("FLOP/s", f"{short_number(summary.flops_per_second_per_device)} a device" + (
+            "" if summary.ceiling_share is None else f", {summary.ceiling_share:.1%} of matrix products alone")))
     lines.append(("plots", str(run_dir.plots)))
     if profile is not None:
         lines.append(("profile", str(profile)))

@@ -6,17 +6,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ezpz_llm.observe.ceiling import Ceiling
     from ezpz_llm.observe.peaks import Peak
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one step time means. `mfu` is a fraction of the stated peak, None where there is none."""
+    """What one step time means.
+
+    `flops_per_second_per_device` are the model's FLOPs, all products of the attention counted; `mfu` is their
+    fraction of the stated peak, None where there is none, `mfu_causal` the same with only the products that the
+    causal mask leaves, and `ceiling_share` their fraction of what matrix products alone reached on the device.
+    """
 
     sequences_per_second: float
     tokens_per_second: float
     tokens_per_second_per_device: float
-    mfu: float | None
+    flops_per_second_per_device: float | None = None
+    mfu: float | None = None
+    mfu_causal: float | None = None
+    ceiling_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,8 @@ class StepWork:
     block_size: int
     flops_per_token: float | None = None
     peak: Peak | None = None
+    causal_flops_per_token: float | None = None
+    ceiling: Ceiling | None = None
 
     @property
     def sequences(self) -> int:
@@ -47,7 +58,13 @@ class StepWork:
         """Rates at `step_time_s` seconds a step, over all ranks unless the name says otherwise."""
         tokens_per_second = self.tokens / step_time_s
         per_device = tokens_per_second / self.world_size
-        mfu = None
-        if self.flops_per_token is not None and self.peak is not None:
-            mfu = per_device * self.flops_per_token / self.peak.flops
-        return Rates(self.sequences / step_time_s, tokens_per_second, per_device, mfu)
+        flops = None if self.flops_per_token is None else per_device * self.flops_per_token
+        causal = None if self.causal_flops_per_token is None else per_device * self.causal_flops_per_token
+        peak = None if self.peak is None else self.peak.flops
+        ceiling = None if self.ceiling is None else self.ceiling.flops
+        return Rates(self.sequences / step_time_s, tokens_per_second, per_device, flops, _share(flops, peak),
+                     _share(causal, peak), _share(flops, ceiling))
+
+
+def _share(flops: float | None, of: float | None) -> float | None:
+    return None if flops is None or of is None else flops / of

@@ -44,6 +44,14 @@ class RunDir:
     def profile(self) -> Path:
         return self.path / "profile"
 
+    def trace(self, rank: int) -> Path:
+        """A rank's trace of some of its steps."""
+        return self.profile / f"trace-rank{rank:04d}.json.gz"
+
+    def counterfactual(self, rank: int) -> Path:
+        """The times of a rank's steps with and without collectives."""
+        return self.profile / f"counterfactual-rank{rank:04d}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

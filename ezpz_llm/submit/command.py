@@ -98,4 +98,6 @@ def _told(job: Job, jobs: list[str]) -> str:
 
 
 def _ranks(job: Job) -> str:
+    if job.options.launches:
+        return "as the study says"
     return f"{job.placement.world_size} ({job.placement.source})"

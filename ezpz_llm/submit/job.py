@@ -111,7 +111,8 @@ def _placement(options: Options, site: Site) -> Placement:
 def write_script(job: Job, typed: list[str]) -> str:
     """The job's script: the scheduler's template, filled in."""
     request, run_dir = job.request, str(job.run_dir.path)
-    words = [*job.options.launch_words, *(["--run-dir", run_dir] if job.options.launch.run_dir is None else [])]
+    needs_run_dir = job.options.launch.run_dir is None and not job.options.launches
+    words = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
     go_on = ["--resume", run_dir] if job.target.module in _RESUMES else []
     again = job.scheduler.AGAIN if request.requeue else {}
     named = {run_dir: '"$run_dir"'}

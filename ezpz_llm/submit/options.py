@@ -16,16 +16,20 @@ from ezpz_llm.submit.duration import ACCEPTED, read_duration
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
 _LAUNCH = (("launch",), ("ezpz-llm", "launch"), ("-m", "ezpz_llm.launch"))
+_STUDY = ("ezpz-llm", "scale", "--study")
+"""Goes on with a study that is there: it launches by itself, as often as the study says."""
 
 
 @dataclass(frozen=True)
 class Options:
     """One call of submit. `launch_words` start launch; `launch_arguments` are those after them, unchanged;
-    `launch` is how launch itself will read these."""
+    `launch` is how launch itself will read these. For a study, which `launches` by itself, all words are arguments,
+    and `launch.command`."""
 
     launch_words: tuple[str, ...] = ()
     launch_arguments: tuple[str, ...] = ()
     launch: LaunchOptions = field(default_factory=LaunchOptions)
+    launches: bool = False
     nodes: int = 0
     time_s: int = 0
     site: str | None = None
@@ -76,6 +80,9 @@ def parse(words: Sequence[str]) -> Options:
     for name, option in (("nodes", "--nodes N"), ("time_s", "--time H:MM:SS")):
         if name not in found:
             raise UserError(f"a job needs {option}", instead=_EXAMPLE)
+    if (os.path.basename((rest or [""])[0]), *rest[1:3]) == _STUDY:
+        return Options(launch_arguments=tuple(rest), launch=LaunchOptions(command=tuple(rest)), launches=True,
+                       **found)
     start, arguments = _split_launch(tuple(rest))
     launch = parse_launch(arguments)
     for set_, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help")):

@@ -12,14 +12,16 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.model.config import parameter_count
+from ezpz_llm.model.flops import FlopCount
 from ezpz_llm.model.kernel import attention_kernel
 from ezpz_llm.observe import StepWork, run_environment
 from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.settings import remarks, settings
+from ezpz_llm.trainer.work import describe
 
 
-def announce(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None:
+def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
     """Write and print what the run is. Collective, since every rank's host is listed."""
     environment = run_environment(dist)
     if not dist.is_main:
@@ -27,8 +29,10 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> None
     plan.resolved.write(dist.run_dir)
     update_record(dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
                   parameters=parameter_count(plan.model), precision=plan.resolved.precision,
-                  environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy)
-    print(settings(plan), description(plan, data, work, dist), sep="\n", flush=True)
+                  environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy,
+                  flops_per_token=flops.as_record(), peak=asdict(work.peak) if work.peak else None,
+                  ceiling=work.ceiling.as_record())
+    print(settings(plan), description(plan, data, work, flops, dist), sep="\n", flush=True)
 
 
 def describe_data(data: TokenData) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def describe_data(data: TokenData) -> dict[str, Any]:
             "fingerprint": data.fingerprint}
 
 
-def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> str:
+def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> str:
     """What a user wants to see before the first step."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
     tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
@@ -60,6 +64,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, dist: Dist) -> s
                       f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
+        *describe(work, flops),
         ("saves", saves(plan, dist)),
         *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
         *(("warning", remark) for remark in remarks(plan)),

@@ -22,13 +22,15 @@ def train(session: Session) -> None:
         step = session.step
         compiles = session.config.compile and step == session.first_step
         session.heartbeat.beat(COMPILING if compiles else TRAINING, step)
-        for profile in session.profiles:
-            profile.before_step(step)
+        with session.clock.span("profiles"):
+            for profile in session.profiles:
+                profile.before_step(step)
         with session.clock.span("training"):
             train_step(session, step)
         session.step = step + 1
-        for profile in session.profiles:
-            profile.after_step(step)
+        with session.clock.span("profiles"):
+            for profile in session.profiles:
+                profile.after_step(step)
         after_step(session)
         if session.guard.is_over and not goes_on(session):
             return
@@ -53,13 +55,14 @@ def train_step(session: Session, step: int) -> None:
                          max_steps=config.decay_steps)
     if session.metrics.is_due(step + 1) and not uses_nvme(engine.layout):
         engine.gate.measure(engine.training_state())
-    timeline.begin_step()
-    skipped = -1
-    while skipped != engine.skipped_steps:
-        # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
-        skipped = engine.skipped_steps
-        loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
-    timeline.end_step()
+    with torch.profiler.record_function(f"step {step + 1}"):
+        timeline.begin_step()
+        skipped = -1
+        while skipped != engine.skipped_steps:
+            # Once, unless fp16 overflows: then the same samples again, under half the loss scale.
+            skipped = engine.skipped_steps
+            loss, grad_norm = engine.train_step(micro_batches(session), rate, timeline.span)
+        timeline.end_step()
     if not config.overfit_one_batch:
         session.position = session.position.advance(session.batches.global_batch, session.taken)
     measured = engine.gate.measured()

@@ -25,7 +25,8 @@ _NAMES = {"copy": "copy for the optimizer"}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the rank that has most. `measured` has no member for what cannot be measured on the device."""
+    """Bytes on the rank that has most. `measured` has no member for what cannot be measured on the device;
+    `host_peak` is the process's largest size in host memory."""
 
     expected: dict[str, int]
     elsewhere: dict[str, int]
@@ -33,11 +34,12 @@ class Memory:
     measured: dict[str, int]
     peak: int
     reserved: int | None
+    host_peak: int
     device: str
 
     def as_record(self) -> dict[str, Any]:
         return {"expected": self.expected, "elsewhere": self.elsewhere, "measured": self.measured,
-                "peak": self.peak, "reserved": self.reserved}
+                "peak": self.peak, "reserved": self.reserved, "host_peak": self.host_peak}
 
 
 class MemoryWatch:
@@ -57,10 +59,11 @@ class MemoryWatch:
         found = {"parameters": kinds["parameters"], "gradients": self._gradients or 0,
                  "optimizer": kinds["moments"], "copy": kinds["master"]}
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*found.values(), peak, reserved or 0], dtype=torch.int64, device=dist.device)
+        numbers = torch.tensor([*found.values(), peak, reserved or 0, _host_peak()], dtype=torch.int64,
+                               device=dist.device)
         if dist.world_size > 1:
             torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
-        *states, peak, most_reserved = numbers.tolist()
+        *states, peak, most_reserved, host_peak = numbers.tolist()
         measured = dict(zip(STATES, states, strict=True))
         parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
         expected = {kind: total(parts, "device", kind) for kind in STATES}
@@ -70,7 +73,7 @@ class MemoryWatch:
         return Memory({**expected, "activations": activation_bytes(plan.resolved.layout, plan.model,
                                                                   _pass(plan, dist.device))},
                       {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in STATES},
-                      measured, peak, most_reserved if reserved is not None else None, dist.device.type)
+                      measured, peak, most_reserved if reserved is not None else None, host_peak, dist.device.type)
 
 
 def memory_table(memory: Memory, rich: bool = False) -> str:
@@ -112,4 +115,8 @@ def _peak(device: torch.device) -> tuple[int, int | None]:
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         return module.max_memory_allocated(device), module.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, None
+    return _host_peak(), None
+
+
+def _host_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

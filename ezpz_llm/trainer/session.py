@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
@@ -16,7 +17,7 @@ from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.checkpoint.saver import NotWritten, Saved, Saver
 from ezpz_llm.evaluate.hellaswag import Item
-from ezpz_llm.observe import HostProfile, MetricsLog, StepTimeline, StepWork, TraceProfile, Tracking
+from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.guards import Guard
@@ -35,10 +36,11 @@ class WallClock:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to `name`."""
+        """Add the seconds spent inside to `name`, its mark in a torch.profiler trace, too."""
         begin = time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function(name):
+                yield
         finally:
             self.spans[name] = self.spans.get(name, 0.0) + time.perf_counter() - begin
 
@@ -65,7 +67,7 @@ class Session:
     timeline: StepTimeline
     metrics: MetricsLog
     tracking: Tracking
-    profiles: list[HostProfile | TraceProfile]
+    profiles: list[StepWatch]
     heartbeat: Heartbeat
     clock: WallClock
     early_end: EarlyEnd

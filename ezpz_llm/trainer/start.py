@@ -33,20 +33,9 @@ from ezpz_llm.launch.phases import LOADING, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks
 from ezpz_llm.model.decay import decay_groups
-from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.recompute import recompute_blocks
-from ezpz_llm.observe import (
-    HostProfile,
-    MetricsLog,
-    StepTimeline,
-    StepWork,
-    TraceProfile,
-    Tracking,
-    peak_flops,
-    profile_window,
-)
-from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
+from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.resources import cache_dir, user_path
 from ezpz_llm.trainer.announce import announce
@@ -57,8 +46,10 @@ from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
 from ezpz_llm.trainer.position import Position
+from ezpz_llm.trainer.profiling import profiles
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session, WallClock
+from ezpz_llm.trainer.work import step_work
 
 
 def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) -> Session:
@@ -80,6 +71,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                         global_batch=batch.global_batch, micro_batch=batch.micro_batch,
                         dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
     heartbeat.beat(STARTING)
+    work, flops = step_work(plan, dist)
     engine = make_engine(plan, dist)
     first_step, position, guard = 0, Position(), Guard(config)
     if config.resume is not None:
@@ -87,20 +79,18 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
         first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
         guard.restore(state.get("guard"))
         engine.gate.limit = guard.limit
-    work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
-                    flops_per_token(plan.model), peak_flops(dist.device, plan.resolved.precision))
     tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
-    announce(plan, data, work, dist)
+    announce(plan, data, work, flops, dist)
     items = hellaswag_items(config, data, dist)
     open_trackers(tracking, dist, first_step)
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
-                   tracking, profiles(plan, dist, first_step), heartbeat, clock, early_end(dist), first_step,
-                   first_step, position, Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
-                                               in_background=config.save_async), guard,
-                   SelfChecks(plan, first_step), MemoryWatch(engine),
-                   hellaswag=items)
+                   tracking, profiles(plan, dist, engine, first_step), heartbeat, clock, early_end(dist),
+                   first_step, first_step, position,
+                   Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
+                         in_background=config.save_async),
+                   guard, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
@@ -201,18 +191,3 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
             raise UserError(error.found, where="--prompt", instead=error.instead) from error
         tokens = data.first_tokens(1)
     return tokens.astype(np.int64)
-
-
-def profiles(plan: RunPlan, dist: Dist, first_step: int) -> list[HostProfile | TraceProfile]:
-    """The profiles that the configuration asks for, on rank 0."""
-    config = plan.config
-    wanted: list[HostProfile | TraceProfile] = []
-    if not dist.is_main:
-        return wanted
-    if config.profile and (window := profile_window(first_step, config.steps)):
-        wanted.append(HostProfile(dist.run_dir, window))
-    # After the host profile's steps: each would find the other's cost in its own.
-    skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
-    if config.trace_steps and (window := profile_window(first_step, config.steps, config.trace_steps, skip)):
-        wanted.append(TraceProfile(dist.run_dir, dist.rank, window))
-    return wanted

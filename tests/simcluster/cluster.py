@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from launch_runs import clean_env
@@ -20,7 +20,6 @@ _PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
 _SLURM_PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
 _SSHD_PROGRAMS = {"sshd": "openssh-server", "ssh-keygen": "openssh-client"}
 _CGROUPS = Path("/sys/fs/cgroup")
-_MEMORY_V1 = _CGROUPS / "memory"
 _COMMAND_VARIABLE = "SIMCLUSTER_COMMAND"
 _UP_TIMEOUT_S = 90
 _BEGIN_TIMEOUT_S = 20
@@ -184,10 +183,25 @@ class Cluster:
         Raises:
             OSError: the machine does not let us.
         """
-        base, limit = _MEMORY_V1, "memory.limit_in_bytes"
+        return self._limit(node, "memory", {"memory.limit_in_bytes": size}, {"memory.max": size})
+
+    def limit_cores(self, node: str, cores: float) -> Callable[[], None]:
+        """The same for the time of the machine's cores, `cores` of them, in slices of 10 ms.
+
+        So nodes compute side by side as long as they have no more cores together than the machine.
+        """
+        period = 10_000
+        quota = round(cores * period)
+        return self._limit(node, "cpu", {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota},
+                           {"cpu.max": f"{quota} {period}"})
+
+    def _limit(self, node: str, controller: str, first: Mapping[str, object],
+               second: Mapping[str, object]) -> Callable[[], None]:
+        """Move a node's processes into a control group with these settings, of version 1 or 2."""
+        base, settings = _CGROUPS / controller, first
         if not base.is_dir():
-            base, limit = _CGROUPS, "memory.max"
-            (base / "cgroup.subtree_control").write_text("+memory")
+            base, settings = _CGROUPS, second
+            (base / "cgroup.subtree_control").write_text(f"+{controller}")
         group = base / f"simcluster-{uuid.uuid4().hex[:8]}"
         group.mkdir()
 
@@ -196,12 +210,25 @@ class Cluster:
             group.rmdir()
 
         try:
-            (group / limit).write_text(str(size))
+            for name, value in settings.items():
+                (group / name).write_text(str(value))
             _move([folder.name for folder in self._on(self._namespace(node))], group)
         except OSError:
             end()
             raise
         return end
+
+    def shape(self, rate: str | None, *nodes: str) -> None:
+        """Hold the links of `nodes`, or of all, to a rate such as "200mbit" in both directions; None frees them.
+
+        tbf counts each segment's headers, as a real link does: some 95.6 % of the rate is left for data.
+        """
+        act = ["replace" if rate else "del"]
+        how = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"] if rate else ["root"]
+        for name in nodes or self.nodes:
+            for device, node in (("eth0", name), (f"v{name}", None)):
+                done = self.run("tc", "qdisc", *act, "dev", device, *how, node=node)
+                assert done.returncode == 0, done.stderr
 
     def processes(self, marker: str) -> dict[str, list[tuple[int, str]]]:
         """The living processes with `marker` (a run's id) in their environment: process id, as this machine sees

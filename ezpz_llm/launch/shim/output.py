@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ezpz_llm.launch.node.folder import log_file
@@ -16,6 +17,7 @@ MANY_RANKS = 256
 that are ended together: thousands of files at once are more than a shared file system bears."""
 
 _KEPT_BYTES = 1 << 17
+_LAST_WORDS_S = 0.5
 _LINE_ENDS = (b"\n", b"\r")
 
 
@@ -66,6 +68,21 @@ class Output:
     def tail(self) -> str:
         """The last of the output (128 KiB or more, if there was that much); what is no UTF-8 is replaced."""
         return self._kept.decode(errors="replace")
+
+    def left_to(self, pipes: Sequence[int]) -> tuple[Callable[[], None], tuple[int, ...]]:
+        """For the janitor: what saves a rank's last words to its log if the shim is killed before it could read
+        them from the `pipes`, and the descriptors that this needs. MPI_Abort kills like that."""
+
+        def save() -> None:
+            deadline, unread = time.monotonic() + _LAST_WORDS_S, set(pipes)
+            while unread and (left := deadline - time.monotonic()) > 0:
+                for pipe in select.select(unread, (), (), left)[0]:
+                    data = os.read(pipe, 65536)
+                    self._to_log(data)
+                    if not data:
+                        unread.remove(pipe)
+
+        return save, (*pipes, self._log)
 
     def _whole_lines(self, stream: int, data: bytes) -> list[bytes]:
         # What ends with a carriage return is a progress bar's line.

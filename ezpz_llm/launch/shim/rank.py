@@ -56,11 +56,15 @@ class Rank:
 
     def run(self) -> int:
         """Start the rank, stay with it to its end, write its record; the exit code."""
-        janitor = start_janitor(self.run_id, delay_s=0.5)
+        # Only streams that go different ways need pipes of their own; one pipe keeps their order.
+        pipes = {stream: os.pipe() for stream in ((1, 2) if self.output.is_split else (1,))}
+        janitor = start_janitor(self.run_id, 0.5, *self.output.left_to([out for out, _ in pipes.values()]))
         wake = _wake_on_signals()
         self.selector.register(wake, selectors.EVENT_READ, None)
+        for stream, (out, _) in pipes.items():
+            self.selector.register(out, selectors.EVENT_READ, stream)
         try:
-            child = self._start()
+            child = self._start({stream: into for stream, (_, into) in pipes.items()})
         except OSError as error:
             code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
             self.output.say(f"cannot run {self.command[0]!r}: {error.strerror}")
@@ -76,21 +80,20 @@ class Rank:
         janitor.dismiss()
         return code
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, streams: dict[int, int]) -> subprocess.Popen[bytes]:
         def in_child() -> None:
             os.setpgid(0, 0)
             die_with_parent(signal.SIGKILL)
 
-        # Only streams that go different ways need pipes of their own; one pipe keeps their order.
-        errors = subprocess.PIPE if self.output.is_split else subprocess.STDOUT
         # MPICH never closes the standard input of the other ranks: one that reads it would wait for ever.
-        child = subprocess.Popen(self.command, env={**os.environ, **self._variables()},
-                                 stdin=None if self.info.rank == 0 else subprocess.DEVNULL,
-                                 stdout=subprocess.PIPE, stderr=errors, close_fds=False, preexec_fn=in_child)
-        for pipe, stream in ((child.stdout, 1), (child.stderr, 2)):
-            if pipe is not None:
-                self.selector.register(pipe, selectors.EVENT_READ, stream)
-        return child
+        try:
+            return subprocess.Popen(self.command, env={**os.environ, **self._variables()},
+                                    stdin=None if self.info.rank == 0 else subprocess.DEVNULL, stdout=streams[1],
+                                    stderr=streams.get(2, subprocess.STDOUT), close_fds=False, preexec_fn=in_child)
+        finally:
+            # An open end would keep us from seeing the other's.
+            for stream in streams.values():
+                os.close(stream)
 
     def _variables(self) -> dict[str, str]:
         variables = {RANK_VARIABLE: str(self.info.rank), HEARTBEAT_VARIABLE: str(self._heartbeat())}

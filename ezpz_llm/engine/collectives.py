@@ -22,7 +22,7 @@ _KINDS = {
 }
 """torch's operators (namespace c10d) with the field's names. Whichever function a library calls ends in one."""
 
-_MOVE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
+MOVE_NOTHING = frozenset({"barrier", "monitored_barrier_"})
 
 _INPUT_SECOND = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
                            "alltoall_base_", "alltoall_"})
@@ -48,20 +48,26 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in _MOVE_NOTHING:
+        if name in MOVE_NOTHING:
             return
-        # One that the table lacks is shown under torch's name rather than left out.
-        kind = _KINDS.get(name, name)
-        buffer = args[1] if name in _INPUT_SECOND else args[0]
-        tensors = [leaf for leaf in tree_leaves(buffer) if isinstance(leaf, torch.Tensor)]
-        elements = sum(tensor.numel() for tensor in tensors)
+        kind, elements, size = issued(name, args)
         entry = self.found["scalars" if elements == 1 else kind]
         entry[0] += 1
-        entry[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        entry[1] += size
 
     def totals(self) -> dict[str, dict[str, int]]:
         """By kind, in alphabetical order: the count and the bytes."""
         return {kind: {"count": count, "bytes": size} for kind, (count, size) in sorted(self.found.items())}
+
+
+def issued(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
+    """The kind of a call of a c10d operator, and its whole buffer's elements and bytes."""
+    # One that the table lacks is shown under torch's name rather than left out.
+    kind = _KINDS.get(name, name)
+    buffer = args[1] if name in _INPUT_SECOND else args[0]
+    tensors = [leaf for leaf in tree_leaves(buffer) if isinstance(leaf, torch.Tensor)]
+    return (kind, sum(tensor.numel() for tensor in tensors),
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
 def by_ranks(all_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:

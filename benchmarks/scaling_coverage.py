@@ -1,0 +1,91 @@
+"""How often the intervals and bands of a scaling study hold the truth:
+python3 benchmarks/scaling_coverage.py [--studies N] [--out FILE.json]
+
+Makes up studies whose law is known (tests/scale_laws.py): runs that differ by a percent or two, steps that are each
+a little like the one before. Prints, and writes, one JSON object: shares of intervals of the ratio of two points,
+and of bands of the predicted step time and efficiency at four times the largest size, that held the truth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ezpz_llm.rundir import write_json
+from ezpz_llm.scaling.efficiency import curves_of, points_of
+from ezpz_llm.scaling.fit import Fit
+from ezpz_llm.scaling.interval import CONFIDENCE, estimate, ratio
+from ezpz_llm.scaling.law import Shape
+from ezpz_llm.scaling.predict import predict
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from scale_laws import Law, noisy, study
+
+LAWS: dict[str, Law] = {
+    "bandwidth and tree": lambda mode, n, q, a: 0.025 * q + 0.06 * (n - 1) / n + 0.004 * math.log2(n),
+    "ring": lambda mode, n, q, a: 0.025 * q + 0.003 * (n - 1),
+    "work alone": lambda mode, n, q, a: 0.025 * q,
+    "serial, bandwidth and ring": lambda mode, n, q, a: 0.025 * q + 0.05 + 0.03 * (n - 1) / n + 0.002 * (n - 1),
+}
+_STRONG_BATCH = 256
+_MODES = (("weak",), ("strong",), ("weak", "strong"))
+
+
+def of_ratio(runs: int, uneven: float, studies: int) -> dict[str, Any]:
+    """The interval of the ratio of two points; the runs of the second differ `uneven` times as much."""
+    rng, held, widths = np.random.default_rng(runs), 0, []
+    own = 0.0 if runs == 1 else 0.02
+    for _ in range(studies):
+        one = estimate([noisy(1.0, rng, runs=own, within=0.05, steps=60) for _ in range(runs)])
+        other = estimate([noisy(1.3, rng, runs=uneven * own, within=0.05, steps=60) for _ in range(runs)])
+        low, high = ratio(one, other).interval
+        held += low <= 1 / 1.3 <= high
+        widths.append(high / low - 1)
+    return {"runs": runs, "unevenness": uneven, "held": held / studies, "median_width": statistics.median(widths)}
+
+
+def of_band(law: str, modes: tuple[str, ...], studies: int) -> dict[str, Any]:
+    """The bands at 16 nodes of studies of 1, 2 and 4; under several modes, those of the last."""
+    true, times, efficiencies, widths = LAWS[law], 0, 0, []
+    for seed in range(studies):
+        curves = curves_of(points_of(study(true, np.random.default_rng(seed), modes=modes,
+                                           strong_batch=_STRONG_BATCH)))
+        at = predict(Fit(curves, Shape()), curves[-1], 16)
+        first, q = (4.0, 4.0) if modes[-1] == "weak" else (float(_STRONG_BATCH), _STRONG_BATCH / 16)
+        seconds = true("", 16, q, 1)
+        efficiency = q / seconds / (first / true("", 1, first, 1))
+        times += at.seconds_band[0] <= seconds <= at.seconds_band[1]
+        efficiencies += at.efficiency_band[0] <= efficiency <= at.efficiency_band[1]
+        widths.append(at.seconds_band[1] / at.seconds_band[0] - 1)
+    return {"law": law, "modes": list(modes), "time_held": times / studies,
+            "efficiency_held": efficiencies / studies, "median_width": statistics.median(widths)}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", type=int, default=500, help="of each kind (%(default)s)")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result = {
+        "date": datetime.date.today().isoformat(), "command": ["python3", *sys.argv], "studies": options.studies,
+        "confidence": CONFIDENCE, "numpy": np.__version__,
+        "ratios": [of_ratio(runs, uneven, options.studies)
+                   for runs, uneven in itertools.product((1, 2, 3, 5), (1.0, 3.0)) if runs > 1 or uneven == 1],
+        "bands": [of_band(law, modes, options.studies) for modes, law in itertools.product(_MODES, LAWS)]}
+    print(json.dumps(result, indent=2))
+    if options.out:
+        write_json(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""How fast neighbouring hosts send to each other, measured in a moment."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ezpz_llm.dist.setup import Dist
+
+_BYTES = 2 ** 20
+_TIMES = 3
+
+
+@dataclass(frozen=True)
+class Link:
+    """`rate` in bytes a second, from one host to another, one message after the other."""
+
+    sender: str
+    receiver: str
+    rate: float
+
+
+def measure_links(dist: Dist, host: str) -> list[dict[str, Any]]:
+    """Each host with the next one, in both directions, the last with the first; the same list on all ranks.
+
+    Neighbouring pairs take turns, so that no host sends or receives twice at a time. Empty on a single host.
+    Collective; takes about as long as a host needs to send 18 MB.
+
+    Args:
+        host: this rank's.
+    """
+    firsts = _first_ranks(dist, host)
+    names = list(firsts)
+    if len(names) < 2:
+        return []
+    pairs = [(i, (i + 1) % len(names)) for i in range(len(names) if len(names) > 2 else 1)]
+    buffer = torch.zeros(_BYTES // 4, device=dist.device)
+    own: list[Link] = []
+    last_is_odd_one = len(names) % 2 == 1
+    for turn in range(3):
+        for i, j in pairs:
+            mine = 2 if last_is_odd_one and i == len(names) - 1 else i % 2
+            if mine == turn:
+                for sender, receiver in ((i, j), (j, i)):
+                    own += _send(dist, buffer, firsts, names[sender], names[receiver])
+        dist.barrier()
+    gathered: list[Any] = [None] * dist.world_size
+    torch.distributed.all_gather_object(gathered, [asdict(link) for link in own])
+    return [link for found in gathered for link in found]
+
+
+def _first_ranks(dist: Dist, host: str) -> dict[str, int]:
+    hosts: list[Any] = [None] * dist.world_size
+    if dist.world_size == 1:
+        return {host: 0}
+    torch.distributed.all_gather_object(hosts, host)
+    firsts: dict[str, int] = {}
+    for rank, name in enumerate(hosts):
+        firsts.setdefault(name, rank)
+    return firsts
+
+
+def _send(dist: Dist, buffer: torch.Tensor, firsts: dict[str, int], sender: str, receiver: str) -> list[Link]:
+    """One direction; the receiver, which knows when all has come, has the result."""
+    source, target = firsts[sender], firsts[receiver]
+    if dist.rank not in (source, target):
+        return []
+    best = float("inf")
+    for _ in range(_TIMES):
+        if dist.rank == source:
+            # The receiver is ready: its word has come.
+            torch.distributed.recv(buffer[:1], target)
+            torch.distributed.send(buffer, target)
+            continue
+        began = time.perf_counter()
+        torch.distributed.send(buffer[:1], source)
+        torch.distributed.recv(buffer, source)
+        buffer[-1].item()  # on a device the message has come when this has
+        best = min(best, time.perf_counter() - began)
+    return [] if dist.rank == source else [Link(sender, receiver, _BYTES / best)]

@@ -1,0 +1,1 @@
+"""Where the time of one run went, from the traces and records in its directory."""

@@ -1,0 +1,163 @@
+"""What a run lost time to, by how much of it could be had back (imports no torch)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ezpz_llm.explain.advice import against_communication, against_optimizer, against_waiting
+from ezpz_llm.explain.links import slow_link
+from ezpz_llm.explain.split import HOST, RankSplit, Split
+
+_CULPRIT = 0.6
+"""The share of all waiting for other ranks that one of them has to cause to be named."""
+_SLOWER = 0.03
+"""How much longer than the median it has to take by itself."""
+_OUTSIDE = 0.5
+_LEAST_BYTES = 1e4
+"""Of smaller buffers the rate says nothing."""
+_PHASES = ("data", "forward", "backward", "optimizer", "idle")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`seconds` of the run, without its set-up, that would be saved at most, and `share` of it.
+
+    `kind` is one word for machines: slow_rank, slow_link, waiting, bubble, communication, data, host, optimizer,
+    checkpoints, evaluation, sampling, logging.
+    """
+
+    kind: str
+    what: str
+    seconds: float
+    share: float
+    advice: tuple[str, ...]
+
+
+def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str, Any],
+                deepspeed: Mapping[str, Any]) -> list[Cause]:
+    """The causes, the one that costs most first.
+
+    Args:
+        split: of the traced steps, None where none were.
+        wall: seconds of the run by what they were spent on; where it has not ended, of the traced window.
+        run: see account.py.
+    """
+    whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
+    found: list[tuple[str, str, float, list[str]]] = []
+    if split is not None:
+        steps = sum(rank.step_s * rank.steps for rank in split.ranks) / len(split.ranks)
+        scale = wall["training"] / steps
+        for kind, what, seconds, advice in [*_waiting(split, run), *_within(split, run, deepspeed)]:
+            found.append((kind, what, seconds * scale, advice))
+    found += _between(wall, run)
+    causes = [Cause(kind, what, seconds, seconds / whole, tuple(advice)) for kind, what, seconds, advice in found
+              if seconds > 0]
+    return sorted(causes, key=lambda cause: -cause.seconds)
+
+
+def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
+    """Waits for other ranks: one that is slow by itself, and the rest. Seconds are of all traced steps."""
+    count = len(split.ranks)
+    blamed = {rank.rank: sum(other.waited_for.get(rank.rank, 0.0) for other in split.ranks) / count
+              for rank in split.ranks}
+    waited = sum(blamed.values())
+    slow, found = split.straggler, []
+    others = [rank for rank in split.ranks if rank is not slow]
+    saved = 0.0
+    if others and waited:
+        usual = statistics.median(rank.own_s for rank in others)
+        if blamed[slow.rank] > _CULPRIT * waited and slow.own_s > (1 + _SLOWER) * usual:
+            # However quick it became, the next one would still be waited for.
+            saved = (slow.own_s - max(rank.own_s for rank in others)) * slow.steps
+            what, advice = _slow_rank(slow, others)
+            found.append(("slow_rank", what, saved, advice))
+    left = max(0.0, waited - saved)
+    if run["layout"].pp > 1:
+        found.append(("bubble", "stages of the pipeline wait for each other", left, against_waiting(run)))
+    else:
+        found.append(("waiting", "ranks wait for each other by turns, in collectives", left, against_waiting(run)))
+    return found
+
+
+def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]]:
+    def excess(name: str) -> float:
+        # In the median step: one that something held up must not decide where the rank is slow.
+        return slow.usual(name) - statistics.median(rank.usual(name) for rank in others)
+
+    by_phase = {phase: excess(phase) for phase in _PHASES}
+    phase = max(by_phase, key=by_phase.__getitem__)
+    more = by_phase[phase]
+    text = (f"rank {slow.rank} on {slow.host or 'its host'} is slow: {more * 1e3:.1f} ms a step more in {phase} "
+            "than the median of the others")
+    outside = excess(HOST)
+    if phase == "data":
+        return text, ["its host's disk and file system, and what else reads there"]
+    if outside > _OUTSIDE * more:
+        return f"{text}, outside of operators", [
+            f"what that rank does in Python there: its log, and py-spy dump on {slow.host or 'its host'}"]
+    return text, [f"other processes, clocks and temperature of {slow.host or 'its host'}; launch --preflight "
+                  "measures every host and device"]
+
+
+def _within(split: Split, run: Mapping[str, Any],
+            deepspeed: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
+    """What goes on in steps besides computing and waiting for others."""
+    found, count = [], len(split.ranks)
+    by_label: dict[str, list[Any]] = {}
+    for rank in split.ranks:
+        for exposed in rank.exposed:
+            by_label.setdefault(exposed.label, []).append(exposed)
+    slow = slow_link(split.ranks[0].notes.get("links") or ())
+    lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
+    crossing = {label for label, members in by_label.items() if any(map(split.crosses_hosts, members))}
+    moving = sum(one.seconds - one.waited_s for label in crossing for one in by_label[label]) / count
+    if slow is not None:
+        found.append(("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, where the others have "
+                      f"{slow.usual / 1e6:.4g}: collectives between hosts wait for it", moving * lost,
+                      [f"launch --preflight, and a reservation without {slow.host}",
+                       f"the network interface that {slow.host} takes: launch --interface"]))
+    for label, members in by_label.items():
+        seconds = sum(one.seconds - one.waited_s for one in members) / count * (1 - lost * (label in crossing))
+        rates = [one.bytes / (one.in_flight_s - one.waited_s) for one in members
+                 if (one.bytes or 0) > _LEAST_BYTES * one.count and one.in_flight_s > one.waited_s]
+        rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
+        found.append(("communication", f"exposed {label}: moving the data{rate}", seconds,
+                      against_communication(label, dict(run), dict(deepspeed))))
+    found.append(("data", "waiting for data", split.mean("data"),
+                  ["a faster file system for the shards, or a copy of them on each node's own disk",
+                   "ezpz-llm data prepare, where the corpus is text that is read anew"]))
+    host = min(rank.host_s for rank in split.ranks)
+    idle = min(rank.seconds["idle"] for rank in split.ranks)
+    where = "Python between operators" if split.device == "cpu" else "the device waits for the host"
+    found.append(("host", where, host + idle,
+                  ["--compile true", "a larger --micro-batch, so that operators take longer than their calls",
+                   "profile/host.html has the call tree"]))
+    layout = run["layout"]
+    optimizer = split.mean("optimizer")
+    if not layout.zero_stage and layout.engine != "fsdp2":
+        found.append(("optimizer", "every rank steps all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
+                      against_optimizer(dict(run))))
+    elif run["optimizer"] == "adamw_unfused" or layout.offload_optimizer:
+        found.append(("optimizer", "the optimizer's step", optimizer / 2, against_optimizer(dict(run))))
+    return found
+
+
+def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
+    """What goes on between steps."""
+    config = run["config"]
+    every = {name: config.get(name) or 0 for name in ("save_every", "eval_every", "sample_every", "log_every")}
+    saving = ["faster storage for --run-dir", f"a larger --save-every than {every['save_every']}"]
+    if not config.get("save_async", True):
+        saving.insert(0, "--save-async true")
+    return [
+        ("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0), saving),
+        ("evaluation", "evaluation", wall.get("evaluation", 0.0),
+         [f"a larger --eval-every than {every['eval_every']}",
+          f"a smaller --eval-tokens than {config.get('eval_tokens', 0):,}"]),
+        ("sampling", "generating samples", wall.get("sampling", 0.0), ["a smaller --sample-tokens"]),
+        ("logging", "writing log lines", wall.get("logging", 0.0), [f"a larger --log-every than "
+                                                                     f"{every['log_every']}"]),
+    ]

@@ -1,0 +1,159 @@
+"""Events of a torch.profiler trace: which compute, which communicate, and when (the Chrome trace format)."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ezpz_llm.explain.flight import Flight, kind_of
+from ezpz_llm.explain.intervals import Interval, subtract, union
+
+Event = dict[str, Any]
+Span = Callable[[Event], Interval]
+
+CALL = 1
+"""Where a collective's call has its time; before it comes its kind."""
+
+_OPERATORS = "cpu_op"
+_C10D = "c10d::"
+_AUTOGRAD = "autograd::engine"
+_COMPUTES = re.compile(r"^(?!c10d::|autograd::|torch::)\w+::|^CompiledFunction|^Torch-Compiled")
+_WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
+"""What process groups call their work on the host, from its call or from when a thread takes it up to its end."""
+_COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_WAKING_S = 1e-3
+_BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
+
+
+def operators(events: Sequence[Event], main: int, span: Span) -> list[Interval]:
+    """When the main thread or autograd's were inside an operator that computes.
+
+    Those of C++ do (`aten::mm`), with all that is inside them. Others are looked into: nodes of autograd and
+    functions in Python may as well be waiting for a collective.
+    """
+    threads: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == _OPERATORS:
+            threads[event["tid"]].append(event)
+    found: list[Interval] = []
+    for thread, own in threads.items():
+        if thread == main or any(event["name"].startswith(_AUTOGRAD) for event in own):
+            found += [span(event) for event in own if _COMPUTES.match(event["name"])]
+            found += _leaves([event for event in own if not _COMPUTES.match(event["name"])], own, span)
+    return union(found)
+
+
+def _leaves(candidates: Sequence[Event], events: Sequence[Event], span: Span) -> Iterator[Interval]:
+    """Those that communicate not, and have nothing inside."""
+    begins = sorted(event["ts"] for event in events)
+    for event in candidates:
+        if not event["name"].startswith((_C10D, "record_param_comms")):
+            inside = bisect_left(begins, event["ts"] + event["dur"]) - bisect_left(begins, event["ts"])
+            if inside == 1:
+                yield span(event)
+
+
+def collective_calls(events: Sequence[Event], main: int, span: Span) -> list[tuple[str, Interval]]:
+    """Kind and time of every call of a collective, in order."""
+    found = [(kind_of(event["name"].removeprefix(_C10D)), span(event)) for event in events
+             if event.get("cat") == _OPERATORS and event["name"].startswith(_C10D)]
+    return sorted(found, key=lambda one: one[CALL])
+
+
+def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], span: Span) -> list[Flight]:
+    """Each call with the end of its work: of works that begin after the call, and are such work, the first.
+
+    Some backends do a collective by another one (gloo scatters what it has all-reduced), so that a call is content
+    with any work but a send or receive. One without work that can be found lasts as long as its call.
+    """
+    works = sorted(((kind_of(match[1]), span(mark)) for mark in marks if (match := _WORK.match(mark["name"]))),
+                   key=lambda one: one[1])
+    lists = {True: [one for one in works if one[0] in ("send", "recv")],
+             False: [one for one in works if one[0] not in ("send", "recv")]}
+    found = []
+    for kind, (start, end) in calls:
+        is_paired = kind in ("send", "recv")
+        waiting = lists[is_paired]
+        chosen = next((i for i, (other, work) in enumerate(waiting)
+                       if work[0] >= start and (other == kind or not is_paired)), None)
+        if chosen is not None:
+            end = max(end, waiting.pop(chosen)[1][1])
+            # What began before this call belongs to none that follows.
+            del waiting[:chosen]
+        found.append(Flight(kind, start, end))
+    return found
+
+
+def awaited(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Flight]:
+    """Flights after which nothing is in flight, nor computes, last until something does: a thread that waits is not
+    awake at once. No longer than that takes, so that what a host does by itself then is not theirs.
+
+    Args:
+        computed: when operators ran, as a set.
+    """
+    idle = subtract([(end, end + _WAKING_S) for _, end in union((one.start, one.end) for one in flights)],
+                    union([*computed, *((one.start, one.end) for one in flights)]))
+    awake = dict(idle)
+    return [replace(flight, end=awake.get(flight.end, flight.end)) for flight in flights]
+
+
+def device_flights(events: Sequence[Event], span: Span) -> list[Flight]:
+    """Kernels that communicate, with what the profiler knows of them, in the order of their launches.
+
+    Each group has a stream of its own, so that they need not begin in that order.
+    """
+    launches = _launches(events, span)
+    found = []
+    for event in events:
+        if event.get("cat") == "kernel" and _COMMUNICATION.search(event["name"]):
+            args = event.get("args") or {}
+            # Such as ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
+            name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event["name"])
+            elements = max(args.get("In msg nelems") or 0, args.get("Out msg nelems") or 0)
+            width = _BYTES.get(args.get("dtype"))
+            lasted = span(event)
+            flight = Flight(kind_of(name.lstrip("_")), *lasted, ranks=_ranks(str(args.get("Process Group Ranks"))),
+                            size=elements * width if elements and width else None)
+            found.append((launches.get(args.get("correlation"), lasted[0]), flight))
+    return [flight for _, flight in sorted(found, key=lambda one: one[0])]
+
+
+def _ranks(written: str) -> tuple[int, ...]:
+    """Those of a list such as "[0, 1]"; none of one that the profiler has shortened."""
+    return () if "..." in written else tuple(map(int, re.findall(r"\d+", written)))
+
+
+def _launches(events: Sequence[Event], span: Span) -> dict[int, float]:
+    """When the host launched what, by the number that the profiler has for it."""
+    return {event["args"]["correlation"]: span(event)[0] for event in events
+            if event.get("cat") in ("cuda_runtime", "cuda_driver", "xpu_runtime")
+            and "correlation" in (event.get("args") or {})}
+
+
+def device_work(events: Sequence[Event], span: Span) -> list[tuple[Interval, float]]:
+    """What the device did besides communicating, each with the time of its launch on the host."""
+    launches = _launches(events, span)
+    found = []
+    for event in events:
+        if event.get("cat") in _DEVICE and not _COMMUNICATION.search(event["name"]):
+            lasted = span(event)
+            found.append((lasted, launches.get((event.get("args") or {}).get("correlation"), lasted[0])))
+    return found
+
+
+def phase_of_launches(work: Sequence[tuple[Interval, float]], phases: dict[str, list[Interval]],
+                      names: Sequence[str]) -> dict[str, list[Interval]]:
+    """The device's work by the phase in which it was launched."""
+    spans = sorted((start, end, name) for name in names for start, end in phases[name])
+    starts = [start for start, _, _ in spans]
+    found: dict[str, list[Interval]] = {name: [] for name in names}
+    for lasted, launched in work:
+        i = bisect_right(starts, launched) - 1
+        if i >= 0 and launched < spans[i][1]:
+            found[spans[i][2]].append(lasted)
+    return {name: union(intervals) for name, intervals in found.items()}

@@ -1,0 +1,219 @@
+"""The wall time of traced steps, split so that every moment counts once.
+
+In this order: what came between steps; collectives in flight while nothing computed (exposed); the phases; the
+rest. Where several are in flight, the moment belongs to the one that was called first.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.explain.flight import Flight
+from ezpz_llm.explain.intervals import Interval, intersect, subtract, total, union, within
+from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
+from ezpz_llm.explain.waits import Wait, waits
+from ezpz_llm.rundir import RunDir
+
+IN_STEP = ("data", "forward", "backward", "exposed_communication", "optimizer", "idle")
+"""What a step is split into. "idle" is the rest of it: on a CPU Python between phases, on a device no kernel."""
+HOST = "host"
+OTHER = "other"
+"""What is neither in a step nor marked: Python between steps."""
+CATEGORIES = (*IN_STEP, *BETWEEN, OTHER)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A kind of collectives of one group. Seconds and counts are of all traced steps.
+
+    `waited_s` is the part of `seconds` in which another rank had not called yet. `bytes` is of whole buffers, None
+    where they are not known; `ranks` are those of the group, empty where they are not known.
+    """
+
+    label: str
+    count: int
+    seconds: float
+    waited_s: float
+    in_flight_s: float
+    bytes: int | None
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """One rank's traced wall time.
+
+    Attributes:
+        steps: how many were traced.
+        seconds: by CATEGORIES, adding up to the whole window.
+        exposed: by kind and group, the longest first; their seconds add up to that of the category.
+        waited_for: seconds in which this rank waited in a collective, by the rank that called last.
+        by_step: seconds of each step by IN_STEP; and under HOST those of forward, backward and optimizer in which a
+            CPU rank ran no operator: Python, sleeps.
+        notes: what the run wrote into the trace, see trainer/census.py.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    seconds: dict[str, float]
+    exposed: tuple[Exposed, ...]
+    waited_for: dict[int, float]
+    by_step: tuple[dict[str, float], ...]
+    notes: dict[str, Any]
+
+    @property
+    def window_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds[name] for name in IN_STEP) / self.steps
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of all steps under HOST."""
+        return sum(step[HOST] for step in self.by_step)
+
+    def usual(self, name: str) -> float:
+        """Seconds of the median step."""
+        return statistics.median(step[name] for step in self.by_step)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds a step in which it waited for other ranks."""
+        return sum(self.waited_for.values()) / self.steps
+
+    @property
+    def own_s(self) -> float:
+        """Seconds a step that it took without waiting for others: the rank that has most is the straggler."""
+        return self.step_s - self.waited_s
+
+    def per_step(self) -> dict[str, float]:
+        """Seconds a step of compute, exposed_communication, data, optimizer and other, adding up to the step."""
+        step = {name: self.seconds[name] / self.steps for name in IN_STEP}
+        return {"compute": step["forward"] + step["backward"],
+                "exposed_communication": step["exposed_communication"], "data": step["data"],
+                "optimizer": step["optimizer"], "other": step["idle"]}
+
+
+@dataclass(frozen=True)
+class Split:
+    """All ranks' splits, by rank."""
+
+    ranks: tuple[RankSplit, ...]
+    device: str
+
+    def crosses_hosts(self, exposed: Exposed) -> bool:
+        """Whether the group has ranks on several hosts; one that is not known may have."""
+        hosts = {rank.rank: rank.host for rank in self.ranks}
+        return not exposed.ranks or len({hosts.get(rank) for rank in exposed.ranks}) > 1
+
+    @property
+    def straggler(self) -> RankSplit:
+        """The rank that takes longest by itself."""
+        return max(self.ranks, key=lambda rank: rank.own_s)
+
+    @property
+    def median_own_s(self) -> float:
+        return statistics.median(rank.own_s for rank in self.ranks)
+
+    def mean(self, category: str) -> float:
+        """Seconds of a category in the whole window, of the mean rank."""
+        return statistics.fmean(rank.seconds[category] for rank in self.ranks)
+
+    def per_step(self) -> dict[str, float]:
+        """RankSplit.per_step of the mean rank."""
+        all_ranks = [rank.per_step() for rank in self.ranks]
+        return {name: statistics.fmean(one[name] for one in all_ranks) for name in all_ranks[0]}
+
+
+def split_run(run_dir: Path) -> Split:
+    """Split the traced steps of a run.
+
+    Raises:
+        UserError: it has no traces, or one that cannot be read.
+    """
+    paths = sorted(path for path in RunDir(run_dir).profile.glob("trace-rank*.json.gz")
+                   if re.fullmatch(r"trace-rank\d+\.json\.gz", path.name))
+    if not paths:
+        raise UserError("there are no traces: none of the run's steps were traced", where=str(run_dir / "profile"),
+                        instead="run it again with --trace-steps 10")
+    return split_traces([read_trace(path) for path in paths])
+
+
+def split_traces(traces: Sequence[RankTrace]) -> Split:
+    """The same for traces that were read."""
+    found = waits(traces)
+    return Split(tuple(_split(trace, found[trace.rank]) for trace in sorted(traces, key=lambda one: one.rank)),
+                 traces[0].device)
+
+
+def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
+    left = [trace.window]
+    taken: dict[str, list[Interval]] = {}
+
+    def take(name: str, intervals: Sequence[Interval]) -> None:
+        nonlocal left
+        taken[name] = intersect(left, intervals)
+        left = subtract(left, intervals)
+
+    for name in BETWEEN:
+        take(name, trace.between[name])
+    steps = union(trace.steps.values())
+    in_flight = union((flight.start, flight.end) for flight in trace.flights)
+    exposed = subtract(intersect(in_flight, intersect(left, steps)), trace.computing)
+    pieces = owned(exposed, trace.flights)
+    take("exposed_communication", exposed)
+    # On a device the data phase is what its work did not hide.
+    order = ("data", "forward", "backward", "optimizer")
+    for name in order if trace.device == "cpu" else (*order[1:], order[0]):
+        take(name, intersect(trace.phases[name], steps))
+    take("idle", steps)
+    take(OTHER, [trace.window])
+    waited_for: dict[int, float] = defaultdict(float)
+    waited = []
+    for piece, wait in zip(pieces, known, strict=True):
+        waited.append(0.0 if wait is None else total(intersect(piece, wait.spans)))
+        if waited[-1]:
+            waited_for[wait.last] += waited[-1]
+    busy = [one for name in ("forward", "backward", "optimizer") for one in trace.phases[name]]
+    host = subtract(subtract(union(busy), trace.operators), in_flight) if trace.device == "cpu" else []
+    by_step = tuple({name: total(within(found, start, end))
+                     for name, found in (*((name, taken[name]) for name in IN_STEP), (HOST, host))}
+                    for start, end in trace.steps.values())
+    return RankSplit(trace.rank, trace.host, len(trace.steps), {name: total(taken[name]) for name in CATEGORIES},
+                     _by_label(trace.flights, pieces, waited), dict(waited_for), by_step, trace.notes)
+
+
+def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:
+    """The exposed time of each flight; flights are in order of their beginnings."""
+    found, taken = [], float("-inf")
+    for flight in flights:
+        start = max(taken, flight.start)
+        found.append(within(exposed, start, flight.end) if start < flight.end else [])
+        taken = max(taken, flight.end)
+    return found
+
+
+def _by_label(flights: Sequence[Flight], pieces: Sequence[list[Interval]],
+              waited: Sequence[float]) -> tuple[Exposed, ...]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, flight in enumerate(flights):
+        groups[flight.label].append(i)
+    found = []
+    for label, members in groups.items():
+        sizes = [flights[i].size for i in members]
+        found.append(Exposed(label, len(members), sum(total(pieces[i]) for i in members),
+                             sum(waited[i] for i in members),
+                             total(union((flights[i].start, flights[i].end) for i in members)),
+                             None if None in sizes else sum(sizes), flights[members[0]].ranks))
+    return tuple(sorted(found, key=lambda one: -one.seconds))

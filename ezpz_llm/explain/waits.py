@@ -1,0 +1,86 @@
+"""How long ranks waited in collectives for one that had not called yet.
+
+Whoever called before waited for the rank that called last, and what follows is the transfer. How long a rank is in
+a collective does not tell one from the other: a send is over for its rank when the kernel has the bytes, and an
+all-gather for the rank that calls last when it has what the others sent before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ezpz_llm.explain.clocks import common_clock
+from ezpz_llm.explain.flight import Flight
+from ezpz_llm.explain.intervals import Interval, subtract, union, within
+
+if TYPE_CHECKING:
+    from ezpz_llm.explain.trace import RankTrace
+
+PAIRED = ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """When a rank, in a collective of its own, waited for the rank `last`: in times of its trace."""
+
+    spans: list[Interval]
+    last: int
+
+
+def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
+    """By rank, for each of its flights; None where the other ranks' flights cannot be found.
+
+    While the last rank moves the data of a collective before, with whomever, the others wait for a link and not
+    for it: where ranks have collectives by turns, one of them comes first.
+    """
+    met: dict[Any, list[tuple[int, int, Flight]]] = defaultdict(list)
+    for trace in traces:
+        for i, (key, flight) in enumerate(zip(_keys(trace.rank, trace.flights), trace.flights, strict=True)):
+            if key is not None:
+                met[key].append((trace.rank, i, flight))
+    whole = [meeting for key, meeting in met.items() if len(meeting) == len(key[1])]
+    clock = common_clock(traces, [[(rank, flight) for rank, _, flight in meeting] for meeting in whole])
+    # From here on times are those of the common clock.
+    called = [max((clock[rank] + flight.start, rank) for rank, _, flight in meeting) for meeting in whole]
+    moving: dict[int, list[Interval]] = defaultdict(list)
+    for meeting, (since, _) in zip(whole, called, strict=True):
+        for rank, _, flight in meeting:
+            if flight.kind not in PAIRED:
+                moving[rank].append((since, clock[rank] + flight.end))
+    moved = {rank: union(spans) for rank, spans in moving.items()}
+    found: dict[int, list[Wait | None]] = {trace.rank: [None] * len(trace.flights) for trace in traces}
+    for meeting, (since, last) in zip(whole, called, strict=True):
+        for rank, i, flight in meeting:
+            start, end = (clock[rank] + moment for moment in (flight.start, flight.end))
+            waited = [(start, min(since, end))] if start < since else []
+            if flight.kind not in PAIRED:
+                waited = subtract(waited, within(moved.get(last, []), start, end))
+            found[rank][i] = Wait([(begin - clock[rank], over - clock[rank]) for begin, over in waited], last)
+    return found
+
+
+def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
+    """What the flights of one collective have in common on all its ranks: the step, the ranks, which one it is."""
+    seen: Counter[Any] = Counter()
+    found: list[Any] = []
+    for flight in flights:
+        ranks: tuple[Any, ...] = flight.ranks
+        if flight.kind in PAIRED:
+            if flight.peer is None:
+                found.append(None)
+                continue
+            way = (rank, flight.peer) if flight.kind == "send" else (flight.peer, rank)
+            # From one to the other, apart from the collectives that the same two have.
+            ranks, place = way, "->"
+        else:
+            place = "all"
+        if not ranks:
+            found.append(None)
+            continue
+        key = (flight.step, ranks, place)
+        found.append((*key, seen[key]))
+        seen[key] += 1
+    return found

@@ -1,0 +1,22 @@
+"""Run a training command on several sizes of a reservation, and say how it scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ezpz_llm.errors import run_command
+
+
+def main(argv: Sequence[str]) -> int:
+    """`scale …` makes a study; `scale report` and `scale compare` say what studies have come to."""
+    if argv and argv[0] in ("report", "compare"):
+        from ezpz_llm.scaling.reporting import compare_main, report_main
+
+        return (report_main if argv[0] == "report" else compare_main)(argv[1:])
+    from ezpz_llm.scaling.command import main as study
+
+    return study(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

@@ -1,0 +1,135 @@
+"""All that a study says, put together from its finished runs (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.scaling.efficiency import Curve, Measured, curves_of, points_of
+from ezpz_llm.scaling.fit import Fit
+from ezpz_llm.scaling.law import Shape, shape_of
+from ezpz_llm.scaling.origin import Origin, origin_of
+from ezpz_llm.scaling.point import Repeat, read_repeats
+from ezpz_llm.scaling.predict import REACH, Prediction, Target, find_target, predict, sizes_to_speak_of
+from ezpz_llm.scaling.study import read_study
+
+DEFAULT_TARGET = 0.8
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """The fit of one layout and what it says of each of its curves; or why there is none. `refused` says of which
+    sizes that were asked for it says nothing on one curve or another."""
+
+    ds_config: str
+    fit: Fit | None
+    why: str = ""
+    predictions: tuple[Prediction, ...] = ()
+    targets: tuple[Target, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A study's points, curves (of more than one point), comparisons of layouts at one size, and extrapolations.
+    `missing` says how many runs that were asked for have not finished."""
+
+    name: str
+    points: tuple[Measured, ...]
+    curves: tuple[Curve, ...]
+    contests: tuple[tuple[Measured, ...], ...]
+    extrapolations: tuple[Extrapolation, ...]
+    typed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    missing: int = 0
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+
+def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> Findings:
+    """The findings of the study in `folder`; `at` are sizes to predict besides those chosen here.
+
+    Raises:
+        UserError: it is no study, no run has finished well, or a size or target that nothing can be said of.
+    """
+    study, repeats = read_study(folder), read_repeats(folder)
+    if not any(one.error is None for one in repeats):
+        why = next((f": {one.error}" for one in repeats if one.error), "")
+        raise UserError(f"no run of the study has finished well{why}", where=str(folder),
+                        instead=f"ezpz-llm scale --study {folder} goes on with it")
+    good = {one.ds_config: folder / one.run_dir for one in reversed(repeats) if one.error is None}
+    shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
+    gone = [f"the run directories of {name} are gone: it is fitted as ddp would be" for name in good
+            if name not in shapes]
+    runs = {one.point: [folder / other.run_dir for other in repeats
+                        if other.point == one.point and other.error is None]
+            for one in repeats if one.error is None}
+    origins = {name: origin_of(run_dirs) for name, run_dirs in runs.items()}
+    return put_together(folder.name, repeats, shapes, target, at, typed=study.typed, notes=(*study.notes, *gone),
+                        missing=len(study.points) * study.repeats - len(repeats), origins=origins)
+
+
+def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shape], target: float = DEFAULT_TARGET,
+                 at: Sequence[int] = (), *, typed: Sequence[str] = (), notes: Sequence[str] = (), missing: int = 0,
+                 origins: Mapping[str, Origin] | None = None) -> Findings:
+    """The findings of finished runs; `shapes` by layout, that of DDP where one is missing.
+
+    Raises:
+        UserError: a size or target that nothing can be said of.
+    """
+    points = points_of(repeats)
+    curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
+    notes = (*notes, *(note for curve in curves for note in _smaller_that_failed(curve, points)))
+    layouts = list(dict.fromkeys(curve.ds_config for curve in curves))
+    extrapolations = [_extrapolate(name, [one for one in curves if one.ds_config == name],
+                                   shapes.get(name, Shape()), target, at) for name in layouts]
+    return Findings(name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
+                    tuple(typed), tuple(notes), missing, origins or {})
+
+
+def _smaller_that_failed(curve: Curve, points: Sequence[Measured]) -> list[str]:
+    return [f"{point.name} has no good run: efficiencies are against {curve.base.name}" for point in points
+            if (point.mode, point.ds_config) == (curve.mode, curve.ds_config) and point.ranks < curve.base.ranks]
+
+
+def _contests(points: Sequence[Measured]) -> list[tuple[Measured, ...]]:
+    """Layouts at the largest size that several have, one a mode, the fastest first."""
+    groups: dict[tuple[str, int, int], list[Measured]] = {}
+    for point in points:
+        if point.good:
+            groups.setdefault((point.mode, point.ranks, point.nodes), []).append(point)
+    found: dict[str, list[Measured]] = {}
+    for (mode, *_), group in sorted(groups.items(), key=lambda item: item[0][1:]):
+        if len(group) > 1:
+            found[mode] = group
+    return [tuple(sorted(group, key=lambda point: -point.tokens_per_second)) for group in found.values()]
+
+
+def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float,
+                 at: Sequence[int]) -> Extrapolation:
+    try:
+        fit = Fit(curves, shape)
+    except UserError as error:
+        if at:
+            raise
+        return Extrapolation(name, None, f"{error.found}; {error.instead}")
+    predictions, refused = [], []
+    for curve in curves:
+        for size in at or _chosen(curve):
+            try:
+                predictions.append(predict(fit, curve, size))
+            except UserError as error:
+                refused.append(error)
+    if refused and not predictions:
+        raise refused[0]
+    targets = [find_target(fit, curve, target) for curve in curves]
+    return Extrapolation(name, fit, "", tuple(predictions), tuple(targets),
+                         tuple(f"{error.where}: {error.found}" for error in refused))
+
+
+def _chosen(curve: Curve) -> list[int]:
+    """Twice the largest size, and as far as may be spoken of, where the curve could be measured there."""
+    largest = curve.size(curve.points[-1])
+    possible = sizes_to_speak_of(curve)
+    return [size for size in (2 * largest, REACH * largest) if size in possible]

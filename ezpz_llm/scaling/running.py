@@ -1,0 +1,181 @@
+"""Run what is left of a study, one run after the other, each on its part of the reservation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.allocation import Allocation
+from ezpz_llm.launch.failures.live import look
+from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+from ezpz_llm.observe.progress import short_number
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
+from ezpz_llm.scaling.measure import failed, measure
+from ezpz_llm.scaling.point import Repeat, add_repeat, locked, points_file, read_repeats
+from ezpz_llm.scaling.sizes import THREADS_VARIABLE, carving, reservation
+from ezpz_llm.scaling.study import Point, Study, carve, run_dir_of
+from ezpz_llm.scaling.words import value_of
+
+_IDLE_S = "300"
+"""A run that hangs is ended after so long, where the user's words for launch do not say: the rest is to go on."""
+_TO_END_S = 60.0
+_SILENT_S = 30.0
+_RESERVE_S, _RESERVE_SHARE, _LONGEST_RESERVE_S = 20.0, 0.1, 120.0
+"""Before the end of a reservation the trainer stops by itself, after these: no run is begun that would meet it."""
+
+
+class Cut(Exception):
+    """The study cannot go on now, for the reason given. A run that was told to end before its last step counts for
+    nothing, and is made again."""
+
+
+def left(study: Study, folder: Path, only: Sequence[str], retry_failed: bool) -> list[tuple[Point, int]]:
+    """The runs that are still to be made, in order.
+
+    Raises:
+        UserError: there is no such point.
+    """
+    names = {study.point(name).name for name in only} or {point.name for point in study.points}
+    done = read_repeats(folder) if points_file(folder).exists() else []
+    over = {(one.point, one.repeat) for one in done if one.error is None or not retry_failed}
+    return [(point, repeat) for point, repeat in study.order()
+            if point.name in names and (point.name, repeat) not in over]
+
+
+def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> None:
+    """Make the runs; each leaves a line in points.jsonl. SIGTERM ends the one under way in order, and then this.
+
+    Raises:
+        UserError: the reservation has too few hosts, or another process is running one of the points.
+        Cut: the reservation is over, or nearly, or somebody ended a run.
+    """
+    allocation = reservation(study.hosts, study.points[0].launch, os.environ)
+    hosts = tuple(host.name for host in allocation.hosts)
+    most = max((point for point, _ in runs), key=lambda point: point.nodes)
+    if most.nodes > len(hosts):
+        fitting = dict.fromkeys(point.name for point, _ in runs if point.nodes <= len(hosts))
+        raise UserError(f"point {most.name} needs {most.nodes} nodes, and there are {len(hosts)}",
+                        where=allocation.source,
+                        instead=f"--point {','.join(fitting)}" if fitting else "a larger reservation")
+    signal.signal(signal.SIGTERM, _end)
+    longest = 0.0
+    for number, (point, repeat) in enumerate(runs, 1):
+        ends_at = _ends_at(allocation)
+        if ends_at and longest + _reserve(ends_at - time.time()) > ends_at - time.time():
+            raise Cut("too little of the reservation is left for another run")
+        began = time.monotonic()
+        chosen = carve(hosts, point.nodes, repeat)
+        place = run_dir_of(folder, point, repeat).path.parent
+        place.mkdir(parents=True, exist_ok=True)
+        with locked(place, wait=False) as is_ours:
+            if not is_ours:
+                raise UserError(f"another process is running point {point.name}", where=str(place),
+                                instead="wait for it, or --point with others")
+            done = _make(study, folder, point, repeat, carving(allocation, chosen))
+        longest = max(longest, time.monotonic() - began)
+        print(f"[{number:>{len(str(len(runs)))}}/{len(runs)}] {_told(done, study, chosen)}", flush=True)
+
+
+def _make(study: Study, folder: Path, point: Point, repeat: int, part: tuple[str, ...]) -> Repeat:
+    """One repeat, its line written; one that had ended before its line was written is not run again."""
+    run_dir = run_dir_of(folder, point, repeat)
+    known = {(one.point, one.repeat) for one in read_repeats(folder)} if points_file(folder).exists() else set()
+    if run_dir.path.exists():
+        _wait_for_its_end(run_dir)
+        if (point.name, repeat) not in known and (done := measure(folder, point, repeat)) is not None:
+            add_repeat(folder, done)
+            return done
+        _put_aside(run_dir.path)
+    output = run_dir.path.with_suffix(".txt")
+    _launch(study, point, ("--run-dir", str(run_dir.path), *part), output)
+    done = measure(folder, point, repeat)
+    if done is None:
+        record = read_record(run_dir)
+        if record.get("exit") is not None:
+            raise Cut(record.get("stopped") or record["exit"]["cause"])
+        done = failed(folder, point, repeat, _last_words(output))
+    add_repeat(folder, done)
+    return done
+
+
+def _wait_for_its_end(run_dir: RunDir) -> None:
+    """Of an earlier study that was killed, launch and its ranks may still be at work."""
+    record, told = read_record(run_dir), False
+    while "launch" in record and look(run_dir, record, _SILENT_S) is not None:
+        if not told:
+            print(f"waiting for the end of an earlier attempt: {run_dir.path}", flush=True)
+        told = True
+        time.sleep(1)
+        record = read_record(run_dir)
+
+
+def _put_aside(path: Path) -> None:
+    """Keep what an earlier attempt left, under another name."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.attempt-{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _launch(study: Study, point: Point, place: Sequence[str], output: Path) -> None:
+    """Start launch and wait for its end; what it prints goes to `output`."""
+    words = [sys.executable, "-m", "ezpz_llm.launch", *point.launch, *place]
+    if value_of(point.launch, "--timeout-idle") is None:
+        words += ["--timeout-idle", _IDLE_S]
+    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
+    if study.threads is not None:
+        environment[THREADS_VARIABLE] = str(study.threads)
+    with output.open("wb") as file:
+        process = subprocess.Popen([*words, "--", *point.command], env=environment, cwd=study.directory,
+                                   stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            process.wait()
+        finally:
+            # launch ends its ranks when it is told to end.
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_TO_END_S)
+                process.kill()
+                process.wait()
+
+
+def _ends_at(allocation: Allocation) -> float | None:
+    told = os.environ.get(ENDS_AT_VARIABLE)
+    return allocation.ends_at or (float(told) if told else None)
+
+
+def _reserve(left_s: float) -> float:
+    return _RESERVE_S + min(_RESERVE_SHARE * left_s, _LONGEST_RESERVE_S)
+
+
+def _last_words(output: Path) -> str:
+    said = output.read_text(errors="replace").strip().splitlines()
+    errors = [line for line in said if line.startswith("error: ")]
+    return (errors or said or ["launch said nothing"])[-1].removeprefix("error: ") + f" (see {output})"
+
+
+def _told(done: Repeat, study: Study, hosts: Sequence[str]) -> str:
+    width = max(len(point.name) for point in study.points)
+    name = f"{done.point:<{width}}  run {done.repeat}"
+    if study.unit == "nodes":
+        name += f"  on {','.join(hosts[:4])}{',…' if len(hosts) > 4 else ''}"
+    if done.error is not None:
+        return f"{name}  FAILED: {done.error}"
+    step_s = done.step_tokens / done.tokens_per_second
+    text = f"{name}  {step_s * 1e3:8.1f} ms/step  {short_number(done.tokens_per_second):>6} tok/s"
+    if done.first_loss is None or done.last_loss is None or done.last_loss >= done.first_loss:
+        return f"{text}  the loss did not fall: this speed says nothing"
+    return f"{text}  loss {done.first_loss:.2f} to {done.last_loss:.2f}"
+
+
+def _end(number: int, frame: object) -> None:
+    """Leave by way of what ends the launch that is under way."""
+    raise SystemExit(128 + number)

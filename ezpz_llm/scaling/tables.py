@@ -1,0 +1,167 @@
+"""A study's findings as tables of text, for the terminal and for the page alike (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ezpz_llm.observe.progress import short_number
+from ezpz_llm.scaling.above import explain_predicted
+from ezpz_llm.scaling.efficiency import Curve, Measured
+from ezpz_llm.scaling.findings import Extrapolation, Findings
+from ezpz_llm.scaling.fit import Fit
+from ezpz_llm.scaling.interval import CONFIDENCE, Estimate, ratio
+from ezpz_llm.scaling.law import TERMS
+from ezpz_llm.scaling.point import SPLIT
+
+STEPS_ONLY = "*: one run only, so that its interval leaves out what differs from run to run"
+
+_USELESS = 10
+"""The upper end of an interval over its lower end from which on it says nothing."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows; the first column names them."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def curve_table(curve: Curve) -> Table:
+    """Speed and efficiency of a curve's points."""
+    strong = curve.mode == "strong"
+    columns = (*_sizes(curve), "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev",
+               *(("speed-up",) if strong else ()), "efficiency", f"{CONFIDENCE:.0%} interval")
+    rows = []
+    for point in curve.points:
+        efficiency = curve.efficiency(point)
+        rows.append((*_size(curve, point), *_speed(point), *((f"{curve.speed_up(point):.2f}",) if strong else ()),
+                     f"{efficiency.value:.1%}", "baseline" if point is curve.base else interval_text(efficiency)))
+    return Table(title_of(curve), columns, tuple(rows))
+
+
+def title_of(curve: Curve) -> str:
+    """What the curve is, truthfully: what was held fixed."""
+    one = curve.base.first
+    if curve.mode == "weak":
+        fixed = f"{one.global_batch / curve.base.ranks:g} sequences a step and device at every size"
+    else:
+        fixed = f"{one.global_batch} sequences a step at every size"
+    return f"{curve.mode.capitalize()} scaling, {curve.ds_config}: {fixed}, of {one.block_size} tokens"
+
+
+def split_table(title: str, points: Sequence[Measured]) -> Table:
+    """Where a step goes, memory, and the slowest rank."""
+    rows = []
+    for point in points:
+        split = point.split
+        rank, host, times = point.slowest
+        total = sum(split.values()) if split else 0.0
+        rows.append((point.name, *(f"{split[part] * 1e3:.1f}" if split else "-" for part in SPLIT),
+                     f"{split['exposed_communication'] / total:.0%}" if total else "-",
+                     f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory(point.peak_device_bytes),
+                     _memory(point.peak_host_bytes), f"{rank} {host} ({times}/{len(point.good)})"))
+    return Table(title, ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
+                         "host GiB", "slowest rank"), tuple(rows))
+
+
+def contest_table(contest: Sequence[Measured]) -> Table:
+    """Layouts at one size, each against the fastest."""
+    best = contest[0]
+    rows = []
+    for point in contest:
+        share = ratio(best.step_time, point.step_time, point.first.step_tokens / best.first.step_tokens)
+        rows.append((point.ds_config, *_speed(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
+                     _memory(point.peak_device_bytes), _memory(point.peak_host_bytes), f"{share.value:.1%}",
+                     "-" if point is best else interval_text(share)))
+    size = f"{best.ranks} rank(s) on {best.nodes} node(s) ({best.mode})"
+    batches = {point.first.step_tokens for point in contest}
+    held = f"{best.first.global_batch} sequences a step" if len(batches) == 1 else "each with a batch of its own"
+    return Table(f"Layouts on {size}, {held}", (
+        "layout", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev", "MFU", "device GiB", "host GiB",
+        "of fastest", f"{CONFIDENCE:.0%} interval"), tuple(rows))
+
+
+def fit_table(ds_config: str, fit: Fit) -> Table:
+    """The best law term by term at each point, against what was measured."""
+    names = [name for name in ("work", "bubble", *list(TERMS)[1:]) if any(name in row.parts for row in fit.rows)]
+    rows = [(row.point.name, *(f"{row.parts.get(name, 0.0) * 1e3:.1f}" for name in names),
+             f"{row.seconds * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.deviation:+.1%}") for row in fit.rows]
+    return Table(f"Fit of the step time of {ds_config} (ms)",
+                 ("point", *names, "sum", "measured", "deviation"), tuple(rows))
+
+
+def fit_notes(extrapolation: Extrapolation) -> list[str]:
+    """What to know of a fit: its error, what it cannot tell, and what else would fit."""
+    fit = extrapolation.fit
+    if fit is None:
+        return [f"{extrapolation.ds_config}: {extrapolation.why}"]
+    tested = f"{fit.error:.1%} from the points (root mean square)" if fit.free else \
+        "as many terms as points, so that nothing tests the form"
+    notes = [f"the fit is {tested}; the points' own error is {fit.noise:.1%}"]
+    modes = {curve.mode for curve in fit.curves}
+    if len(modes) == 1:
+        both = "a serial part and the work of a device" if modes == {"weak"} else "a serial part and bandwidth"
+        notes.append(f"{modes.pop()} scaling alone does not tell {both} apart; --mode both does")
+    if fit.rivals:
+        others = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
+        more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
+        notes.append(f"these points support as well: {others}{more}. The band holds them all")
+    for one in extrapolation.predictions:
+        if why := explain_predicted(fit, one):
+            notes.append(f"{one.curve.name} at {one.size} {one.curve.unit}: {one.efficiency:.1%} is above 100 %: "
+                         f"{why}")
+    return [*notes, *extrapolation.refused]
+
+
+def prediction_table(extrapolation: Extrapolation) -> Table | None:
+    """The sizes that were not measured; None where there are none."""
+    if not extrapolation.predictions:
+        return None
+    rows = [(one.curve.name, f"{one.size} {one.curve.unit}", str(one.ranks), f"{one.seconds * 1e3:.1f}",
+             _band(one.seconds_band, 1e3, ".1f"), short_number(one.tokens_per_second), f"{one.efficiency:.1%}",
+             _band(one.efficiency_band, 100, ".1f")) for one in extrapolation.predictions]
+    return Table(f"By the fit of {extrapolation.ds_config}, with bands of {CONFIDENCE:.0%} for the mean over runs",
+                 ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %"), tuple(rows))
+
+
+def failed_table(findings: Findings) -> Table | None:
+    """Runs without numbers, with why; None where all have them."""
+    rows = [(one.point, str(one.repeat), one.error or "-", one.run_dir)
+            for point in findings.points for one in point.repeats if one.error is not None]
+    return Table("Failed runs", ("point", "run", "why", "directory"), tuple(rows)) if rows else None
+
+
+def interval_text(estimate: Estimate) -> str:
+    """An interval in percent, with a mark where it is of the steps of one run."""
+    if estimate.interval is None:
+        return "not known"
+    if estimate.interval[1] > _USELESS * estimate.interval[0]:
+        return "too wide to tell"
+    return _band(estimate.interval, 100, ".1f") + ("*" if estimate.basis == "steps" else "")
+
+
+def _band(band: tuple[float, float], scale: float, form: str) -> str:
+    return f"{band[0] * scale:{form}} to {band[1] * scale:{form}}"
+
+
+def _sizes(curve: Curve) -> tuple[str, ...]:
+    return ("nodes", "ranks") if curve.unit == "nodes" else ("ranks",)
+
+
+def _size(curve: Curve, point: Measured) -> tuple[str, ...]:
+    return (str(point.nodes), str(point.ranks)) if curve.unit == "nodes" else (str(point.ranks),)
+
+
+def _speed(point: Measured) -> tuple[str, ...]:
+    steps = point.steps
+    good, asked = len(point.good), len(point.repeats)
+    return (str(good) if good == asked else f"{good}/{asked}", f"{point.step_time.value * 1e3:.1f}",
+            _band((steps.low, steps.high), 1e3, ".1f"), short_number(point.tokens_per_second),
+            short_number(point.tokens_per_second_per_device))
+
+
+def _memory(value: int | None) -> str:
+    return f"{value / 2**30:.2f}" if value else "-"

@@ -1,0 +1,182 @@
+"""Which cause comes first, on made-up runs in which it is known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from made_up_traces import MadeUp, of_all
+
+from ezpz_llm.engine.batch import Batch
+from ezpz_llm.engine.layout import Layout
+from ezpz_llm.explain.causes import rank_causes
+from ezpz_llm.explain.counterfactual import command
+from ezpz_llm.explain.links import slow_link
+from ezpz_llm.explain.split import split_traces
+from ezpz_llm.explain.trace import rank_trace
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.observe.plots import bars_plot
+
+
+def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", **config):
+    layout = layout or Layout("zero1", "deepspeed", 1)
+    return {"model": get_model_config("gpt2-124m"), "layout": layout, "optimizer": optimizer, "world_size": 2,
+            "batch": Batch(8 * accumulation, 4, accumulation, 2), "memory_bytes": memory_bytes,
+            "device": device, "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536,
+                                         "save_async": True, "log_every": 50, **config}}
+
+
+def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce",
+              hosts=("made-up", "made-up")):
+    """Two ranks of two steps: rank 1 computes `slow` ms longer in forward, or does nothing there for `host` ms."""
+    traces = []
+    for rank in (0, 1):
+        trace = MadeUp(rank, [of_all(operator, [0, 1], 40_000_000)], host=hosts[rank])
+        more = (slow + host) * (rank == 1)
+        for number in (1, 2):
+            start = 200.0 * number
+            length = data + 20 + (slow + host) + 20 + transfer + 2
+            trace.mark(f"step {number}", start, length)
+            trace.mark("data", start, data)
+            trace.mark("forward", start + data, 20 + more)
+            trace.op(start + data, 20 + (slow if rank else 0))
+            begin = start + data + 20 + more
+            trace.mark("backward", begin, 20 + transfer + (slow + host) - more)
+            trace.op(begin, 20)
+            trace.collective(operator, work, begin + 20, transfer + (slow + host) - more)
+            trace.mark("optimizer", start + length - 2, 2)
+            trace.op(start + length - 2, 2)
+        traces.append(rank_trace(trace.whole(), "here"))
+    return split_traces(traces)
+
+
+WALL = {"set-up": 30.0, "training": 10.0, "logging": 0.1, "checkpoints": 0.1, "evaluation": 0.3, "other": 0.1}
+
+
+@pytest.mark.parametrize(("split", "wall", "kind", "says"), [
+    (two_ranks(slow=30), WALL, "slow_rank", "rank 1 on made-up is slow: 30.0 ms a step more in forward"),
+    (two_ranks(host=30), WALL, "slow_rank", "outside of operators"),
+    (two_ranks(data=40), WALL, "data", "waiting for data"),
+    (two_ranks(transfer=40), WALL, "communication", "exposed all_reduce (dp): moving the data, 1000 MB/s"),
+    (two_ranks(), {**WALL, "checkpoints": 20.0}, "checkpoints", "training waits for checkpoints"),
+    (two_ranks(), {**WALL, "evaluation": 20.0}, "evaluation", "evaluation"),
+    (None, {**WALL, "sampling": 20.0}, "sampling", "generating samples"),
+])
+def test_what_costs_most_comes_first(split, wall, kind, says):
+    causes = rank_causes(split, wall, a_run(), {})
+    assert causes[0].kind == kind
+    assert says in causes[0].what
+    assert causes[0].advice
+    assert [cause.seconds for cause in causes] == sorted((cause.seconds for cause in causes), reverse=True)
+    assert all(0 < cause.share < 1 for cause in causes)
+
+
+def test_a_slow_rank_costs_what_the_others_wait_for_it_scaled_to_the_run():
+    causes = rank_causes(two_ranks(slow=30), WALL, a_run(), {})
+    step = 0.2 + 20 + 30 + 20 + 4 + 2
+    assert causes[0].seconds == pytest.approx(10.0 * 30 / step)
+    assert causes[0].share == pytest.approx(causes[0].seconds / 10.6)
+    # The wait for it is no other rank's fault, too.
+    assert not [cause for cause in causes if cause.kind == "waiting"]
+
+
+def links(slow=None, hosts=("a", "b", "c", "d"), receives=False):
+    """Links of a ring of hosts at 100 MB/s, of which one host sends (or receives) at 20."""
+    found = []
+    for i, host in enumerate(hosts):
+        for sender, receiver in ((host, hosts[i - 1]), (hosts[i - 1], host)):
+            is_slow = (receiver if receives else sender) == slow
+            found.append({"sender": sender, "receiver": receiver, "rate": 20e6 if is_slow else 100e6})
+    return found
+
+
+@pytest.mark.parametrize(("found", "what"), [
+    (links("c"), "c sends"), (links("a", receives=True), "a receives"), (links(), None), ([], None),
+    (links("a", hosts=("a", "b")), "a sends"),
+])
+def test_the_host_with_a_slow_link_is_named(found, what):
+    slow = slow_link(found)
+    assert (slow and slow.what) == what
+
+
+def test_a_slow_link_takes_its_share_of_what_is_moved():
+    split = two_ranks(transfer=40, hosts=("b", "c"))
+    split.ranks[0].notes["links"] = links("c")
+    causes = rank_causes(split, WALL, a_run(), {})
+    assert [cause.kind for cause in causes[:2]] == ["slow_link", "communication"]
+    assert "c sends 20 MB/s, where the others have 100" in causes[0].what
+    assert causes[0].seconds / causes[1].seconds == pytest.approx(4)
+    # What stays on one host does not wait for the link.
+    split = two_ranks(transfer=40, hosts=("b", "b"))
+    split.ranks[0].notes["links"] = links("c")
+    assert "slow_link" not in {cause.kind for cause in rank_causes(split, WALL, a_run(), {})}
+
+
+def test_a_slow_rank_costs_no_more_than_until_the_next_one_is_waited_for():
+    """Two of four ranks are slow: without the slowest, the others wait for the second."""
+    traces = []
+    longest = 40.0
+    for rank, more in enumerate((0.0, 0.0, 38.0, longest)):
+        trace = MadeUp(rank, [of_all("all_reduce", [0, 1, 2, 3])])
+        trace.mark("step 1", 0, 20 + longest + 4)
+        trace.mark("forward", 0, 20 + more)
+        trace.op(0, 20 + more)
+        trace.mark("backward", 20 + more, longest - more + 4)
+        trace.collective("allreduce_", "all_reduce", 20 + more, longest - more + 4)
+        traces.append(rank_trace(trace.whole(), "here"))
+    causes = {cause.kind: cause for cause in rank_causes(split_traces(traces), {"training": 0.064}, a_run(), {})}
+    assert causes["slow_rank"].seconds == pytest.approx(0.002)
+    assert "rank 3" in causes["slow_rank"].what
+    assert "40.0 ms a step more" in causes["slow_rank"].what  # than the median of the others, 0
+
+
+def test_advice_is_the_layouts_own():
+    gathers = two_ranks(transfer=40, operator="_allgather_base_", work="all_gather")
+    zero3 = Layout("zero3", "deepspeed", 3)
+
+    def advice(split, overlap=None, **run):
+        zero = {"reduce_bucket_size": 5000} | ({} if overlap is None else {"overlap_comm": overlap})
+        return " | ".join(rank_causes(split, WALL, a_run(**run), {"zero_optimization": zero})[0].advice)
+
+    assert "zero2 would fit: its states take" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
+    assert "zero2 would not fit" in advice(gathers, layout=zero3, memory_bytes=10 ** 9)
+    assert "GB more a rank" in advice(gathers, layout=zero3)
+    reduces = advice(two_ranks(transfer=40))
+    assert "overlap_comm" in reduces
+    assert "overlap_comm" not in advice(two_ranks(transfer=40), overlap=True)
+    assert "overlap_comm" not in advice(two_ranks(transfer=40), device="cpu")  # which DeepSpeed does not overlap on
+    scatters = two_ranks(transfer=40, operator="_reduce_scatter_base_", work="all_reduce")
+    assert "overlap_comm" not in advice(scatters, layout=zero3)  # DeepSpeed's default there
+    assert "overlap_comm" in advice(scatters, overlap=False, layout=zero3)
+    assert "than 5,000" in reduces
+    assert "--accumulation 4" in advice(two_ranks(transfer=40), accumulation=2)
+    assert "--save-async true" in " | ".join(
+        rank_causes(None, {**WALL, "checkpoints": 20.0}, a_run(save_async=False), {})[0].advice)
+
+
+def test_every_rank_stepping_all_parameters_is_said_where_they_do():
+    kinds = {cause.kind for cause in rank_causes(two_ranks(), WALL, a_run(), {})}
+    assert "optimizer" not in kinds
+    replicated = rank_causes(two_ranks(), WALL, a_run(layout=Layout("ddp", "torch", None)), {})
+    found = next(cause for cause in replicated if cause.kind == "optimizer")
+    assert "--ds-config zero1" in found.advice[0]
+
+
+def test_the_command_of_a_counterfactual_keeps_what_was_typed(tmp_path):
+    typed = ["launch", "-n", "2", "--run-dir", "a", "--", "python3", "-m", "ezpz_llm.train", "--run-dir", "a",
+             "--ds-config", "zero2", "--run-dir=a", "--steps", "5000"]
+    words = command(typed, tmp_path)
+    assert words[1:9] == ["-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "a", "--run-dir", str(tmp_path)]
+    assert words[9:16] == ["python3", "-m", "ezpz_llm.train", "--ds-config", "zero2", "--steps", "5000"]
+    assert "--run-dir" not in words[9:]
+    assert words[words.index("--counterfactual-steps") + 1] == "64"
+
+
+def test_bars_are_readable_without_colour():
+    text = bars_plot([("forward", 20.0), ("exposed all_reduce (dp)", 5.0), ("idle", 0.0)], "ms", 60)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "\x1b" not in text
+    row = {name: line.count("█") for line in lines for name in ("forward", "all_reduce", "idle") if name in line}
+    assert row["forward"] > 3 * row["all_reduce"] > 0
+    assert json.dumps(text)  # plain text

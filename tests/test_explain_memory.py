@@ -1,0 +1,53 @@
+"""The arithmetic of communication buffers, what memory a storage takes, and what other tools are shown to say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ezpz_llm.engine.held import taken
+from ezpz_llm.engine.layout import Layout
+from ezpz_llm.engine.memory import bucket_bytes, held_parameters
+from ezpz_llm.explain.checks import checks_text
+from ezpz_llm.model.config import get_model_config
+
+MODEL = get_model_config("gpt2-124m")
+ZERO2 = Layout("zero2", "deepspeed", 2)
+PIPELINE = Layout("pp4", "deepspeed", 1, pp=4)
+
+
+@pytest.mark.parametrize(("layout", "zero", "device", "expected"), [
+    (ZERO2, {"stage": 2, "reduce_bucket_size": 50_000_000}, "cuda", 200_000_000),
+    (ZERO2, {"stage": 2, "reduce_bucket_size": 50_000_000, "overlap_comm": True}, "cuda", 400_000_000),
+    (ZERO2, {"stage": 3, "reduce_bucket_size": 50_000_000, "overlap_comm": True}, "cuda", 200_000_000),
+    (ZERO2, {"stage": 2, "reduce_bucket_size": 50_000_000, "contiguous_gradients": False}, "cuda", 0),
+    (ZERO2, {"stage": 1}, "cuda", 2_000_000_000),
+    (ZERO2, {"stage": 1}, "cpu", 4 * held_parameters(ZERO2, MODEL, 0)),
+    (ZERO2, {"stage": 0}, "cuda", 0),
+    (ZERO2, {}, "cuda", 0),
+    # Stages between the tied tables have the whole bucket, and twice.
+    (PIPELINE, {"stage": 1, "reduce_bucket_size": 50_000_000}, "cuda", 400_000_000),
+    (PIPELINE, {"stage": 1, "reduce_bucket_size": 10}, "cuda", 8 * MODEL.padded_vocab_size * MODEL.n_embd),
+])
+def test_buckets_are_what_deepspeed_allocates(layout, zero, device, expected):
+    assert bucket_bytes(layout, MODEL, zero, device) == expected
+
+
+def test_memory_that_nothing_was_written_to_is_not_taken():
+    storage = torch.empty(50_000_000).untyped_storage()
+    assert taken(storage) < 1_000_000
+    torch.empty(0).set_(storage, 0, (1_000_000,)).fill_(1)
+    assert taken(storage) == pytest.approx(4_000_000, abs=3_000_000)
+    assert taken(torch.ones(1000).untyped_storage()) == 4000
+    assert taken(torch.empty(0).untyped_storage()) == 0
+
+
+def test_other_tools_have_a_line_each():
+    text = checks_text({"collectives": {"logged": 4, "issued": 5.0},
+                        "flops": {"deepspeed": 2.2e9, "ours": 2e9, "ratio": 1.1},
+                        "host": {"torch": 3.0, "deepspeed": 0.25, "ezpz_llm": 0.5, "other": 0.25}})
+    for words in ("counted 4 of the 5 collectives", "1.1000 times our 2e+09. It also counts",
+                  "75.0% of its time in torch", "12.5% ezpz_llm, 6.2% deepspeed, 6.2% other"):
+        assert words in text
+    assert "It also" not in checks_text({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})
+    assert checks_text({}) == ""

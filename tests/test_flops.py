@@ -1,0 +1,153 @@
+"""FLOPs by formula beside torch's counter; the matrix product ceiling; what becomes of both in a run's numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ezpz_llm.model import flop_check
+from ezpz_llm.model.config import MODELS, get_model_config
+from ezpz_llm.model.flop_check import count_flops, counted_flops
+from ezpz_llm.model.flops import FlopCount
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.observe import Peak, StepWork, ceiling, final_text, measure_ceiling, summarise
+from ezpz_llm.observe.ceiling import Ceiling, fastest_product
+from ezpz_llm.rundir import RunDir, append_line
+from ezpz_llm.trainer.work import describe
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_counts_what_the_formula_says_for_every_preset(name):
+    config = MODELS[name]
+    found = count_flops(config)
+    assert found.is_proven, found
+    assert found.counted == found.products
+    assert found.causal == found.model - 6 * config.n_layer * config.n_embd * config.block_size
+    # What 6N counts and no product is: positions, biases, gains.
+    assert 0 <= found.model - found.products < 0.04 * found.model
+
+
+@pytest.mark.parametrize(("name", "overrides"), [
+    ("tiny-gpt2", {"bias": False, "tied": False}), ("tiny-llama", {"n_kv_head": 1, "mlp": "gelu", "bias": True}),
+    ("tiny-gpt2", {"n_layer": 1, "block_size": 7, "vocab_size": 99})])
+def test_and_for_other_shapes(name, overrides):
+    assert count_flops(get_model_config(name, **overrides)).is_proven
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "gpt3-125m"])
+def test_two_blocks_tell_of_the_whole_model(name):
+    config = MODELS[name]
+    assert counted_flops(config) == count_flops(config).counted * config.block_size
+
+
+def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
+    class Wider(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            for block in self.transformer["h"]:
+                block.mlp.c_proj = nn.Sequential(block.mlp.c_proj, nn.Linear(config.n_embd, config.n_embd))
+
+    monkeypatch.setattr(flop_check, "GPT", Wider)
+    found = count_flops(MODELS["tiny-gpt2"])
+    assert not found.is_proven
+    assert found.counted - found.products == 6 * 4 * 128 * 128
+    assert not replace(found, counted=None).is_proven
+    (name, said), = describe(StepWork(1, 1, 1, 1, 256), found)
+    assert name == "FLOPs"
+    assert said.startswith("warning: ")
+    assert f"torch counts {found.counted:.6g}: there will be no MFU" in said
+
+
+def test_the_ceiling_is_what_a_product_reaches_and_is_found_in_time():
+    state = torch.get_rng_state()
+    began = time.perf_counter()
+    flops, size = fastest_product(CPU, torch.float32)
+    assert time.perf_counter() - began < 5, "0.2 s on a quiet machine"
+    left, right = torch.randn(2, size, size).unbind()
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    assert 0.2 < flops / (2 * size ** 3 / min(seconds)) < 5, "others may use the same core"
+    torch.set_rng_state(state)
+    fastest_product(CPU, torch.bfloat16, budget_s=0.01)
+    assert torch.equal(torch.get_rng_state(), state), "training draws the same numbers with and without it"
+
+
+def test_the_best_rate_counts_whatever_its_size(monkeypatch):
+    rate = {256: 1e9, 512: 3e9, 1024: 2e9}
+
+    def burst(factors, products):
+        return products * 2 * len(factors[0]) ** 3 / rate[len(factors[0])]
+
+    monkeypatch.setattr(ceiling, "_burst", burst)
+    assert fastest_product(CPU, torch.float32, budget_s=10) == (pytest.approx(3e9), 512)
+
+
+def test_what_the_first_product_costs_is_not_taken_from_the_budget(monkeypatch):
+    calls = []
+
+    def burst(factors, products):
+        calls.append(len(factors[0]))
+        if len(calls) == 1:
+            time.sleep(0.3)
+        return products * 1e-5
+
+    monkeypatch.setattr(ceiling, "_burst", burst)
+    monkeypatch.setattr(ceiling, "_LARGEST", 512)
+    assert fastest_product(CPU, torch.float32, budget_s=0.2)[1] == 512
+
+
+def test_a_single_process_is_its_own_slowest():
+    alone = SimpleNamespace(rank=0, world_size=1, device=CPU, barrier=lambda: None)
+    found = measure_ceiling(alone, "fp32")
+    assert (found.slowest_rank, found.slowest_flops, found.precision) == (0, found.flops, "fp32")
+
+
+WORK = StepWork(4, 2, 8, 8, 1024, flops_per_token=8e8, causal_flops_per_token=7e8,
+                peak=Peak("a device", "bf16", 2e12, "vendor"), ceiling=Ceiling(1.6e12, "bf16", 4096, 3, 1.5e12))
+
+
+def test_rates_by_both_conventions_and_beside_the_ceiling():
+    rates = WORK.rates(65536 / 8000)  # 1000 tokens a second on each device
+    assert rates.flops_per_second_per_device == pytest.approx(8e11)
+    assert (rates.mfu, rates.mfu_causal, rates.ceiling_share) == pytest.approx((0.4, 0.35, 0.5))
+    unknown = replace(WORK, peak=None).rates(65536 / 8000)
+    assert (unknown.mfu, unknown.mfu_causal) == (None, None), "another device's peak is never assumed"
+    assert unknown.ceiling_share == pytest.approx(0.5)
+    uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
+    assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
+    said = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
+    assert said == {"FLOPs": "800M a token by 6N + 12 L C T, 700M with causal attention; "
+                             "torch counts the same products",
+                    "ceiling": "1.6T FLOP/s in bf16 products alone, 1.5T on the slowest rank, 3"}
+
+
+def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_path):
+    run_dir = RunDir(tmp_path / "run").create()
+    for step in range(1, 31):
+        phases = {"data_s": 1.0, "forward_s": 3.0, "backward_s": 3.0, "optimizer_s": 1.0, "other_s": 0.192}
+        append_line(run_dir.metrics, {"step": step, "loss": 5 - step / 50, "lr": 1e-3, "grad_norm": 1.0,
+                                      "step_time_s": 8.192, **phases})
+    summary = summarise(run_dir, WORK, {"training": 245.0})
+    text = final_text(summary, run_dir)
+    assert "MFU             40.0% of the stated peak; 35.0% with causal attention counted\n" in text
+    assert "FLOP/s          800G a device, 50.0% of matrix products alone\n" in text
+    assert "warning" not in text
+    assert {"mfu_causal", "ceiling_share", "flops_per_second_per_device"} <= summary.as_record().keys()
+
+    low = replace(WORK, ceiling=replace(WORK.ceiling, flops=4e11))
+    assert "warning: the step reached 2.00 of the matrix product ceiling: something else" in final_text(
+        summarise(run_dir, low, {"training": 245.0}), run_dir)
+    wrong = replace(WORK, peak=Peak("a device", "bf16", 4e11, "vendor"))
+    text = final_text(summarise(run_dir, wrong, {"training": 245.0}), run_dir)
+    assert "an MFU of 2.00 cannot be" in text
+    assert "of the stated peak" not in text

@@ -1,0 +1,225 @@
+"""Reports of studies: terminal, JSON, CSV, page, and two studies compared; the folder is as `scale` leaves it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import Browser, find_browser
+from scale_laws import study
+from well_formed import check_balance
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.scaling.compare import compare, comparison_remarks
+from ezpz_llm.scaling.findings import find
+from ezpz_llm.scaling.page import findings_page
+from ezpz_llm.scaling.point import add_repeat
+from ezpz_llm.scaling.reporting import report_main
+from ezpz_llm.scaling.study import Point, Study
+from ezpz_llm.scaling.terminal import findings_text
+
+SIZES = (1, 2, 4)
+
+
+def ddp(mode, n, q, a):
+    return 0.025 * q + 0.06 * (n - 1) / n + 0.004 * math.log2(n)
+
+
+def zero3(mode, n, q, a):
+    return 0.025 * q + 0.02 / n + 0.04 * a * (n - 1) / n
+
+
+def make_study(folder: Path, *, slower: float = 1.0, layouts=("ddp", "zero3"), modes=("weak", "strong"),
+               sizes=SIZES, torch: str = "2.13.0", seed: int = 0) -> Path:
+    """A folder as a study leaves it, with a run that failed and one that is still to be made."""
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    made = []
+    for name in layouts:
+        law = ddp if name == "ddp" else zero3
+        made += study(lambda *at, law=law: slower * law(*at), rng, modes=modes, sizes=sizes, ds_config=name)
+    made[-1] = replace(made[-1], error="rank 1 was killed (code 137)", step_times_s=(), tokens_per_second=None)
+    points = {one.point: Point(one.point, one.mode, one.ds_config, one.nodes, one.ranks, one.global_batch,
+                               one.micro_batch, one.accumulation, (), ("python3",)) for one in made}
+    Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
+          tuple(points.values()), ("a note of the study",)).write(folder)
+    for one in made[1:]:
+        seconds = float(np.median(one.step_times_s or (1.0,)))
+        waits = 0.03 * (one.ranks - 1) / one.ranks
+        split = {"compute": 0.8 * (seconds - waits), "exposed_communication": waits, "data": 0.001,
+                 "optimizer": 0.2 * (seconds - waits) - 0.001, "other": 0.0}
+        add_repeat(folder, replace(one, split=split if not one.error else None, mfu=0.41))
+        run_dir = RunDir(folder / one.run_dir).create()
+        write_json(run_dir.record, {
+            "launch": {"typed": ["launch", "--hosts", f"n[1-{one.nodes}]", "python3", "-m", "ezpz_llm.train"],
+                       "argv": ["mpiexec", "-n", str(one.ranks)], "env": {"OMP_NUM_THREADS": "1"}},
+            "environment": {"versions": {"torch": torch}, "device": {"type": "cpu"},
+                            "hosts": [f"n{i + 1}" for i in range(one.nodes)]}})
+        stage = 3 if one.ds_config == "zero3" else None
+        write_json(run_dir.layout, {"layout": {"name": one.ds_config, "zero_stage": stage, "pp": 1,
+                                               "engine": "deepspeed" if stage else "ddp"}, "batch": {}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_study(tmp_path_factory.mktemp("study") / "scale-a<b>")
+
+
+def test_the_terminal_says_everything(folder):
+    text = findings_text(find(folder), 100, colour=False)
+    assert "\x1b" not in text
+    for part in ("Weak scaling, ddp: 4 sequences a step and device at every size",
+                 "Strong scaling, zero3: 64 sequences a step at every size",
+                 "Layouts on 4 rank(s) on 4 node(s) (strong), 64 sequences a step", "baseline", "95% interval",
+                 "strong-zero3-n4-r4: 1 of 3 runs failed", "rank 1 was killed (code 137)", "exposed", "3 n4 (3/3)",
+                 "weak scaling: efficiency (%) over nodes", "A weak ddp: measured; line: by its fit",
+                 "Fit of the step time of zero3", "divided", "By the fit of ddp",
+                 "efficiency stays at 80% or above", "a note of the study", "1 run(s) are still to be made",
+                 "41.0%"):
+        assert part in text, part
+    assert max(map(len, text.splitlines())) < 130
+
+
+def test_the_command_writes_numbers_that_agree(folder):
+    command = [sys.executable, "-m", "ezpz_llm.scale", "report", str(folder), "--target", "0.6", "--at", "8"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "efficiency stays at 60% or above" in run.stdout
+    assert str(folder / "report.html") in run.stdout
+    record = json.loads((folder / "report.json").read_text())
+    rows = {row["point"]: row for row in csv.DictReader((folder / "report.csv").open())}
+    assert len(rows) == len(record["points"]) == 12
+    for point in record["points"]:
+        row = rows[point["point"]]
+        assert float(row["step_time_s"]) == point["step_time_s"]
+        assert point["step_time_low_s"] < point["step_time_s"] < point["step_time_high_s"]
+        assert row["efficiency_low"] == "" or float(row["efficiency_low"]) < float(row["efficiency"])
+        assert point["origin"]["commands"][0].startswith("launch --hosts 'n[1-")
+        tokens = point["global_batch"] * 256
+        assert point["tokens_per_second"] == pytest.approx(tokens / point["step_time_s"])
+    assert record["runs_missing"] == 1
+    assert [one["error"] for one in record["failed"]] == ["rank 1 was killed (code 137)"]
+    sizes = {prediction["size"] for fit in record["fits"] for prediction in fit["predictions"]}
+    assert sizes == {8}
+    assert {tuple(fit["terms"])[:2] for fit in record["fits"]} >= {("work", "divided")}
+    told, = (one for one in json.loads((folder / "report.json").read_text())["fits"] if one["ds_config"] == "ddp")
+    assert not [note for note in told["notes"] if "cannot be divided" in note]
+    beyond = subprocess.run([*command[:-1], "17"], capture_output=True, text=True, timeout=60, check=False)
+    assert beyond.returncode == 2
+    assert "no prediction for 17 nodes: measured were 1 to 4" in beyond.stderr
+    # Twelve nodes are a size for the weak curve, though not for a batch of 64.
+    text = findings_text(find(folder, at=(12,)), 200, colour=False)
+    assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
+    assert "12 nodes" in text
+    wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=60, check=False)
+    assert (wrong.returncode, "'abc' is no list of whole numbers such as 16,32" in wrong.stderr) == (2, True)
+
+
+def test_what_of_a_study_is_gone_or_damaged_is_said(tmp_path):
+    folder = make_study(tmp_path / "a")
+    for run_dir in folder.glob("points/*-zero3-*/run-*"):
+        shutil.rmtree(run_dir)
+    kept = [line for line in (folder / "points.jsonl").read_text().splitlines()
+            if '"weak-ddp-n1-r1"' not in line]
+    failed = next(one for one in kept if '"weak-ddp-n2-r2"' in one).replace("weak-ddp-n2-r2", "weak-ddp-n1-r1")
+    failed = {**json.loads(failed), "nodes": 1, "ranks": 1, "error": "no such device", "step_times_s": []}
+    (folder / "points.jsonl").write_text("\n".join([*kept, json.dumps(failed), ""]))
+    text = findings_text(find(folder), 200, colour=False)
+    assert "the run directories of zero3 are gone: it is fitted as ddp would be" in text
+    assert "weak-ddp-n1-r1 has no good run: efficiencies are against weak-ddp-n2-r2" in text
+    next(folder.glob("points/weak-ddp-n2/run-0/layout.json")).write_text("{")
+    with pytest.raises(UserError, match="this is not JSON"):
+        find(folder)
+
+
+def test_a_study_of_layouts_and_one_of_two_sizes(tmp_path):
+    layouts = findings_text(find(make_study(tmp_path / "one", modes=("strong",), sizes=(2,))), 100, colour=False)
+    assert "Layouts on 2 rank(s) on 2 node(s)" in layouts
+    assert "of fastest" in layouts
+    assert "scaling:" not in layouts
+    two = findings_text(find(make_study(tmp_path / "two", sizes=(1, 2))), 100, colour=False)
+    assert "no fit: it needs 3 sizes, measured are 1, 2" in two
+    with pytest.raises(UserError, match="needs 3 sizes"):
+        report_main([str(tmp_path / "two"), "--at", "8"])
+    with pytest.raises(UserError, match="this is no study"):
+        find(tmp_path)
+
+
+def test_a_study_without_a_good_run_says_why(tmp_path):
+    folder = make_study(tmp_path / "a", layouts=("ddp",))
+    lines = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
+    (folder / "points.jsonl").write_text("".join(
+        json.dumps({**line, "error": "no such device", "step_times_s": []}) + "\n" for line in lines))
+    with pytest.raises(UserError, match="no run of the study has finished well: no such device"):
+        find(folder)
+
+
+def test_two_studies_compared(tmp_path, capsys):
+    first = make_study(tmp_path / "first", layouts=("ddp",))
+    second = make_study(tmp_path / "second", slower=1.2, layouts=("ddp",), torch="2.14.0", seed=1)
+    found = compare(find(first), find(second))
+    assert {pair.verdict for pair in found.pairs} == {"slower"}
+    for pair in found.pairs:
+        low, high = pair.faster.interval
+        assert low - 0.02 < 1 / 1.2 < high + 0.02
+    assert found.differences == {"torch": ("2.13.0", "2.14.0")}
+    assert found.pairs[1].efficiencies[0].value == pytest.approx(found.pairs[1].efficiencies[1].value, rel=0.06)
+    same = compare(find(first), find(make_study(tmp_path / "third", layouts=("ddp", "zero3"), seed=2)))
+    assert [pair.verdict for pair in same.pairs].count("no difference shown") >= 4
+    assert any(one.startswith("only in third: weak-zero3") for one in comparison_remarks(same))
+    with pytest.raises(UserError, match="no point in common"):
+        compare(find(first), find(make_study(tmp_path / "other", layouts=("zero3",))))
+    command = [sys.executable, "-m", "ezpz_llm.scale", "compare", str(first), str(second)]
+    text, numbers = (subprocess.run([*command, *more], capture_output=True, text=True, timeout=60,
+                                    check=True).stdout for more in ([], ["--json"]))
+    assert "slower" in text
+    assert json.loads(numbers)["differences"] == {"torch": ["2.13.0", "2.14.0"]}
+
+
+def test_the_page_is_whole_and_loads_nothing(folder):
+    page = findings_page(find(folder))
+    check_balance(page)
+    assert "a<b>" not in page, "names are text"
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
+    for part in ("launch --hosts", "mpiexec -n 4", "ezpz-llm scale --nodes 1,2,4", "OMP_NUM_THREADS", "2.13.0"):
+        assert part in page, part
+
+
+@pytest.mark.timeout(180)
+def test_the_page_in_a_real_browser(folder, tmp_path):
+    if (program := find_browser()) is None:
+        pytest.skip("no browser is installed (chromium)")
+    page = tmp_path / "page.html"
+    page.write_text(findings_page(find(folder)))
+    shown = Browser(program, tmp_path / "profile")
+    try:
+        for width, dark in ((1200, False), (360, True)):
+            shown.open(page, width, dark=dark)
+            assert shown.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        visible = "[...document.querySelectorAll('#weak-scaling0 ~ .panel')].map(one => one.offsetHeight > 0)"
+        assert shown.evaluate(visible) == [True, False, False]
+        shown.evaluate("document.querySelector('label[for=weak-scaling1]').click()")
+        assert shown.evaluate(visible) == [False, True, False]
+        assert shown.evaluate("document.querySelectorAll('.bars dd').length") == 12
+        shown.evaluate("[...document.querySelectorAll('.plot')].find(one => one.offsetHeight).focus()")
+        shown.press("Home")
+        said = shown.evaluate("[...document.querySelectorAll('output')].map(one => one.textContent).join('')")
+        assert said.startswith("nodes 1: ddp "), said
+        assert {message["params"]["request"]["url"].split(":")[0] for message in shown.messages
+                if message["method"] == "Network.requestWillBeSent"} == {"file"}
+        assert [message for message in shown.messages if message["method"] in (
+            "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")] == []
+    finally:
+        shown.close()
+        shutil.rmtree(tmp_path / "profile", ignore_errors=True)

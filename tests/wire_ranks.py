@@ -1,0 +1,101 @@
+"""A rank that puts collectives on its node's link and counts the bytes there: wire_ranks.py CASES.json OUT.json
+
+Under torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), one rank a node. CASES is a list of
+[kind, ranks, bytes, repeats]; the first `ranks` ranks take part, the others wait. Rank 0 writes, for each case,
+what every rank sent and received a call, and the seconds from when the last rank called until it was over on all;
+simulated nodes have one clock. They are the median of calls: where two ranks that send to each other take turns on
+some calls and not on others, the fastest is a rare one.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+LINK = "eth0"
+
+
+def counters() -> tuple[int, int]:
+    """Bytes that the link has sent and received so far."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == LINK:
+            fields = [int(number) for number in numbers.split()]
+            return fields[8], fields[0]
+    raise SystemExit(f"there is no link {LINK}")
+
+
+def operation(kind: str, size: int, ranks: int, group: dist.ProcessGroup):
+    """What issues one collective whose whole buffer, as certify counts them, has `size` bytes."""
+    me, elements = dist.get_rank(), size // 4
+    whole, share = torch.ones(elements), torch.ones(elements // ranks)
+    shares = [torch.ones(elements // ranks) for _ in range(ranks)]
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, share, group=group),
+        "all_gather_list": lambda: dist.all_gather(shares, share, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(share, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "reduce": lambda: dist.reduce(whole, 0, group=group),
+        "gather": lambda: dist.gather(share, shares if me == 0 else None, 0, group=group),
+        "scatter": lambda: dist.scatter(share, shares if me == 0 else None, 0, group=group),
+        "send": lambda: dist.send(whole, 1, group=group) if me == 0 else dist.recv(whole, 0, group=group),
+        "nothing": lambda: None,
+    }[kind]
+
+
+def measure(kind: str, ranks: int, size: int, repeats: int, group: dist.ProcessGroup) -> list[list[float]]:
+    """For every rank: bytes sent and received a call (without what the waits around it take), and for each call
+    when it was made and when it was over."""
+    def count(act, times: int) -> tuple[list[int], list[float]]:
+        dist.barrier(group=group)
+        before, moments = counters(), []
+        for _ in range(times):
+            dist.barrier(group=group)
+            began = time.monotonic()
+            act()
+            moments += [began, time.monotonic()]
+        dist.barrier(group=group)
+        return [after - start for after, start in zip(counters(), before, strict=True)], moments
+
+    act = operation(kind, size, ranks, group)
+    act()  # connections are made by the first call
+    idle, _ = count(lambda: None, repeats)
+    busy, moments = count(act, repeats)
+    each = [(after - before) / repeats for after, before in zip(busy, idle, strict=True)]
+    own = torch.tensor([*each, *moments], dtype=torch.float64)
+    found = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(found, own, group=group)
+    return [one.tolist() for one in found]
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sorted({case[1] for case in cases})}
+    results = []
+    for kind, ranks, size, repeats in cases:
+        if dist.get_rank() < ranks:
+            rows = measure(kind, ranks, size, repeats, groups[ranks])
+            began, over = ([max(moments) for moments in zip(*(row[first::2] for row in rows), strict=True)]
+                           for first in (2, 3))
+            results.append({"kind": kind, "ranks": ranks, "bytes": size,
+                            "sent": [round(row[0]) for row in rows], "received": [round(row[1]) for row in rows],
+                            "seconds": statistics.median(end - start for start, end in
+                                                         zip(began, over, strict=True))})
+        dist.barrier()
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
