@@ -171,6 +171,7 @@ def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
     assert "No trace of rank(s) 1: means are over the others" in capsys.readouterr().out
     assert account(tmp_path / "a").as_record()["split"]["untraced"] == [1]
     assert account(whole).as_record()["split"]["untraced"] == []
+    (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')
     for path in (run_dir.layout, run_dir.profile / "host.json", run_dir.metrics):
         before = path.read_text()
         path.write_text("{\n" + before)
@@ -178,6 +179,7 @@ def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
             account(tmp_path / "a")
         assert error.value.where.startswith(str(path))
         path.write_text(before)
+    assert explain([str(tmp_path / "a")]) == 0
     run_dir.layout.unlink()
     with pytest.raises(UserError, match=r"left no layout\.json"):
         account(tmp_path / "a")
