@@ -18,19 +18,20 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
 
 
-def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", **config):
+def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", **config):
     layout = layout or Layout("zero1", "deepspeed", 1)
     return {"model": get_model_config("gpt2-124m"), "layout": layout, "optimizer": optimizer, "world_size": 2,
             "batch": Batch(8 * accumulation, 4, accumulation, 2), "memory_bytes": memory_bytes,
-            "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536, "save_async": True,
-                       "log_every": 50, **config}}
+            "device": device, "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536,
+                                         "save_async": True, "log_every": 50, **config}}
 
 
-def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce"):
+def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce",
+              hosts=("made-up", "made-up")):
     """Two ranks of two steps: rank 1 computes `slow` ms longer in forward, or does nothing there for `host` ms."""
     traces = []
     for rank in (0, 1):
-        trace = MadeUp(rank, [of_all(operator, [0, 1], 40_000_000)])
+        trace = MadeUp(rank, [of_all(operator, [0, 1], 40_000_000)], host=hosts[rank])
         more = (slow + host) * (rank == 1)
         for number in (1, 2):
             start = 200.0 * number
@@ -99,27 +100,54 @@ def test_the_host_with_a_slow_link_is_named(found, what):
 
 
 def test_a_slow_link_takes_its_share_of_what_is_moved():
-    split = two_ranks(transfer=40)
+    split = two_ranks(transfer=40, hosts=("b", "c"))
     split.ranks[0].notes["links"] = links("c")
     causes = rank_causes(split, WALL, a_run(), {})
     assert [cause.kind for cause in causes[:2]] == ["slow_link", "communication"]
     assert "c sends 20 MB/s, where the others have 100" in causes[0].what
     assert causes[0].seconds / causes[1].seconds == pytest.approx(4)
+    # What stays on one host does not wait for the link.
+    split = two_ranks(transfer=40, hosts=("b", "b"))
+    split.ranks[0].notes["links"] = links("c")
+    assert "slow_link" not in {cause.kind for cause in rank_causes(split, WALL, a_run(), {})}
+
+
+def test_a_slow_rank_costs_no_more_than_until_the_next_one_is_waited_for():
+    """Two of four ranks are slow: without the slowest, the others wait for the second."""
+    traces = []
+    longest = 40.0
+    for rank, more in enumerate((0.0, 0.0, 38.0, longest)):
+        trace = MadeUp(rank, [of_all("all_reduce", [0, 1, 2, 3])])
+        trace.mark("step 1", 0, 20 + longest + 4)
+        trace.mark("forward", 0, 20 + more)
+        trace.op(0, 20 + more)
+        trace.mark("backward", 20 + more, longest - more + 4)
+        trace.collective("allreduce_", "all_reduce", 20 + more, longest - more + 4)
+        traces.append(rank_trace(trace.whole(), "here"))
+    causes = {cause.kind: cause for cause in rank_causes(split_traces(traces), {"training": 0.064}, a_run(), {})}
+    assert causes["slow_rank"].seconds == pytest.approx(0.002)
+    assert "rank 3" in causes["slow_rank"].what
+    assert "40.0 ms a step more" in causes["slow_rank"].what  # than the median of the others, 0
 
 
 def test_advice_is_the_layouts_own():
     gathers = two_ranks(transfer=40, operator="_allgather_base_", work="all_gather")
     zero3 = Layout("zero3", "deepspeed", 3)
 
-    def advice(split, **run):
-        deepspeed = {"zero_optimization": {"reduce_bucket_size": 5000}}
-        return " | ".join(rank_causes(split, WALL, a_run(**run), deepspeed)[0].advice)
+    def advice(split, overlap=None, **run):
+        zero = {"reduce_bucket_size": 5000} | ({} if overlap is None else {"overlap_comm": overlap})
+        return " | ".join(rank_causes(split, WALL, a_run(**run), {"zero_optimization": zero})[0].advice)
 
     assert "zero2 would fit: its states take" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
     assert "zero2 would not fit" in advice(gathers, layout=zero3, memory_bytes=10 ** 9)
     assert "GB more a rank" in advice(gathers, layout=zero3)
     reduces = advice(two_ranks(transfer=40))
     assert "overlap_comm" in reduces
+    assert "overlap_comm" not in advice(two_ranks(transfer=40), overlap=True)
+    assert "overlap_comm" not in advice(two_ranks(transfer=40), device="cpu")  # which DeepSpeed does not overlap on
+    scatters = two_ranks(transfer=40, operator="_reduce_scatter_base_", work="all_reduce")
+    assert "overlap_comm" not in advice(scatters, layout=zero3)  # DeepSpeed's default there
+    assert "overlap_comm" in advice(scatters, overlap=False, layout=zero3)
     assert "than 5,000" in reduces
     assert "--accumulation 4" in advice(two_ranks(transfer=40), accumulation=2)
     assert "--save-async true" in " | ".join(

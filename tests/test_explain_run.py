@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.errors import UserError
+from ezpz_llm.explain.__main__ import main as explain
 from ezpz_llm.explain.account import account
 from ezpz_llm.explain.counterfactual import taken
 from ezpz_llm.explain.split import split_run
@@ -160,6 +162,29 @@ def test_the_command_prints_for_people_and_for_machines(runs):
     assert "instead" in refused.stderr
 
 
+def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
+    whole = runs / "zero3"
+    shutil.copytree(whole, tmp_path / "a")
+    run_dir = RunDir(tmp_path / "a")
+    run_dir.trace(1).unlink()
+    assert explain([str(tmp_path / "a")]) == 0
+    assert "No trace of rank(s) 1: means are over the others" in capsys.readouterr().out
+    assert account(tmp_path / "a").as_record()["split"]["untraced"] == [1]
+    assert account(whole).as_record()["split"]["untraced"] == []
+    (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')
+    for path in (run_dir.layout, run_dir.profile / "host.json", run_dir.metrics):
+        before = path.read_text()
+        path.write_text("{\n" + before)
+        with pytest.raises(UserError, match="this is not JSON") as error:
+            account(tmp_path / "a")
+        assert error.value.where.startswith(str(path))
+        path.write_text(before)
+    assert explain([str(tmp_path / "a")]) == 0
+    run_dir.layout.unlink()
+    with pytest.raises(UserError, match=r"left no layout\.json"):
+        account(tmp_path / "a")
+
+
 @pytest.mark.slow
 def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
     """On idle cores, medians of 48 steps of each kind; 5 points of the step time.
@@ -167,8 +192,8 @@ def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
     Others' work, at the lowest priority too, fills the cores while a rank waits, and slows what it computes next:
     caches are emptied, and it has to get back onto a core. That goes with the collectives, but no trace has it.
     """
-    jobs = {name.partition("+")[0]: f"{name}+steps=132+trace-steps=48+counterfactual-steps=64+block-size=256"
-            for name in LAYOUTS}
+    more = "+steps=132+trace-steps=48+counterfactual-steps=64+block-size=256+micro-batch=8"
+    jobs = {name.partition("+")[0]: name + more for name in LAYOUTS}
     found, before = {}, processor_seconds()
     train(tmp_path, *jobs.values(), timeout=900)
     everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
@@ -181,7 +206,8 @@ def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
         RESULT.write_text(json.dumps({
             "command": "pytest -m slow tests/test_explain_run.py --write-counterfactual",
             "date": time.strftime("%Y-%m-%d"),
-            "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2",
+            "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2, 8 sequences of 256 tokens "
+                    "at a time",
             "processor_share_of_others": round(1 - ours / everybody, 3), "layouts": found}, indent=1) + "\n")
     for name, one in found.items():
         difference = sum(one["removed"]) / 2 - sum(one["exposed"]) / 2

@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from browser import Browser, find_browser
+from well_formed import check_balance
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.report.__main__ import main
@@ -124,6 +124,10 @@ def test_what_is_no_run_is_said(tmp_path):
     assert error.value.instead == f"ezpz-llm report {tmp_path / 'runs' / 'a'}"
     damaged = make_run(tmp_path / "b", range(1, 3))
     (damaged / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match="this is not JSON") as error:
+        load_runs([damaged])
+    assert error.value.where.endswith("metrics.jsonl, line 2")
+    (damaged / "metrics.jsonl").write_text('{"step": 1}\n{"loss": 2}\n')
     with pytest.raises(UserError, match="after 1 steps comes a line"):
         load_runs([damaged])
     RunDir(tmp_path / "empty").create()
@@ -154,30 +158,10 @@ def test_the_command_draws_in_the_terminal_and_writes_the_page(tmp_path):
     assert "--html nowhere/page.html" in unwritable.stderr
 
 
-class _Balance(HTMLParser):
-    """Every element that opens closes in its turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "input", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag, attrs):
-        """Such as a path: it closes itself."""
-
-
 def test_the_page_is_well_formed_whatever_a_run_is_called(tmp_path):
     runs = load_runs([make_run(tmp_path / name, range(1, 5)) for name in ('<script>alert("1")&', "b")])
     page = report_page(runs)
-    balance = _Balance()
-    balance.feed(page)
-    assert balance.open == []
+    check_balance(page)
     assert "<script>alert" not in page
 
 

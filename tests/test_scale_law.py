@@ -10,13 +10,14 @@ import pytest
 from scale_laws import noisy, repeat, study
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.scaling.above import explain_above
+from ezpz_llm.scaling.above import explain_above, explain_predicted
 from ezpz_llm.scaling.efficiency import curves_of, points_of
+from ezpz_llm.scaling.findings import Extrapolation
 from ezpz_llm.scaling.fit import Fit
 from ezpz_llm.scaling.interval import Estimate, estimate, ratio, student_quantile
 from ezpz_llm.scaling.law import Shape
 from ezpz_llm.scaling.predict import find_target, line, predict, sizes_to_speak_of
-from ezpz_llm.scaling.tables import interval_text
+from ezpz_llm.scaling.tables import fit_notes, interval_text
 
 QUIET = {"runs": 1e-4, "within": 1e-4}
 
@@ -188,6 +189,37 @@ def test_bands_hold_the_truth_at_four_times_the_largest_point(modes):
             held["time"] += at.seconds_band[0] <= true <= at.seconds_band[1]
             held["efficiency"] += at.efficiency_band[0] <= q / true / (base / first) <= at.efficiency_band[1]
     assert all(count / studies >= 0.9 for count in held.values()), held
+
+
+def test_bands_hold_the_truth_where_most_runs_of_the_largest_point_failed():
+    """What its one run's steps differ by is less than what runs differ by."""
+    held = 0
+    for seed in range(60):
+        made = study(ddp, np.random.default_rng(seed), within=0.005)
+        made[-2:] = [replace(one, error="killed", step_times_s=()) for one in made[-2:]]
+        curve, = found = curves(made)
+        low, high = predict(Fit(found, Shape()), curve, 16).seconds_band
+        held += low <= ddp("", 16, 4, 1) <= high
+    assert held >= 0.9 * 60, held
+
+
+def test_a_prediction_above_one_is_explained():
+    def divided(mode, n, q, a):
+        return 0.025 * q + 0.08 / n
+
+    curve, = found = curves(study(divided, np.random.default_rng(1), **QUIET))
+    fit = Fit(found, Shape(1, False, True))
+    at = predict(fit, curve, 16)
+    assert at.efficiency > 1.5
+    why = explain_predicted(fit, at)
+    assert why.startswith("what the fit calls divided takes 75.")
+    assert "divided over more ranks" in why
+    made_up = replace(at, parts={**at.parts, "divided": fit.rows[0].parts["divided"]})
+    assert "not explained" in explain_predicted(fit, made_up)
+    assert "within the noise" in explain_predicted(fit, replace(at, efficiency_band=(0.97, 1.6)))
+    assert explain_predicted(fit, replace(at, efficiency=0.99)) is None
+    assert any("above 100 %: what the fit calls divided" in note
+               for note in fit_notes(Extrapolation("zero1", fit, "", (at,))))
 
 
 def test_nothing_is_said_beyond_four_times_the_largest_point_nor_where_a_batch_cannot_be_divided():

@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from browser import Browser, find_browser
 from scale_laws import study
+from well_formed import check_balance
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
@@ -113,9 +113,34 @@ def test_the_command_writes_numbers_that_agree(folder):
     sizes = {prediction["size"] for fit in record["fits"] for prediction in fit["predictions"]}
     assert sizes == {8}
     assert {tuple(fit["terms"])[:2] for fit in record["fits"]} >= {("work", "divided")}
+    told, = (one for one in json.loads((folder / "report.json").read_text())["fits"] if one["ds_config"] == "ddp")
+    assert not [note for note in told["notes"] if "cannot be divided" in note]
     beyond = subprocess.run([*command[:-1], "17"], capture_output=True, text=True, timeout=60, check=False)
     assert beyond.returncode == 2
     assert "no prediction for 17 nodes: measured were 1 to 4" in beyond.stderr
+    # Twelve nodes are a size for the weak curve, though not for a batch of 64.
+    text = findings_text(find(folder, at=(12,)), 200, colour=False)
+    assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
+    assert "12 nodes" in text
+    wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=60, check=False)
+    assert (wrong.returncode, "'abc' is no list of whole numbers such as 16,32" in wrong.stderr) == (2, True)
+
+
+def test_what_of_a_study_is_gone_or_damaged_is_said(tmp_path):
+    folder = make_study(tmp_path / "a")
+    for run_dir in folder.glob("points/*-zero3-*/run-*"):
+        shutil.rmtree(run_dir)
+    kept = [line for line in (folder / "points.jsonl").read_text().splitlines()
+            if '"weak-ddp-n1-r1"' not in line]
+    failed = next(one for one in kept if '"weak-ddp-n2-r2"' in one).replace("weak-ddp-n2-r2", "weak-ddp-n1-r1")
+    failed = {**json.loads(failed), "nodes": 1, "ranks": 1, "error": "no such device", "step_times_s": []}
+    (folder / "points.jsonl").write_text("\n".join([*kept, json.dumps(failed), ""]))
+    text = findings_text(find(folder), 200, colour=False)
+    assert "the run directories of zero3 are gone: it is fitted as ddp would be" in text
+    assert "weak-ddp-n1-r1 has no good run: efficiencies are against weak-ddp-n2-r2" in text
+    next(folder.glob("points/weak-ddp-n2/run-0/layout.json")).write_text("{")
+    with pytest.raises(UserError, match="this is not JSON"):
+        find(folder)
 
 
 def test_a_study_of_layouts_and_one_of_two_sizes(tmp_path):
@@ -162,29 +187,9 @@ def test_two_studies_compared(tmp_path, capsys):
     assert json.loads(numbers)["differences"] == {"torch": ["2.13.0", "2.14.0"]}
 
 
-class _Balance(HTMLParser):
-    """Every element that opens closes in its turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "input", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag, attrs):
-        """Such as a path: it closes itself."""
-
-
 def test_the_page_is_whole_and_loads_nothing(folder):
     page = findings_page(find(folder))
-    balance = _Balance()
-    balance.feed(page)
-    assert balance.open == []
+    check_balance(page)
     assert "a<b>" not in page, "names are text"
     assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
     for part in ("launch --hosts", "mpiexec -n 4", "ezpz-llm scale --nodes 1,2,4", "OMP_NUM_THREADS", "2.13.0"):

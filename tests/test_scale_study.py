@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import subprocess
 from dataclasses import replace
@@ -14,7 +15,7 @@ from scale_runs import TRAIN, scale
 from test_submit import scheduler
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir, update_record
+from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
 from ezpz_llm.scaling.measure import measure, untraced
 from ezpz_llm.scaling.options import parse
 from ezpz_llm.scaling.point import Repeat, add_repeat, points_file, read_repeats
@@ -220,6 +221,26 @@ def test_a_run_without_its_last_step_counts_for_nothing_and_a_failed_one_is_kept
         assert found.run_dir == "points/weak-ddp-n1/run-0"
 
 
+@pytest.mark.parametrize(("mfus", "mfu"), [((0.4,) * 12, 0.4), ((0.4,) * 8 + (None,) * 4, 0.4),
+                                          ((None,) * 9 + (0.98,) * 3, math.inf), ((None,) * 12, None)])
+def test_steps_whose_mfu_cannot_be_count_as_that(mfus: tuple[float | None, ...], mfu: float | None,
+                                                 tmp_path: Path) -> None:
+    """The trainer leaves out an MFU above 1: the median of the others would be a number that looks right."""
+    run_dir = RunDir(run_dir_of(tmp_path, point(), 0).path).create()
+    update_record(run_dir, exit={"code": 0, "cause": ""}, model={"block_size": 8},
+                  memory={"host_peak": 1, "peak": 1}, environment={"device": {"type": "cpu"}},
+                  launch={"hosts": ["a"], "ranks_per_host": [1]})
+    write_json(run_dir.layout, {"batch": {"global_batch": 4, "micro_batch": 4, "accumulation": 1}})
+    for step, one in enumerate((mfus[0], *mfus, mfus[0]), 1):
+        append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10,
+                                      **({} if one is None else {"mfu": one})})
+    found = measure(tmp_path, point(), 0)
+    if mfu == math.inf:
+        assert "an MFU above 100 %, which cannot be" in found.error
+    else:
+        assert (found.error, found.mfu) == (None, mfu)
+
+
 def test_times_leave_out_what_was_traced(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path).create()
     rows = [{"step": step} for step in range(1, 21)]
@@ -227,6 +248,16 @@ def test_times_leave_out_what_was_traced(tmp_path: Path) -> None:
     for rank in (0, 1):
         run_dir.trace(rank).write_bytes(gzip.compress(b'{"name": "step 7"} {"name": "step 8"} {"name": "step 9"}'))
     assert [row["step"] for row in untraced(rows, run_dir)] == list(range(12, 20))
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
+    code, said = scale(tmp_path, "--ranks", "1,2", "--repeats", "2", "--study", "s", "--dry-run", "--", *TRAIN)
+    assert code == 0, said
+    assert "2 points x 2, of which 4 are to be made" in said
+    assert "2 rank(s)" in said
+    assert not (tmp_path / "s").exists()
+    code, said = scale(tmp_path, "reprot", "s")
+    assert (code, "ezpz-llm scale report D" in said) == (2, True)
 
 
 def test_one_job_a_point_is_queued_and_its_script_runs_that_point(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.trace import BETWEEN
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, read_history, steady
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir, read_json, read_record
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,12 @@ class Account:
     counterfactual: tuple[Taken, ...] = ()
     """Steps without collectives, by rank, of this run or of one that was made for it."""
 
+    @property
+    def untraced(self) -> list[int]:
+        """Ranks without a trace, where others have one: not written yet, or lost."""
+        there = {rank.rank for rank in self.split.ranks} if self.split else set(range(self.ranks))
+        return [rank for rank in range(self.ranks) if rank not in there]
+
     def as_record(self) -> dict[str, Any]:
         """The account as JSON."""
         record = {**asdict(self), "run_dir": str(self.run_dir)}
@@ -51,9 +56,10 @@ class Account:
             record["split"] = {
                 "ranks": [{**asdict(rank), "window_s": rank.window_s, "step_s": rank.step_s, "own_s": rank.own_s,
                            "waited_s": rank.waited_s, "per_step": rank.per_step()} for rank in self.split.ranks],
-                "straggler": self.split.straggler.rank, "per_step": self.split.per_step()}
-        record["counterfactual"] = [{**asdict(one), "removed_share": one.removed_share}
-                                    for one in self.counterfactual]
+                "straggler": self.split.straggler.rank, "per_step": self.split.per_step(),
+                "untraced": self.untraced}
+        record["counterfactual"] = [{**asdict(one), "removed_share": one.removed_share,
+                                     "exposed_share": one.exposed_share} for one in self.counterfactual]
         return record
 
 
@@ -73,7 +79,7 @@ def account(run_dir: Path) -> Account:
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
     wall = dict((record.get("summary") or {}).get("wall") or {})
     run = described(run_dir, record)
-    deepspeed = _json(RunDir(run_dir).deepspeed)
+    deepspeed = read_json(RunDir(run_dir).deepspeed) or {}
     causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
     return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
                    memory_of(record.get("memory") or {}, split, deepspeed, run),
@@ -81,14 +87,21 @@ def account(run_dir: Path) -> Account:
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What advice depends on: model, layout, batch, optimizer, ranks, the device's memory, the configuration."""
-    resolved = _json(RunDir(run_dir).layout)
+    """What advice depends on: model, layout, batch, optimizer, ranks, the device and its memory, the configuration.
+
+    Raises:
+        UserError: layout.json is missing or damaged.
+    """
+    resolved = read_json(RunDir(run_dir).layout)
+    if resolved is None:
+        raise UserError("this run left no layout.json", where=str(run_dir), instead="a whole run directory")
     layout = {**resolved["layout"], "tiled": tuple(resolved["layout"].get("tiled") or ())}
     environment = record.get("environment") or {}
+    device = environment.get("device") or {}
     return {"model": ModelConfig(**record["model"]), "layout": Layout(**layout),
             "batch": Batch(**resolved["batch"]),
             "optimizer": record["config"].get("optimizer", "adamw"), "world_size": environment.get("world_size", 1),
-            "memory_bytes": (environment.get("device") or {}).get("memory_bytes"), "config": record["config"]}
+            "device": device.get("type"), "memory_bytes": device.get("memory_bytes"), "config": record["config"]}
 
 
 def _traced_wall(split: Split | None, rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -98,6 +111,3 @@ def _traced_wall(split: Split | None, rows: list[dict[str, Any]]) -> dict[str, f
     return {"training": sum(split.mean(name) for name in IN_STEP),
             **{name: split.mean(name) for name in (*BETWEEN, OTHER)}}
 
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.engine.layout import Layout
@@ -42,7 +43,7 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         found.append("--ds-config zero2 keeps whole parameters, and gathers them once a step")
     if layout.zero_stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
         size = zero.get("reduce_bucket_size")
-        if not zero.get("overlap_comm"):
+        if _may_overlap(run["device"]) and not zero.get("overlap_comm", layout.zero_stage == 3):
             found.append('"overlap_comm": true in zero_optimization of the ds_config')
         if size:
             found.append(f'a larger "reduce_bucket_size" than {size:,}')
@@ -50,6 +51,11 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         found.append(f"--accumulation {2 * run['batch'].accumulation}: gradients are reduced once a step, of more "
                      "tokens")
     return found
+
+
+def _may_overlap(device: str | None) -> bool:
+    """Whether DeepSpeed is let communicate beside the backward pass there."""
+    return device is None or device not in DEVICES or DEVICES[device].overlaps
 
 
 def _instead_of_gathering(run: dict[str, Any]) -> list[str]:

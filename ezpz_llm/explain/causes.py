@@ -70,8 +70,8 @@ def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float
     if others and waited:
         usual = statistics.median(rank.own_s for rank in others)
         if blamed[slow.rank] > _CULPRIT * waited and slow.own_s > (1 + _SLOWER) * usual:
-            # The step shortens by what the slow rank has too much, though not below what the next one takes.
-            saved = min(slow.own_s - usual, slow.step_s) * slow.steps
+            # However quick it became, the next one would still be waited for.
+            saved = (slow.own_s - max(rank.own_s for rank in others)) * slow.steps
             what, advice = _slow_rank(slow, others)
             found.append(("slow_rank", what, saved, advice))
     left = max(0.0, waited - saved)
@@ -112,14 +112,15 @@ def _within(split: Split, run: Mapping[str, Any],
             by_label.setdefault(exposed.label, []).append(exposed)
     slow = slow_link(split.ranks[0].notes.get("links") or ())
     lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
-    moving = sum(one.seconds - one.waited_s for members in by_label.values() for one in members) / count
+    crossing = {label for label, members in by_label.items() if any(map(split.crosses_hosts, members))}
+    moving = sum(one.seconds - one.waited_s for label in crossing for one in by_label[label]) / count
     if slow is not None:
         found.append(("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, where the others have "
-                      f"{slow.usual / 1e6:.4g}: all collectives wait for it", moving * lost,
+                      f"{slow.usual / 1e6:.4g}: collectives between hosts wait for it", moving * lost,
                       [f"launch --preflight, and a reservation without {slow.host}",
                        f"the network interface that {slow.host} takes: launch --interface"]))
     for label, members in by_label.items():
-        seconds = sum(one.seconds - one.waited_s for one in members) / count * (1 - lost)
+        seconds = sum(one.seconds - one.waited_s for one in members) / count * (1 - lost * (label in crossing))
         rates = [one.bytes / (one.in_flight_s - one.waited_s) for one in members
                  if (one.bytes or 0) > _LEAST_BYTES * one.count and one.in_flight_s > one.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.explain.split import Split
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir import RunDir, read_json
 
 _TORCH = "torch"
 
@@ -24,9 +23,8 @@ def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
             found["collectives"] = {"logged": logged, "issued": issued}
         if flops := rank.notes.get("flops"):
             found["flops"] = {**flops, "ratio": flops["deepspeed"] / flops["ours"]}
-    profile = RunDir(run_dir).profile / "host.json"
-    if profile.exists():
-        found["host"] = json.loads(profile.read_text())
+    if host := read_json(RunDir(run_dir).profile / "host.json"):
+        found["host"] = host
     return found
 
 

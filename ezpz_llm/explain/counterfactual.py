@@ -27,13 +27,18 @@ _QUIET = {"save-every": -1, "eval-every": 0, "eval-tokens": 1024, "sample-tokens
 
 @dataclass(frozen=True)
 class Taken:
-    """One rank: medians of steps with collectives and without; the median exposed share of the traced
-    steps beside it."""
+    """One rank: medians of steps with collectives and without, and of what was exposed in the traced steps. Tracing
+    makes computing longer, so that it is set against the step's time without."""
 
     rank: int
     real_s: float
     stubbed_s: float
-    exposed_share: float | None
+    exposed_s: float | None
+
+    @property
+    def exposed_share(self) -> float | None:
+        """What of the step was exposed communication by the traces."""
+        return None if self.exposed_s is None else self.exposed_s / self.real_s
 
     @property
     def removed_share(self) -> float:
@@ -89,11 +94,11 @@ def _without_run_dir(words: tuple[str, ...]) -> list[str]:
 def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     """What the steps of a run without collectives tell, by rank; empty where it has none."""
     ranks = () if split is None else split.ranks
-    shares = {rank.rank: rank.exposed_share for rank in ranks}
+    exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
     found = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
         seconds = json.loads(path.read_text())
         if seconds["real"] and seconds["stubbed"]:
             found.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
-                               statistics.median(seconds["stubbed"]), shares.get(seconds["rank"])))
+                               statistics.median(seconds["stubbed"]), exposed.get(seconds["rank"])))
     return found

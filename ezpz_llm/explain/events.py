@@ -6,10 +6,11 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ezpz_llm.explain.flight import Flight, kind_of
-from ezpz_llm.explain.intervals import Interval, union
+from ezpz_llm.explain.intervals import Interval, subtract, union
 
 Event = dict[str, Any]
 Span = Callable[[Event], Interval]
@@ -25,6 +26,7 @@ _WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
 """What process groups call their work on the host, from its call or from when a thread takes it up to its end."""
 _COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_WAKING_S = 1e-3
 _BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 
 
@@ -85,6 +87,19 @@ def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], 
             del waiting[:chosen]
         found.append(Flight(kind, start, end))
     return found
+
+
+def awaited(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Flight]:
+    """Flights after which nothing is in flight, nor computes, last until something does: a thread that waits is not
+    awake at once. No longer than that takes, so that what a host does by itself then is not theirs.
+
+    Args:
+        computed: when operators ran, as a set.
+    """
+    idle = subtract([(end, end + _WAKING_S) for _, end in union((one.start, one.end) for one in flights)],
+                    union([*computed, *((one.start, one.end) for one in flights)]))
+    awake = dict(idle)
+    return [replace(flight, end=awake.get(flight.end, flight.end)) for flight in flights]
 
 
 def device_flights(events: Sequence[Event], span: Span) -> list[Flight]:

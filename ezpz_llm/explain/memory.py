@@ -1,4 +1,4 @@
-"""The memory of the rank that has most by what it holds, measured beside the arithmetic (imports no torch)."""
+"""Memory by what it holds, measured beside the arithmetic (imports no torch)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _NAMES = {"copy": "copy for the optimizer", "buffers": "communication buffers",
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by class; None where there is no arithmetic, or nothing was measured.
+    """Bytes by class, each on the rank that has most of it; None where there is no arithmetic, or nothing was
+    measured.
 
     "buffers" is what DeepSpeed's bucket for gradients takes, without one the largest that a collective moved
     besides states; under ddp the buckets are the gradients themselves. "activations" is what a step allocates at
@@ -64,5 +65,5 @@ def memory_text(memory: Memory, *, rich: bool) -> str:
 
     rows = [[_NAMES.get(kind, kind), show(memory.expected[kind]), show(size)]
             for kind, size in memory.measured.items() if size or memory.expected[kind]]
-    return table("Memory in MB of the rank that has most", ("", "arithmetic", "measured"), rows,
+    return table("Memory in MB, each class on the rank that has most of it", ("", "arithmetic", "measured"), rows,
                  footer=("peak", "", show(memory.peak)), rich=rich)

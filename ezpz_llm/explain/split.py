@@ -34,7 +34,7 @@ class Exposed:
     """A kind of collectives of one group. Seconds and counts are of all traced steps.
 
     `waited_s` is the part of `seconds` in which another rank had not called yet. `bytes` is of whole buffers, None
-    where they are not known.
+    where they are not known; `ranks` are those of the group, empty where they are not known.
     """
 
     label: str
@@ -43,6 +43,7 @@ class Exposed:
     waited_s: float
     in_flight_s: float
     bytes: int | None
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,6 @@ class RankSplit:
         """Seconds of all steps under HOST."""
         return sum(step[HOST] for step in self.by_step)
 
-    @property
-    def exposed_share(self) -> float:
-        """Exposed communication's share of the step, in the median step."""
-        return statistics.median(step["exposed_communication"] / sum(step[name] for name in IN_STEP)
-                                 for step in self.by_step)
-
     def usual(self, name: str) -> float:
         """Seconds of the median step."""
         return statistics.median(step[name] for step in self.by_step)
@@ -116,6 +111,11 @@ class Split:
 
     ranks: tuple[RankSplit, ...]
     device: str
+
+    def crosses_hosts(self, exposed: Exposed) -> bool:
+        """Whether the group has ranks on several hosts; one that is not known may have."""
+        hosts = {rank.rank: rank.host for rank in self.ranks}
+        return not exposed.ranks or len({hosts.get(rank) for rank in exposed.ranks}) > 1
 
     @property
     def straggler(self) -> RankSplit:
@@ -215,5 +215,5 @@ def _by_label(flights: Sequence[Flight], pieces: Sequence[list[Interval]],
         found.append(Exposed(label, len(members), sum(total(pieces[i]) for i in members),
                              sum(waited[i] for i in members),
                              total(union((flights[i].start, flights[i].end) for i in members)),
-                             None if None in sizes else sum(sizes)))
+                             None if None in sizes else sum(sizes), flights[members[0]].ranks))
     return tuple(sorted(found, key=lambda one: -one.seconds))

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.account import Account
 from ezpz_llm.explain.checks import checks_text
 from ezpz_llm.explain.counterfactual import Taken
 from ezpz_llm.explain.memory import memory_text
-from ezpz_llm.explain.split import CATEGORIES, IN_STEP, RankSplit, Split
+from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
+from ezpz_llm.launch.devices import core_ranges
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import percentages, table
+from ezpz_llm.observe.wire import wire
 
 _SHOWN_CAUSES = 8
 _SHOWN_RANKS = 16
 _NAMES = {"exposed_communication": "exposed communication", "data": "data wait"}
 _WORTH_SAYING = 0.002
+_WIRE = 3
+"""The column of bytes on the wire."""
 
 
 def account_text(account: Account, width: int, *, colour: bool) -> str:
     """Causes first, then what they were found from."""
-    parts = [f"{account.run_dir}: layout {account.layout}, {account.ranks} rank(s)\n", _causes(account)]
+    parts = [f"{account.run_dir}: layout {account.layout}, {account.ranks} rank(s)\n", _causes(account),
+             _absent(account)]
     if account.split is not None:
         parts += [_bars(account.split, width, colour), _window(account.split, rich=colour),
-                  _communication(account.split, rich=colour), _ranks(account.split, rich=colour)]
+                  collectives_text(account.split, rich=colour), _ranks(account.split, rich=colour)]
     else:
         parts.append(_phases(account, rich=colour))
     if account.counterfactual:
@@ -47,6 +53,12 @@ def _causes(account: Account) -> str:
     if account.split is None:
         lines.append("  Exposed communication and slow ranks show in traces alone: run with --trace-steps 10.")
     return "\n".join(lines) + "\n"
+
+
+def _absent(account: Account) -> str:
+    absent = account.untraced
+    return (f"  No trace of rank(s) {core_ranges(tuple(absent))}: means are over the others, and waits for these "
+            "are not seen.\n" if absent else "")
 
 
 def _bars(split: Split, width: int, colour: bool) -> str:
@@ -80,7 +92,8 @@ def _window(split: Split, *, rich: bool) -> str:
                  footer=("wall", f"{wall * 1e3:.2f}", "", "", "100.0 %"), rich=rich)
 
 
-def _communication(split: Split, *, rich: bool) -> str:
+def collectives_text(split: Split, *, rich: bool) -> str:
+    """The table of a step's collectives; empty without any."""
     rows = []
     labels = list(dict.fromkeys(exposed.label for rank in split.ranks for exposed in rank.exposed))
     for label in labels:
@@ -90,15 +103,30 @@ def _communication(split: Split, *, rich: bool) -> str:
         def mean(value: str, found: list = found, count: int = count) -> float:
             return sum(getattr(one, value) / rank.steps for rank, one in found) / count
 
-        size = found[0][1].bytes
-        rows.append([label, f"{found[0][1].count / found[0][0].steps:g}",
-                     "-" if size is None else f"{size / found[0][0].steps / 1e6:.3f}",
+        rank, one = found[0]
+        rows.append([label, f"{one.count / rank.steps:g}", _megabytes(one.bytes, rank.steps),
+                     _megabytes(_wire_bytes(split, one), rank.steps),
                      *(f"{mean(value) * 1e3:.2f}" for value in ("in_flight_s", "seconds", "waited_s"))])
     if not rows:
         return ""
-    return table("Collectives of a step, ms of the mean rank",
-                 ("kind (group)", "count", "MB", "in flight", "exposed", "of it waiting"), rows, rich=rich) + (
+    columns = ["kind (group)", "count", "MB", "on the wire", "in flight", "exposed", "of it waiting"]
+    if all(row[_WIRE] == "-" for row in rows):
+        columns, *rows = ([*row[:_WIRE], *row[_WIRE + 1:]] for row in (columns, *rows))
+    return table("Collectives of a step, ms of the mean rank", columns, rows, rich=rich) + (
         "  Exposed: in flight while nothing computes. Waiting: before the last rank had called it, too.\n")
+
+
+def _wire_bytes(split: Split, one: Exposed) -> float | None:
+    """Of the busier direction of a host's link by the wire table; None where that has none, or nothing crosses."""
+    device = DEVICES.get(split.device)
+    if device is None or not one.bytes or not one.ranks or not split.crosses_hosts(one):
+        return None
+    call = wire(device.collectives, one.label.partition(" (")[0], one.bytes / one.count, len(one.ranks))
+    return None if call is None else call.bytes * one.count
+
+
+def _megabytes(size: float | None, steps: int) -> str:
+    return "-" if size is None else f"{size / steps / 1e6:.3f}"
 
 
 def _ranks(split: Split, *, rich: bool) -> str:

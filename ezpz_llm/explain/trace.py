@@ -1,8 +1,8 @@
 """One rank's trace, reduced to what its time is split by.
 
 On a CPU rank the host computes, in operators of the main thread or of autograd's. A collective is in flight from
-the call until its work has ended, whichever thread does it. On a device both are kernels on its streams, and the
-phase of a kernel is that in which the host launched it.
+the call until its work has ended, whichever thread does it, and the host that waited for it is awake again. On a
+device both are kernels on its streams, and the phase of a kernel is that in which the host launched it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.events import (
-    CALL,
+    awaited,
     collective_calls,
     device_flights,
     device_work,
@@ -105,8 +105,9 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     computed = operators(events, main, span)
     collectives = notes.get("collectives") or []
     if notes["device"] == "cpu":
-        flights = host_flights(calls, marks, span)
-        computing = union([*bridge(computed, _HOST_GAP_S, [one[CALL][0] for one in calls]), *phases[_DATA]])
+        flights = awaited(host_flights(calls, marks, span), computed)
+        apart = sorted(moment for flight in flights for moment in (flight.start, flight.end))
+        computing = union([*bridge(computed, _HOST_GAP_S, apart), *phases[_DATA]])
     else:
         flights = device_flights(events, span)
         # A group of one rank launches none.

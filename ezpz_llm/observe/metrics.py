@@ -24,7 +24,7 @@ from ezpz_llm.observe.straggler import Straggler, StragglerMeter
 from ezpz_llm.observe.throughput import StepWork
 from ezpz_llm.observe.timeline import StepTimeline, StepTimes
 from ezpz_llm.observe.trackers import Tracking
-from ezpz_llm.rundir import RunDir, append_line
+from ezpz_llm.rundir import RunDir, append_lines
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -164,9 +164,8 @@ class MetricsLog:
     def _write(self) -> None:
         """Append the lines that wait for it. On a full disk they wait for the next flush: it ends no run."""
         try:
-            while self._unwritten:
-                append_line(self._run_dir.metrics, self._unwritten[0])
-                del self._unwritten[0]
+            append_lines(self._run_dir.metrics, self._unwritten)
+            self._unwritten = []
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

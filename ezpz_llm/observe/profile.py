@@ -143,5 +143,7 @@ class TraceProfile:
         self._profiler.add_metadata_json("ezpz_llm", json.dumps(self._notes()))
         self._profiler.stop()
         profiler, self._profiler = self._profiler, None
-        profiler.export_chrome_trace(str(self._target))
-        self.path = self._target
+        # Under another name until it is whole: `explain` may look while the run goes on.
+        unfinished = self._target.with_name(f".{self._target.name}")
+        profiler.export_chrome_trace(str(unfinished))
+        self.path = unfinished.replace(self._target)

@@ -7,6 +7,9 @@ looked for in what was measured; where none is found, that is said, and the numb
 from __future__ import annotations
 
 from ezpz_llm.scaling.efficiency import DISAGREEING, Curve, Measured
+from ezpz_llm.scaling.fit import Fit
+from ezpz_llm.scaling.law import setting_of
+from ezpz_llm.scaling.predict import Prediction
 
 _LESS = 0.9
 """Memory of a rank that counts as less."""
@@ -33,6 +36,24 @@ def explain_above(curve: Curve, point: Measured) -> tuple[str, ...]:
                      "reason that was not measured; do not use this number before its runs have been looked at "
                      f"(ezpz-llm explain {curve.base.first.run_dir})")
     return tuple(found)
+
+
+def explain_predicted(fit: Fit, one: Prediction) -> str | None:
+    """Why a prediction is above 100 %; None where it is not."""
+    if one.efficiency <= 1:
+        return None
+    if one.efficiency_band[0] <= 1:
+        return f"within the noise: its band begins at {one.efficiency_band[0]:.1%}"
+    curve = one.curve
+    before, base = fit.parts(setting_of(curve, curve.base, fit.shape)), curve.base
+    work = base.tokens_per_second_per_device * base.step_time.value * one.ranks / (
+        one.tokens_per_second * one.seconds)
+    gains = {part: seconds - one.parts.get(part, 0.0) * work for part, seconds in before.items()}
+    part, gain = max(gains.items(), key=lambda item: item[1])
+    if gain * 2 < base.step_time.value - one.seconds * work:
+        return f"not explained: {base.name}, which it is compared with, is slower than the fit; do not use it"
+    return (f"what the fit calls {part} takes {gain * 1e3:.1f} ms a step less for the same tokens"
+            + (": the optimizer's state is divided over more ranks" if part == "divided" else ""))
 
 
 def _work(base: Measured, point: Measured) -> list[str]:

@@ -20,13 +20,15 @@ DEFAULT_TARGET = 0.8
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """The fit of one layout and what it says of each of its curves; or why there is none."""
+    """The fit of one layout and what it says of each of its curves; or why there is none. `refused` says of which
+    sizes that were asked for it says nothing on one curve or another."""
 
     ds_config: str
     fit: Fit | None
     why: str = ""
     predictions: tuple[Prediction, ...] = ()
     targets: tuple[Target, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,14 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
         raise UserError(f"no run of the study has finished well{why}", where=str(folder),
                         instead=f"ezpz-llm scale --study {folder} goes on with it")
     good = {one.ds_config: folder / one.run_dir for one in reversed(repeats) if one.error is None}
-    shapes = {name: shape_of(run_dir) for name, run_dir in good.items()}
-    origins = {one.point: origin_of(folder / one.run_dir) for one in reversed(repeats) if one.error is None}
-    return put_together(folder.name, repeats, shapes, target, at, typed=study.typed, notes=study.notes,
+    shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
+    gone = [f"the run directories of {name} are gone: it is fitted as ddp would be" for name in good
+            if name not in shapes]
+    runs = {one.point: [folder / other.run_dir for other in repeats
+                        if other.point == one.point and other.error is None]
+            for one in repeats if one.error is None}
+    origins = {name: origin_of(run_dirs) for name, run_dirs in runs.items()}
+    return put_together(folder.name, repeats, shapes, target, at, typed=study.typed, notes=(*study.notes, *gone),
                         missing=len(study.points) * study.repeats - len(repeats), origins=origins)
 
 
@@ -73,11 +80,17 @@ def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shap
     """
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
+    notes = (*notes, *(note for curve in curves for note in _smaller_that_failed(curve, points)))
     layouts = list(dict.fromkeys(curve.ds_config for curve in curves))
     extrapolations = [_extrapolate(name, [one for one in curves if one.ds_config == name],
                                    shapes.get(name, Shape()), target, at) for name in layouts]
     return Findings(name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
                     tuple(typed), tuple(notes), missing, origins or {})
+
+
+def _smaller_that_failed(curve: Curve, points: Sequence[Measured]) -> list[str]:
+    return [f"{point.name} has no good run: efficiencies are against {curve.base.name}" for point in points
+            if (point.mode, point.ds_config) == (curve.mode, curve.ds_config) and point.ranks < curve.base.ranks]
 
 
 def _contests(points: Sequence[Measured]) -> list[tuple[Measured, ...]]:
@@ -101,9 +114,18 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
         if at:
             raise
         return Extrapolation(name, None, f"{error.found}; {error.instead}")
-    predictions = [predict(fit, curve, size) for curve in curves for size in at or _chosen(curve)]
+    predictions, refused = [], []
+    for curve in curves:
+        for size in at or _chosen(curve):
+            try:
+                predictions.append(predict(fit, curve, size))
+            except UserError as error:
+                refused.append(error)
+    if refused and not predictions:
+        raise refused[0]
     targets = [find_target(fit, curve, target) for curve in curves]
-    return Extrapolation(name, fit, "", tuple(predictions), tuple(targets))
+    return Extrapolation(name, fit, "", tuple(predictions), tuple(targets),
+                         tuple(f"{error.where}: {error.found}" for error in refused))
 
 
 def _chosen(curve: Curve) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.interval import CONFIDENCE
+from ezpz_llm.scaling.interval import CONFIDENCE, Estimate
 from ezpz_llm.scaling.law import TERMS, Setting, Shape, setting_of
 
 LEAST_SIZES = 3
@@ -82,10 +82,8 @@ class Fit:
         self._settings = [setting_of(curve, point, shape) for curve, point in pairs]
         estimates = [point.step_time for _, point in pairs]
         times = np.array([one.value for one in estimates])
-        freedom = sum(one.freedom for one in estimates)
-        errors = _pooled([one.variance for one in estimates], [one.freedom for one in estimates],
-                         [len(point.good) if one.basis == "runs" else 1
-                          for one, (_, point) in zip(estimates, pairs, strict=True)])
+        freedom = sum(one.freedom for one in _counted(estimates))
+        errors = _pooled(estimates, [len(point.good) for _, point in pairs])
         rng = np.random.default_rng(seed)
         scale = np.sqrt(freedom / rng.chisquare(freedom, _DRAWS))
         normal = rng.standard_normal((len(pairs), _DRAWS)) * scale
@@ -179,11 +177,17 @@ def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
                         instead="--repeats 3, or more steps")
 
 
-def _pooled(variances: Sequence[float], freedoms: Sequence[float], runs: Sequence[int]) -> np.ndarray:
-    """Relative standard error of each point, with the noise of one run pooled over all of them."""
-    counts = np.array(runs, float)
-    of_one = float(np.average(np.array(variances) * counts, weights=freedoms))
-    return np.maximum(np.sqrt(of_one / counts), _FLOOR)
+def _counted(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Those that know how runs differ, where there are any: the steps of one run differ by less."""
+    return [one for one in estimates if one.basis == "runs"] or list(estimates)
+
+
+def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> np.ndarray:
+    """Relative standard error of each point, with the noise of one run pooled over all that know it."""
+    counted = _counted(estimates)
+    variances = [one.variance * count for one, count in zip(estimates, runs, strict=True) if one in counted]
+    of_one = float(np.average(variances, weights=[one.freedom for one in counted]))
+    return np.maximum(np.sqrt(of_one / np.array(runs, float)), _FLOOR)
 
 
 def _misfit(law: _Law, settings: Sequence[Setting], times: np.ndarray, errors: np.ndarray) -> float:

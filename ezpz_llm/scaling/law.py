@@ -18,14 +18,13 @@ micro-step where they are not (ZeRO-2 and 3, FSDP).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir import RunDir, read_json
 from ezpz_llm.scaling.efficiency import Curve, Measured
 
 
@@ -39,12 +38,12 @@ class Shape:
     divides: bool = False
 
 
-def shape_of(run_dir: Path) -> Shape:
-    """The shape of a run's layout, as its layout.json has it; that of DDP where there is none."""
-    file = RunDir(run_dir).layout
-    if not file.exists():
-        return Shape()
-    layout = json.loads(file.read_text())["layout"]
+def shape_of(run_dir: Path) -> Shape | None:
+    """The shape of a run's layout, as its layout.json has it; None where there is none."""
+    resolved = read_json(RunDir(run_dir).layout)
+    if resolved is None:
+        return None
+    layout = resolved["layout"]
     stage = layout.get("zero_stage") or 0
     sharded = layout.get("engine") == "fsdp2"
     return Shape(layout.get("pp", 1), stage >= 2 or sharded, stage >= 1 or sharded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Any
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import finite, read_history, steady
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir, read_json, read_record
 from ezpz_llm.scaling.point import Repeat
 from ezpz_llm.scaling.study import Point, run_dir_of
 
@@ -39,7 +39,11 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     kept = untraced(rows, run_dir)
     if len(kept) < _LEAST_STEPS:
         return failed(study, point, repeat, f"{len(kept)} steady steps are no measurement: it needs more --steps")
-    return _measured(study, point, repeat, record, rows, kept)
+    mfu = _mfu(kept)
+    if mfu is not None and mfu > 1:
+        return failed(study, point, repeat, "more than half of its steps give an MFU above 100 %, which cannot be "
+                      "(the run's output has the numbers)")
+    return _measured(study, point, repeat, record, rows, kept, mfu)
 
 
 def failed(study: Path, point: Point, repeat: int, why: str) -> Repeat:
@@ -59,16 +63,15 @@ def untraced(rows: Sequence[dict[str, Any]], run_dir: RunDir) -> list[dict[str, 
 
 
 def _measured(study: Path, point: Point, repeat: int, record: dict[str, Any], rows: Sequence[dict[str, Any]],
-              kept: Sequence[dict[str, Any]]) -> Repeat:
+              kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
-    batch = json.loads(run_dir.layout.read_text())["batch"]
+    batch = read_json(run_dir.layout)["batch"]
     block_size = record["model"]["block_size"]
     times = tuple(row["step_time_s"] for row in kept)
-    mfus = [row["mfu"] for row in kept if finite(row.get("mfu"))]
     memory = record["memory"]
     is_cpu = record["environment"]["device"]["type"] == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
-    split = _split(run_dir)
+    split = _split(run_dir, point.ranks)
     told = ((record.get("summary") or {}).get("straggler") or {}).get("rank", 0)
     slowest = split.straggler.rank if split else told
     return _repeat(
@@ -77,7 +80,7 @@ def _measured(study: Path, point: Point, repeat: int, record: dict[str, Any], ro
         block_size=block_size,
         step_times_s=times,
         tokens_per_second=batch["global_batch"] * block_size / statistics.median(times),
-        mfu=statistics.median(mfus) if mfus else None,
+        mfu=mfu,
         peak_device_bytes=None if is_cpu else memory["peak"],
         peak_host_bytes=memory["host_peak"],
         split=split.per_step() if split else None,
@@ -88,12 +91,23 @@ def _measured(study: Path, point: Point, repeat: int, record: dict[str, Any], ro
     )
 
 
-def _split(run_dir: RunDir) -> Split | None:
-    """Where the time of the traced steps went; None where none were traced."""
+def _mfu(kept: Sequence[dict[str, Any]]) -> float | None:
+    """Of the median step; None where none has one. The trainer leaves those out that are above 1: they count as
+    that."""
+    if not any("mfu" in row for row in kept):
+        return None
+    return statistics.median(row.get("mfu", math.inf) for row in kept)
+
+
+def _split(run_dir: RunDir, ranks: int) -> Split | None:
+    """Where the time of the traced steps went; None where it was not traced on all ranks."""
     if not any(run_dir.profile.glob(_TRACES)):
         return None
     try:
-        return split_run(run_dir.path)
+        split = split_run(run_dir.path)
+        if len(split.ranks) < ranks:
+            raise UserError(f"{len(split.ranks)} of {ranks} ranks left a trace")
+        return split
     except UserError as error:
         print(f"note: {run_dir.path.name} of {run_dir.path.parent.name} gets no split: {error.found}", flush=True)
         return None

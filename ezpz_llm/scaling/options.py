@@ -129,7 +129,8 @@ def parse(words: Sequence[str]) -> Options:
         return _going_on(found)
     if bool(found.get("nodes")) == bool(found.get("ranks")):
         raise UserError("a study needs its sizes" if "nodes" not in found else "sizes both in nodes and in ranks",
-                        where="--nodes, --ranks", instead="--nodes 1,2,4, or --ranks 1,2 on one host")
+                        where="--nodes, --ranks", instead="--nodes 1,2,4, or --ranks 1,2 on one host (what came of "
+                        "a study: ezpz-llm scale report D, ezpz-llm scale compare A B)")
     _check_layouts(found)
     launch, launch_words = _split_launch(tuple(rest))
     command = launch.command

@@ -36,24 +36,22 @@ class Prediction:
 class Target:
     """Up to which size a curve's efficiency stays at or above `target`.
 
-    `size` is by the fit, `sure` by the lower edge of its band, `possible` by the upper; None where not even the
-    smallest reaches it. Where one of them is `limit`, the largest size that may be spoken of, it may be larger.
+    `size` is by the fit, `sure` by the lower edge of its band, `possible` by the upper. Where one of them is
+    `limit`, the largest size that may be spoken of, it may be larger.
     """
 
     curve: Curve
     target: float
-    size: int | None
-    sure: int | None
-    possible: int | None
+    size: int
+    sure: int
+    possible: int
     limit: int
 
     def describe(self) -> str:
         """In one sentence."""
         unit = self.curve.unit
 
-        def said(size: int | None) -> str:
-            if size is None:
-                return f"fewer than {self.curve.size(self.curve.base)}"
+        def said(size: int) -> str:
             return f"{size} or more" if size == self.limit else str(size)
 
         text = f"efficiency stays at {self.target:.0%} or above up to {said(self.size)} {unit}"
@@ -103,13 +101,13 @@ def find_target(fit: Fit, curve: Curve, target: float) -> Target:
     sizes = sizes_to_speak_of(curve)
     found = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
 
-    def last(values: list[float]) -> int | None:
-        # The first failure counts: a law may rise again where fewer micro-steps are left.
-        under = next((i for i, value in enumerate(values) if value < target), len(values))
-        return sizes[under - 1] if under else None
+    def last(values: list[float]) -> int:
+        # The first failure counts: a law may rise again where fewer micro-steps are left. At the smallest size
+        # efficiency is 1 by definition, whatever the band of the fit there.
+        under = next((i for i, value in enumerate(values[1:], 1) if value < target), len(values))
+        return sizes[under - 1]
 
-    # At the smallest size efficiency is 1 by definition, whatever the band of the fit there.
-    middle, low, high = ([1.0, *values[1:]] for values in zip(*((one, *band) for one, band in found), strict=True))
+    middle, low, high = (list(values) for values in zip(*((one, *band) for one, band in found), strict=True))
     return Target(curve, target, last(middle), last(low), last(high), sizes[-1])
 
 

@@ -29,4 +29,6 @@ def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Se
         if done.returncode:
             raise UserError(f"the job of {point.name} was not queued, {number} before it were", exit_code=1,
                             where="ezpz-llm submit, above",
-                            instead=f'ezpz-llm scale --study {folder} --submit "…" once that is mended')
+                            instead=f"ezpz-llm scale --study {folder} --point "
+                                    f'{",".join(one.name for one in points[number:])} --submit "…" once that is '
+                                    "mended")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ezpz_llm.observe.progress import short_number
+from ezpz_llm.scaling.above import explain_predicted
 from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.findings import Extrapolation, Findings
 from ezpz_llm.scaling.fit import Fit
@@ -108,7 +109,11 @@ def fit_notes(extrapolation: Extrapolation) -> list[str]:
         others = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
         more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
         notes.append(f"these points support as well: {others}{more}. The band holds them all")
-    return notes
+    for one in extrapolation.predictions:
+        if why := explain_predicted(fit, one):
+            notes.append(f"{one.curve.name} at {one.size} {one.curve.unit}: {one.efficiency:.1%} is above 100 %: "
+                         f"{why}")
+    return [*notes, *extrapolation.refused]
 
 
 def prediction_table(extrapolation: Extrapolation) -> Table | None:

@@ -1,0 +1,28 @@
+"""Whether a page's elements close in their turn."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+
+class _Balance(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Such as a path: it closes itself."""
+
+
+def check_balance(page: str) -> None:
+    """Fail where an element does not."""
+    balance = _Balance()
+    balance.feed(page)
+    assert balance.open == []
