@@ -162,8 +162,7 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     for word in ("gradient_accumulation_steps", "reduce_bucket_size", "bf16", "WarmupDecayLR"):
         assert word in notes
     assert resolved.deepspeed["zero_optimization"] == {
-        "stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000,
-        "reduce_scatter": False}
+        "stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
     assert not {"bf16", "optimizer", "scheduler"} & resolved.deepspeed.keys()
     assert "auto" not in json.dumps(resolved.deepspeed)
 
@@ -269,13 +268,14 @@ def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> No
     assert "reduce_bucket_size" not in resolved.explain()
 
 
-def test_gradients_are_copied_once_and_the_user_may_have_it_otherwise(write) -> None:
-    def copying(source: str) -> tuple[bool | None, ...]:
-        zero = resolve(source, world_size=2).deepspeed["zero_optimization"]
+def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(write) -> None:
+    def copying(source: str, device: str = "cpu") -> tuple[bool | None, ...]:
+        zero = resolve(source, world_size=2, device=device).deepspeed["zero_optimization"]
         return zero.get("reduce_scatter"), zero.get("contiguous_gradients")
 
     assert copying("zero1") == copying("zero2") == (False, None)
     assert copying("zero3") == (None, False)
+    assert copying("zero2", "cuda") == copying("zero3", "cuda") == (None, None)
     assert copying(write({"zero_optimization": {"stage": 3, "contiguous_gradients": True}})) == (None, True)
     # Reduced to its owner alone a gradient is really scattered; all-reduced, stage 3 needs its bucket.
     owners = {"stage": 2, "use_multi_rank_bucket_allreduce": False}

@@ -1,7 +1,7 @@
 """DeepSpeed's buckets and thresholds by the model and its layout, for keys that a ds_config leaves out (no torch).
 
 DeepSpeed's own defaults are for models of many billions: a stage 1 or 2 engine allocates its bucket of gradients in
-full in every step, however small the model is. And they copy gradients more often than needed.
+full in every step, however small the model is. And they copy gradients more often than a host needs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.shapes import parameter_shapes
@@ -20,15 +21,22 @@ _PERSISTS = 100_000
 """Elements up to which DeepSpeed's stage 3 keeps a parameter whole on each rank: its own default."""
 
 
-def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int | bool, str]]:
+def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
+          device: str | None = None) -> dict[str, tuple[int | bool, str]]:
     """Key of the block "zero_optimization" to its value and the reason, for what is not in the block.
 
     Sizes are in elements. Empty where there is nothing to partition. Without a model only what holds for all.
+
+    Args:
+        device: its kind, None where it is not known.
     """
     if not layout.zero_stage:
         return {}
-    return {key: value for key, value in {**_sizes(layout, model), **_spared_copy(zero, layout)}.items()
-            if key not in zero}
+    found: dict[str, tuple[int | bool, str]] = {**_sizes(layout, model)}
+    if device in DEVICES and not DEVICES[device].overlaps:
+        # Elsewhere copies are made beside the backward pass; what they cost there was not measured.
+        found |= _spared_copy(zero, layout)
+    return {key: value for key, value in found.items() if key not in zero}
 
 
 def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:

@@ -136,7 +136,8 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
         deepspeed["zero_optimization"] = offload.complete(deepspeed["zero_optimization"], layout, model, world_size,
                                                           str(config.path))
-        for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model).items():
+        for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model,
+                                           device).items():
             deepspeed["zero_optimization"][key], used[key] = value, source
     elif wishes.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
