@@ -25,6 +25,7 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.head import Head
 from ezpz_llm.model.loss import Reduction
 from ezpz_llm.model.row_attention import by_rows, row_attention
+from ezpz_llm.model.token_table import TokenTable
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""
@@ -149,7 +150,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)})
+        self.transformer = nn.ModuleDict({"wte": TokenTable(config.padded_vocab_size, config.n_embd)})
         if config.position == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         self.transformer["drop"] = nn.Dropout(config.dropout)
@@ -160,6 +161,7 @@ class GPT(nn.Module):
 
     def _tie(self) -> None:
         if self.config.tied:
+            self.transformer["wte"].tied = True
             self.lm_head.weight = self.transformer["wte"].weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
