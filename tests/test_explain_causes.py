@@ -134,8 +134,8 @@ def test_advice_is_the_layouts_own():
     gathers = two_ranks(transfer=40, operator="_allgather_base_", work="all_gather")
     zero3 = Layout("zero3", "deepspeed", 3)
 
-    def advice(split, overlap=None, **run):
-        zero = {"reduce_bucket_size": 5000} | ({} if overlap is None else {"overlap_comm": overlap})
+    def advice(split, overlap=None, bucket=5000, **run):
+        zero = {"reduce_bucket_size": bucket} | ({} if overlap is None else {"overlap_comm": overlap})
         return " | ".join(rank_causes(split, WALL, a_run(**run), {"zero_optimization": zero})[0].advice)
 
     assert "zero2 would fit: its states take" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
@@ -149,6 +149,7 @@ def test_advice_is_the_layouts_own():
     assert "overlap_comm" not in advice(scatters, layout=zero3)  # DeepSpeed's default there
     assert "overlap_comm" in advice(scatters, overlap=False, layout=zero3)
     assert "than 5,000" in reduces
+    assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), bucket=200_000_000)  # of 124 million
     assert "--accumulation 4" in advice(two_ranks(transfer=40), accumulation=2)
     assert "--save-async true" in " | ".join(
         rank_causes(None, {**WALL, "checkpoints": 20.0}, a_run(save_async=False), {})[0].advice)

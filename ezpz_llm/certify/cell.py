@@ -141,5 +141,3 @@ def _theirs(reference: Reference) -> verdict.Numbers:
         **{kind: {name: reference.tensors[f"{kind}/{name}"].double().norm().item() for name in names}
            for kind in ("gradient", "weight")},
     }
-
-

@@ -122,4 +122,3 @@ def cache(env: Mapping[str, str]) -> Check:
         return Check(level, "cache", found,
                      "make room, or EZPZ_LLM_CACHE=DIR: environments, token shards and built ops go there")
     return Check("ok", "cache", found)
-

@@ -110,4 +110,3 @@ def _traced_wall(split: Split | None, rows: list[dict[str, Any]]) -> dict[str, f
         return {"training": sum(row["step_time_s"] for row in rows)}
     return {"training": sum(split.mean(name) for name in IN_STEP),
             **{name: split.mean(name) for name in (*BETWEEN, OTHER)}}
-

@@ -10,7 +10,7 @@ from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.engine.memory import memory_per_rank, total
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.config import ModelConfig, parameter_count
 
 _OF_ALL = 0.8
 """The share of a device's memory that a layout's states may take: activations and buffers need the rest."""
@@ -45,7 +45,7 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         size = zero.get("reduce_bucket_size")
         if _may_overlap(run["device"]) and not zero.get("overlap_comm", layout.zero_stage == 3):
             found.append('"overlap_comm": true in zero_optimization of the ds_config')
-        if size:
+        if size and size < parameter_count(run["model"]):
             found.append(f'a larger "reduce_bucket_size" than {size:,}')
     if layout.zero_stage != 3:
         found.append(f"--accumulation {2 * run['batch'].accumulation}: gradients are reduced once a step, of more "

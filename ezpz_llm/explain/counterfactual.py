@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.options import parse
-from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir import RunDir, read_json
 
 TRACED, TAKEN = 24, 64
 _STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
@@ -97,7 +96,7 @@ def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
     found = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
-        seconds = json.loads(path.read_text())
+        seconds = read_json(path)
         if seconds["real"] and seconds["stubbed"]:
             found.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
                                statistics.median(seconds["stubbed"]), exposed.get(seconds["rank"])))

@@ -27,6 +27,7 @@ _WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
 _COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _WAKING_S = 1e-3
+"""Until a thread that waited for a collective runs again, at most."""
 _BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 
 

@@ -169,4 +169,3 @@ class Client:
     def _send(self, message: Mapping[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(encode(message))
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.observe.history import finite, spread, steady
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_json, read_lines, read_record
 
 _SILENT_AFTER_S = 600.0
 """Besides three times what it took to write the last lines: an evaluation or a save may come between."""
@@ -98,7 +97,7 @@ def _load(path: Path, name: str, now: float) -> Run:
         raise UserError("this is no run directory: it has neither run.json nor metrics.jsonl", where=str(path),
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
     rows = _rows(run_dir)
-    layout = json.loads(run_dir.layout.read_text()) if run_dir.layout.exists() else {}
+    layout = read_json(run_dir.layout) or {}
     written = run_dir.metrics.stat().st_mtime if rows else run_dir.record.stat().st_mtime
     run = Run(path, name, record, layout, rows, _state(record, rows, now - written), ())
     return replace(run, notes=tuple(_notes(run)))

@@ -74,7 +74,8 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"cannot read it: {error.strerror}", where=str(path)) from error
     except ValueError as error:
-        raise UserError(f"this is not JSON ({error})", where=str(path), instead="remove the file") from error
+        raise UserError(f"this is not JSON ({error})", where=str(path),
+                        instead="another run directory, or remove the file") from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

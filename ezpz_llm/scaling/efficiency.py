@@ -191,4 +191,3 @@ def curves_of(points: Sequence[Measured]) -> list[Curve]:
         if point.good:
             groups.setdefault((point.mode, point.ds_config), []).append(point)
     return [Curve(mode, ds_config, tuple(group)) for (mode, ds_config), group in groups.items()]
-

@@ -111,5 +111,3 @@ def _sized(label: str, nodes: int, ranks: int, options: Options, threads: int | 
     if not rest:
         words = (*without(words, "--ppn"), "--ppn", str(per_host))
     return Size(label, nodes, ranks, words, threads)
-
-

@@ -68,4 +68,3 @@ def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tu
         # It would ask the scheduler, whose first host need not be this one.
         argv += ["-launcher", "fork", "-hosts", "localhost"]
     return Built((*argv, *options, "-genvall", *work.site_options, *work.command), env, files)
-

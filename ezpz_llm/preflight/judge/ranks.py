@@ -111,4 +111,3 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
     for error, numbers in collected(failed).items():
         yield Finding("warn", "MPI", f"MPI cannot be started by {folding.ranks(numbers)}: {error}",
                       "only programs that use MPI are hurt: the mpi4py that fits this launcher")
-

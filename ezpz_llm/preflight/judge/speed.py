@@ -137,4 +137,3 @@ def _failed_links(gathered: Gathered) -> Iterator[Finding]:
     for host, (_, error) in failed.items():
         yield Finding("bad", "links", f"all-reduces between {host} and its neighbours fail: {error}",
                       "the interface that ranks talk on has to reach every host: launch --interface NAME")
-
