@@ -83,7 +83,7 @@ def test_ranks_are_added_up_and_a_loss_that_stands_is_told(peers) -> None:
     summary = peers("summary").summary("plain-bf16", [found, found])
     assert not summary["learns"]
     assert "DOES NOT LEARN" in peers("summary").line("plain-bf16", summary)
-    falling = {**found, "loss_reached": 3.0}
+    falling = {**found, "val_loss": 3.0}
     assert peers("summary").summary("plain-bf16", [falling])["learns"]
     assert not peers("summary").summary("plain-bf16", [falling, found])["learns"], "every round has to"
 
