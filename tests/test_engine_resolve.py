@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import pytest
 
 from ezpz_llm.engine import ds_config, ops
 from ezpz_llm.engine.batch import Batch
+from ezpz_llm.engine.memory import held_parameters
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import get_model_config, parameter_count
@@ -260,6 +262,12 @@ def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> No
     assert "stage3_prefetch_bucket_size" in resolved.explain()
     divided = zero_of(resolve("tp2_zero3", world_size=4, model=large))
     assert divided[2] < prefetch
+    # What tensor parallelism leaves whole is in the bucket as well; of a pipeline the largest stage.
+    for name in ("tp2_zero1", "pp2", "3d"):
+        resolved = resolve(name, world_size=8, model=small)
+        held = [held_parameters(resolved.layout, small, stage) for stage in range(resolved.layout.pp)]
+        assert zero_of(resolved)[:2] == (max(held), max(held))
+        assert size / resolved.layout.tp / resolved.layout.pp < max(held) < size
     wide = get_model_config("tiny-gpt2", vocab_size=256, n_embd=40_000, n_head=4)
     assert zero_of(resolve("zero3", world_size=2, model=wide))[3] == 4 * 40_000
     mine = write({"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": 0}})
@@ -276,6 +284,7 @@ def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(
     assert copying("zero1") == copying("zero2") == (False, None)
     assert copying("zero3") == (None, False)
     assert copying("zero2", "cuda") == copying("zero3", "cuda") == (None, None)
+    assert re.search(r"^reduce_scatter +false +\w", resolve("zero1", world_size=2, device="cpu").explain(), re.M)
     assert copying(write({"zero_optimization": {"stage": 3, "contiguous_gradients": True}})) == (None, True)
     # Reduced to its owner alone a gradient is really scattered; all-reduced, stage 3 needs its bucket.
     owners = {"stage": 2, "use_multi_rank_bucket_allreduce": False}

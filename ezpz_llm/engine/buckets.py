@@ -12,6 +12,7 @@ from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.layout import Layout
+from ezpz_llm.engine.memory import held_parameters
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.shapes import parameter_shapes
 
@@ -43,10 +44,11 @@ def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[boo
     """Turn off what copies all gradients once more in each step, unless the user chose how to reduce."""
     if layout.zero_stage == 3:
         # From its bucket they are copied again into what is scattered.
-        key, chosen_by, why = "contiguous_gradients", "reduce_scatter", "reduce-scatter puts them together itself"
+        key, chosen_by = "contiguous_gradients", "reduce_scatter"
     else:
-        key, chosen_by, why = "reduce_scatter", "use_multi_rank_bucket_allreduce", "DeepSpeed's all-reduces a copy"
-    return {} if chosen_by in zero else {key: (False, why)}
+        # With it they are flattened into a copy, which is all-reduced: nothing is scattered.
+        key, chosen_by = "reduce_scatter", "use_multi_rank_bucket_allreduce"
+    return {} if chosen_by in zero else {key: (False, "spares a host one copy of all gradients a step")}
 
 
 def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
@@ -54,11 +56,9 @@ def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, st
                           ("reduce_bucket_size", "allgather_bucket_size"), (_MOST, "200 MB of fp32"))
     if model is not None:
         shapes = parameter_shapes(model)
-        # Stages of a pipeline differ, and the smallest sets no bound: only tensor parallelism surely makes a
-        # rank's share smaller.
-        share = -(-sum(map(prod, shapes.values())) // layout.tp)
-        if share < _MOST:
-            found = dict.fromkeys(found, (share, "all of a rank's model in one"))
+        held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+        if held < _MOST:
+            found = dict.fromkeys(found, (held, "all of a rank's model in one"))
         if layout.zero_stage == 3:
             block = sum(prod(shape) for name, shape in shapes.items() if name.startswith("transformer.h.0."))
             found["stage3_prefetch_bucket_size"] = (

@@ -71,7 +71,8 @@ class Resolved:
                   **({"nvme_path": self.nvme_path} if self.nvme_path else {}), **self.adam}
         zero = (self.deepspeed or {}).get("zero_optimization", {})
         lines = [*self._table(values, 14),
-                 *self._table({name: f"{zero[name]:,}" for name in zero if name in self.sources}, 36)]
+                 *self._table({name: str(value).lower() if isinstance(value, bool) else f"{value:,}"
+                               for name, value in zero.items() if name in self.sources}, 36)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, values: Mapping[str, Any], column: int) -> list[str]:
@@ -136,8 +137,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
         deepspeed["zero_optimization"] = offload.complete(deepspeed["zero_optimization"], layout, model, world_size,
                                                           str(config.path))
-        for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model,
-                                           device).items():
+        for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model, device).items():
             deepspeed["zero_optimization"][key], used[key] = value, source
     elif wishes.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)

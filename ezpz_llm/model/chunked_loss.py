@@ -161,10 +161,14 @@ class _Room:
         """
         chosen = self._chosen[:len(logits)]
         if factor is not None:
-            logits.mul_(factor[:, None])
+            for start in range(0, len(logits), self._rows):  # a host multiplies a copy in fp32
+                rows = slice(start, start + self._rows)
+                logits[rows].mul_(factor[rows, None])
             chosen = chosen * factor
         # The difference to one is taken before it is rounded: of a sure prediction it is all there is.
-        return logits.scatter_(1, index[:, None], (chosen - inside.float())[:, None].to(logits.dtype))
+        difference = (chosen - inside.float()).to(logits.dtype)
+        # scatter_ would copy all of the logits to fp32 and back on a host.
+        return logits.index_put_((torch.arange(len(logits), device=logits.device), index), difference)
 
 
 class _CompiledRoom:

@@ -13,9 +13,9 @@ from torch.nn import functional
 class TokenTable(nn.Embedding):
     """An embedding of V tokens in C dimensions.
 
-    `tied`: the head's product has the same weight, and its gradient comes first in a backward pass. On a host the
-    lookup's own gradient is then given as rows, which autograd adds into the head's in place: dense it would be V
-    rows of zeros but for the few that were looked up, and a pass over both.
+    `tied`: the head's product has the same weight, whose dense gradient comes in the same backward pass. On a host
+    the lookup's own is then given as rows, which autograd adds to it: dense it would be V rows of zeros but for the
+    few that were looked up. (torch 2.13 adds them to a copy of the head's, not in place.)
     """
 
     tied = False

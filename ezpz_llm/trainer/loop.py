@@ -28,7 +28,7 @@ def train(session: Session) -> None:
                 profile.before_step(step)
         with session.clock.span("training"):
             train_step(session, step)
-        if step == session.first_step and session.dist.is_main:
+        if step == session.first_step and session.dist.is_main and not session.went_back:
             tell_startup(session)
         session.step = step + 1
         with session.clock.span("profiles"):

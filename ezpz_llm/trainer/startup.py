@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir import read_record
 from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.session import Session
@@ -23,7 +24,8 @@ def stretches(marks: Marks, process: float, launched: float | None) -> dict[str,
 
     Args:
         process: epoch time at which this process began.
-        launched: at which launch had its plan; None without launch. What it did before is not counted.
+        launched: at which launch had its plan, by its own host's clock; None without launch. What it did before is
+            not counted.
     """
     before, found = process, {}
     if launched is not None:
@@ -46,8 +48,11 @@ def process_began() -> float:
 def tell_startup(session: Session) -> None:
     """After the first step, on rank 0: put the start-up into run.json, and print it."""
     session.clock.passed("first step")
-    record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
-    found = stretches(session.clock.marks, process_began(), record.get("started"))
+    launched = None
+    if RUN_ID_VARIABLE in os.environ:  # else the record may be of an earlier launch into the same run directory
+        record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
+        launched = record.get("started")
+    found = stretches(session.clock.marks, process_began(), launched)
     total = sum(found.values())
     note(session.dist.run_dir, startup={"seconds": found, "total_s": total})
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())
