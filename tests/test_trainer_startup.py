@@ -24,18 +24,19 @@ def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
     words = [sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"), sys.executable,
              "-m", "ezpz_llm.train", "--ds-config", "ddp", "--corpus", str(text), "--n-layer", "1", "--block-size",
              "32", "--steps", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "-1",
-             "--profile", "false", "--device", "cpu"]
+             "--profile", "false", "--device", "cpu", "--compile", "true"]
     began = time.time()
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     took = time.time() - began
     assert done.returncode == 0, done.stderr
     assert "s to the end of the first step: launching" in done.stdout
     found = json.loads((tmp_path / "run" / "run.json").read_text())["startup"]
     assert list(found["seconds"]) == ["launching", "imports", "meeting", "data", "measuring the device", "engine",
-                                      "the rest", "first step"]
+                                      "the rest", "first step", "compiling"]
     # The system counts a process's beginning in hundredths of a second.
     assert all(seconds > -0.02 for seconds in found["seconds"].values())
     assert found["total_s"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["seconds"]["compiling"] > 0.1
     assert 0.5 < found["seconds"]["imports"] < found["total_s"] < took
 
 

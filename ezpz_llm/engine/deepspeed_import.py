@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from torch.distributed.distributed_c10d import _world
@@ -63,7 +63,8 @@ def _import_muon(deepspeed: ModuleType) -> None:
     compiler = deepspeed.runtime.compiler
     usual, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+        with suppress(ModuleNotFoundError):  # another release may have it elsewhere
+            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = usual
 

@@ -76,7 +76,7 @@ class _RowAttention(torch.autograd.Function):
 
 
 def _pairs(heads: Tensor, keys: Tensor) -> Tensor:
-    """(B, H, T, D) to (P, R, T, D), contiguous."""
+    """(B, H, T, D) to (P, R, T, D)."""
     return heads.reshape(keys.shape[0] * keys.shape[1], -1, *heads.shape[2:])
 
 

@@ -1,4 +1,4 @@
-"""From `launch` to the end of the first step: what it was spent on (imports no torch)."""
+"""From `launch` to the end of the first step: what it was spent on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.rundir import read_record
 from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.session import Session
@@ -53,6 +54,9 @@ def tell_startup(session: Session) -> None:
         record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
         launched = record.get("started")
     found = stretches(session.clock.marks, process_began(), launched)
+    if session.config.compile:
+        found["compiling"] = seconds_compiling()
+        found["first step"] -= found["compiling"]
     total = sum(found.values())
     note(session.dist.run_dir, startup={"seconds": found, "total_s": total})
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())
