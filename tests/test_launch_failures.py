@@ -367,6 +367,17 @@ def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:
     assert "ranks 1-14: the same" in told.text
 
 
+@pytest.mark.parametrize("cleared", ["ended", "ranks ended"])
+def test_a_node_that_is_gone_is_told_from_one_that_cleared_its_ranks(tmp_path: Path, cleared: str) -> None:
+    """Slurm ended all that was left on the first, its agent too, maybe before it saw the launcher's helpers go."""
+    reports = [NodeReport("abc", host, first, state, 1.0, {first + rank: RankReport() for rank in range(8)})
+               for host, first, state in (("n1", 0, cleared), ("n2", 8, "running"))]
+    told = account(_run(tmp_path, [], reports), _sixteen(launcher_status=255))
+    assert (told.kind, told.code, told.rank) == ("vanished", 255, 8)
+    assert "launch: ranks 8-15 on n2: gone without a record" in told.text
+    assert "leave n2 out" in told.text
+
+
 def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
     facts = _sixteen(stopped=Stop("signal", "launch was sent SIGTERM; the run is ended", "SIGTERM"),
                      failed_before_stop=frozenset({2}), launcher_status=-15)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ezpz_llm.launch.life import SignsOfLife
 from ezpz_llm.launch.node.orders import StopOrder, order_stop
-from ezpz_llm.launch.node.report import ENDED, NodeReport, control_interval_s
+from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, control_interval_s
 from ezpz_llm.launch.plan import LaunchPlan
 
 _POLL_S = 0.1
@@ -78,8 +78,8 @@ class Ending:
                 ask_at = time.monotonic() + limit_s / 4
             time.sleep(_POLL_S)
         for report in [] if self._step_is_over() else unclear:
-            ranks = f"rank(s) {', '.join(map(str, report.ranks))}" if report.ranks else "its ranks"
-            warn(f"{report.host} has not reported the end of {ranks}: it is down, or processes may be left there")
+            warn(f"{report.host} has not reported the end of {_awaited(report)}: it is down, or processes may be "
+                 f"left there")
         for report in self._life.nodes:
             if report.left:
                 warn(f"processes {list(report.left)} on {report.host} cannot be ended")
@@ -123,6 +123,13 @@ class Ending:
             return False
         # A step of an array's task is listed by another name than it is asked for.
         return _slurm("squeue", "--noheader", f"--steps={','.join(steps)}") == ""
+
+
+def _awaited(report: NodeReport) -> str:
+    """What a node has not cleared yet, by its last report."""
+    if report.state == RANKS_ENDED:
+        return "the launcher's own processes"
+    return f"rank(s) {', '.join(map(str, report.ranks))}" if report.ranks else "its ranks"
 
 
 def _slurm(program: str, *words: str) -> str | None:

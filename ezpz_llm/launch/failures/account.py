@@ -78,8 +78,11 @@ def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tup
 
 
 def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
-    """The hosts that have not reported their end, if others have: launch waits for all of them."""
-    silent = [node for node in nodes if node.state != ENDED]
+    """The hosts that have not reported the end of their ranks, if others have: launch waits for all of them.
+
+    Slurm may end an agent that has cleared its ranks and waits for the launcher's helpers.
+    """
+    silent = [node for node in nodes if node.state not in (ENDED, RANKS_ENDED)]
     if len(silent) == len(nodes):
         return ()
     return tuple(dict.fromkeys(facts.hosts[rank] for node in silent for rank in node.ranks))
