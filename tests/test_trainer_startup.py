@@ -30,6 +30,7 @@ def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
     took = time.time() - began
     assert done.returncode == 0, done.stderr
     assert "s to the end of the first step: launching" in done.stdout
+    assert "Warning" not in done.stdout + done.stderr
     found = json.loads((tmp_path / "run" / "run.json").read_text())["startup"]
     assert list(found["seconds"]) == ["launching", "imports", "meeting", "data", "measuring the device", "engine",
                                       "the rest", "first step", "compiling"]
