@@ -40,7 +40,8 @@ FLAT_ONES = {
     # Two groups of parameters, with decay and without, are gathered; the norm and the overflow flag are numbers.
     "zero1": {"all_gather (dp)": (2, WEIGHTS), "all_reduce (dp)": (1, WEIGHTS), "scalars": (2, 8)},
     "zero2": {"all_gather (dp)": (2, WEIGHTS), "all_reduce (dp)": (1, WEIGHTS), "scalars": (2, 8)},
-    "zero3": {"all_gather (dp)": (20, WEIGHTS), "reduce_scatter (dp)": (1, WEIGHTS), "scalars": (2, 16)},
+    # Parameters are gathered one block ahead at most, so that not all that follow each other go together.
+    "zero3": {"all_gather (dp)": (21, WEIGHTS), "reduce_scatter (dp)": (1, WEIGHTS), "scalars": (2, 16)},
 }
 # Four all-reduces of activations a layer, one after the embedding, one before the head; two numbers a token for the
 # loss under a divided vocabulary.
