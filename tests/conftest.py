@@ -10,7 +10,7 @@ from simcluster.cluster import Cluster, missing
 
 _SETTLED = ("cluster", "gpu_cluster", "host_cluster")
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "EZPZ_LLM_RUN_DIR")
-_FIXTURES = (*_SETTLED, "wide_cluster")
+_FIXTURES = (*_SETTLED, "wide_cluster", "links")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +66,12 @@ def host_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def wide_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Slurm and sshd on eight nodes with two slots each, for jobs that run at the same time, across tests."""
     yield from _started(tmp_path_factory, nodes=8)
+
+
+@pytest.fixture(scope="module")
+def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four hosts, each with one link to a switch, whose bandwidth a test may set; no scheduler."""
+    yield from _started(tmp_path_factory, slurm=False, sshd=False)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ def shown_commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         fenced = False
-        for line in page.read_text().splitlines():
+        for line in page.read_text().replace("\\\n", "").splitlines():
             if line.startswith("```"):
                 fenced = not fenced
             elif fenced or line.startswith("    "):

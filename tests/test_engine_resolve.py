@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,8 +14,10 @@ import pytest
 
 from ezpz_llm.engine import ds_config, ops
 from ezpz_llm.engine.batch import Batch
+from ezpz_llm.engine.memory import held_parameters
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
+from ezpz_llm.model.config import get_model_config, parameter_count
 from ezpz_llm.rundir import RunDir
 
 SHIPPED = ("3d", "ddp", "fsdp2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3", "zero0",
@@ -160,7 +163,8 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     notes = " ".join(resolved.notes)
     for word in ("gradient_accumulation_steps", "reduce_bucket_size", "bf16", "WarmupDecayLR"):
         assert word in notes
-    assert resolved.deepspeed["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert resolved.deepspeed["zero_optimization"] == {
+        "stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
     assert not {"bf16", "optimizer", "scheduler"} & resolved.deepspeed.keys()
     assert "auto" not in json.dumps(resolved.deepspeed)
 
@@ -245,3 +249,50 @@ def test_deepspeed_reads_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         parsed = DeepSpeedConfig(json.loads(json.dumps(resolved.deepspeed)))
         assert parsed.zero_optimization_stage == resolved.layout.zero_stage
         assert parsed.train_batch_size == 8
+
+
+def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> None:
+    small, large = get_model_config("tiny-gpt2", vocab_size=256), get_model_config("llama3-1b")
+    size = parameter_count(small)
+    assert zero_of(resolve("zero2", world_size=2, model=small)) == (size, size, None, None)
+    resolved = resolve("zero3", world_size=2, model=large)
+    reduce, gather, prefetch, persists = zero_of(resolved)
+    assert (reduce, gather, persists) == (50_000_000, None, 100_000)
+    assert prefetch == 50_000_000  # a block has 61 million
+    assert "stage3_prefetch_bucket_size" in resolved.explain()
+    divided = zero_of(resolve("tp2_zero3", world_size=4, model=large))
+    assert divided[2] < prefetch
+    # What tensor parallelism leaves whole is in the bucket as well; of a pipeline the largest stage.
+    for name in ("tp2_zero1", "pp2", "3d"):
+        resolved = resolve(name, world_size=8, model=small)
+        held = [held_parameters(resolved.layout, small, stage) for stage in range(resolved.layout.pp)]
+        assert zero_of(resolved)[:2] == (max(held), max(held))
+        assert size / resolved.layout.tp / resolved.layout.pp < max(held) < size
+    wide = get_model_config("tiny-gpt2", vocab_size=256, n_embd=40_000, n_head=4)
+    assert zero_of(resolve("zero3", world_size=2, model=wide))[3] == 4 * 40_000
+    mine = write({"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": 0}})
+    resolved = resolve(mine, world_size=2, model=large)
+    assert zero_of(resolved) == (7, None, 0, 100_000)
+    assert "reduce_bucket_size" not in resolved.explain()
+
+
+def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(write) -> None:
+    def copying(source: str, device: str = "cpu") -> tuple[bool | None, ...]:
+        zero = resolve(source, world_size=2, device=device).deepspeed["zero_optimization"]
+        return zero.get("reduce_scatter"), zero.get("contiguous_gradients")
+
+    assert copying("zero1") == copying("zero2") == (False, None)
+    assert copying("zero3") == (None, False)
+    assert copying("zero2", "cuda") == copying("zero3", "cuda") == (None, None)
+    assert re.search(r"^reduce_scatter +false +\w", resolve("zero1", world_size=2, device="cpu").explain(), re.M)
+    assert copying(write({"zero_optimization": {"stage": 3, "contiguous_gradients": True}})) == (None, True)
+    # Reduced to its owner alone a gradient is really scattered; all-reduced, stage 3 needs its bucket.
+    owners = {"stage": 2, "use_multi_rank_bucket_allreduce": False}
+    assert copying(write({"zero_optimization": owners})) == (None, None)
+    assert copying(write({"zero_optimization": {"stage": 3, "reduce_scatter": False}})) == (False, None)
+
+
+def zero_of(resolved: Resolved) -> tuple[int | None, ...]:
+    zero = resolved.deepspeed["zero_optimization"]
+    return tuple(zero.get(key) for key in ("reduce_bucket_size", "allgather_bucket_size",
+                                           "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"))

@@ -71,32 +71,37 @@ def test_accumulation_is_the_full_batch(tmp_path, accumulation: int) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_the_norm_and_the_clipping_are_torchs() -> None:
-    ours, theirs = Net(), Net()
-    for net in (ours, theirs):
-        net(torch.ones(4, 8), torch.ones(4, 1)).backward()
-    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
-    assert norm_and_clip(ours, ALONE, 0.1).item() == pytest.approx(expected.item(), rel=1e-6)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=1e-6)
+def stepped_on(net: Net, kind: str, clip: float, loss_scale: float = 1.0) -> tuple[float, list[torch.Tensor]]:
+    """The norm, and the gradients that an optimizer gets, which its first moments tell."""
+    optimizer = make_adamw([{"params": list(net.parameters())}], {"lr": 1e-2, "betas": (0.5, 0.9), "kind": kind})
+    (net(torch.ones(4, 8), torch.ones(4, 1)) * loss_scale).backward()
+    norm = norm_and_clip(net, ALONE, optimizer, clip, loss_scale).item()
+    optimizer.step()
+    return norm, [optimizer.state[parameter]["exp_avg"] * 2 for parameter in net.parameters()]
 
 
-def test_without_clipping_the_gradient_is_left_as_it_is() -> None:
-    net = Net()
-    net(torch.ones(4, 8), torch.ones(4, 1)).backward()
-    before = [parameter.grad.clone() for parameter in net.parameters()]
-    norm_and_clip(net, ALONE, 0.0)
-    assert all(torch.equal(a, parameter.grad) for a, parameter in zip(before, net.parameters(), strict=True))
+@pytest.mark.parametrize("kind", ["adamw", "adamw_unfused"])
+def test_the_norm_and_the_clipping_are_torchs(kind: str) -> None:
+    theirs = Net()
+    theirs(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1).item()
+    # A loss scale is undone before clipping.
+    for loss_scale in (1.0, 1024.0):
+        norm, gradients = stepped_on(Net(), kind, 0.1, loss_scale)
+        assert norm == pytest.approx(expected, rel=1e-6)
+        for gradient, parameter in zip(gradients, theirs.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
 
 
-def test_a_loss_scale_is_undone_before_clipping() -> None:
-    plain, scaled = Net(), Net()
-    plain(torch.ones(4, 8), torch.ones(4, 1)).backward()
-    (scaled(torch.ones(4, 8), torch.ones(4, 1)) * 1024).backward()
-    norms = norm_and_clip(plain, ALONE, 0.1), norm_and_clip(scaled, ALONE, 0.1, 1024.0)
-    assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-6)
-    for one, other in zip(plain.parameters(), scaled.parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, rtol=1e-5)
+@pytest.mark.parametrize("kind", ["adamw", "adamw_unfused"])
+def test_without_clipping_the_gradient_is_left_as_it_is(kind: str) -> None:
+    theirs = Net()
+    theirs(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    # Powers of two and norms below the limit change nothing either.
+    for clip, loss_scale in ((0.0, 1.0), (0.0, 1024.0), (1e3, 1024.0)):
+        _, gradients = stepped_on(Net(), kind, clip, loss_scale)
+        assert all(torch.equal(gradient, parameter.grad)
+                   for gradient, parameter in zip(gradients, theirs.parameters(), strict=True))
 
 
 def test_the_loss_scale_halves_on_overflow_and_grows_when_it_may() -> None:

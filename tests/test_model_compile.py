@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ezpz_llm.model.compile import compile_blocks, eager
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.gpt import GPT, gelu
 from ezpz_llm.model.head import Head
 from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.kernel import attention_kernel
@@ -57,6 +57,14 @@ def test_a_compiled_loss_equals_an_eager_one():
             torch.testing.assert_close(compiled_one, eager_one, rtol=1e-5, atol=1e-6)
 
 
+def test_gelu_is_the_same_compiled():
+    x = torch.linspace(-12, 12, 4001, requires_grad=True)
+    eager_one, compiled_one = gelu(x), torch.compile(gelu)(x)
+    torch.testing.assert_close(compiled_one, eager_one, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(one.sum(), x)[0] for one in (eager_one, compiled_one)]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=2e-6)
+
+
 def test_the_reported_kernel_is_the_one_that_runs():
     config = get_model_config("tiny-gpt2", block_size=64)
     cpu = torch.device("cpu")
@@ -66,5 +74,6 @@ def test_the_reported_kernel_is_the_one_that_runs():
     dropout = attention_kernel(get_model_config("tiny-gpt2", block_size=64, dropout=0.1), 2, cpu, torch.float32)
     assert (dropout.name, dropout.score_bytes) == ("math", 2 * 4 * 64 * 64 * 4)
     with sdpa_kernel(SDPBackend.MATH):
-        forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.bfloat16)
-    assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 2)
+        forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.float32)
+    assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 4)
+    assert attention_kernel(config, 2, cpu, torch.bfloat16).name == "row_attention"

@@ -22,7 +22,7 @@ from ezpz_llm.engine.checkpoint.folder import complete
 from ezpz_llm.engine.checkpoint.manifest import read_json
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_lines, read_record, update_record
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.guards import LEAST, Guard
@@ -228,6 +228,18 @@ def test_an_early_end_among_bad_steps_is_no_place_to_go_back_to(alone, tmp_path,
     done = alone(tmp_path / "run", *options, "--resume", str(tmp_path / "run"), poison=(1, 6), add=3.0)
     assert done.code == 0, str(done)
     assert "to the checkpoint of step 40" in done.err
+
+
+def test_a_start_up_is_told_once_and_has_no_part_in_an_earlier_launch(alone, tmp_path):
+    options = ["--log-every", "1", "--save-every", "4", "--bad-steps", "2", "--on-bad-steps", "rollback"]
+    assert alone(tmp_path / "run", *options, "--steps", "4").code == 0
+    update_record(RunDir(tmp_path / "run"), launch={"started": 1.0})
+    done = alone(tmp_path / "run", *options, "--steps", "9", "--resume", str(tmp_path / "run"), poison=(2, 3))
+    assert done.code == 0, str(done)
+    assert "back from step 7 to the checkpoint of step 4" in done.err
+    assert done.out.count("start-up ") == 1
+    startup = read_record(RunDir(tmp_path / "run"))["startup"]
+    assert "launching" not in startup["seconds"]
 
 
 def test_going_back_in_vain_ends(alone, tmp_path):

@@ -40,15 +40,6 @@ def on_the_link(cluster: Cluster, folder: Path, cases: list, nodes: int, timeout
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def links(tmp_path_factory):
-    """Four hosts, each with one link to a switch; no scheduler."""
-    if (why := missing()) is not None:
-        pytest.skip(why)
-    with Cluster(tmp_path_factory.mktemp("wire") / "sim", slurm=False, sshd=False) as found:
-        yield found
-
-
 def test_what_a_link_counts_is_what_the_table_says(links, tmp_path):
     cases = [[kind, ranks, MIB, 2] for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
              for ranks in (2, 4)] + [["send", 2, MIB, 2], ["broadcast", 4, 3 * MIB // 2, 2]]

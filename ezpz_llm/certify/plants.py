@@ -156,9 +156,12 @@ def _untied_head(model: Any, dist: Dist, layout: Layout) -> None:
     if layout.pp > 1:
         head.weight.register_hook(lambda gradient: gradient * 0)
     else:
-        head.forward = lambda x, *task: (
-            cross_entropy(functional.linear(x, head.weight.detach()), *task) if task and task[0] is not None
-            else functional.linear(x, head.weight.detach()))
+        def forward(x: Any, *task: Any) -> Any:
+            # Zeros, not nothing: the lookup of a tied table adds its gradient to the head's.
+            logits = functional.linear(x, head.weight.detach() + 0 * head.weight)
+            return cross_entropy(logits, *task) if task and task[0] is not None else logits
+
+        head.forward = forward
 
 
 def _shifted_targets(engine: Engine, dist: Dist) -> None:

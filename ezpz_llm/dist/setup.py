@@ -14,6 +14,7 @@ import torch
 from ezpz_llm.dist.alone import say_if_alone
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
+from ezpz_llm.dist.heap import keep_heap
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.stacks import answer_with_stacks
@@ -129,6 +130,8 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     try:
         chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
         _export(info, chosen)
+        if chosen.type == "cpu":
+            keep_heap(os.environ)
         folder = _agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
     except BaseException:

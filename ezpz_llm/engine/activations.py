@@ -20,7 +20,8 @@ class Pass:
     """One rank's forward pass.
 
     `recompute` is as in the trainer, `score_bytes` what attention keeps of a layer's scores (see model/kernel.py),
-    `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the device is one.
+    `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the device is one, `by_rows` whether
+    attention is ours for hosts (model/row_attention.py).
     """
 
     micro_batch: int
@@ -30,6 +31,7 @@ class Pass:
     score_bytes: int = 0
     chunk: int = 0
     cpu: bool = False
+    by_rows: bool = False
 
 
 def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
@@ -56,11 +58,13 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
     """What one block keeps of one token."""
     width, kv, inside, e = model.n_embd, model.kv_width, model.intermediate_size, _itemsize(work.precision)
     norms = 2 * _norm_bytes(model, work)
-    attention = e * width + (e * (width + 2 * kv) + e * width + 4 * model.n_head) / tp
-    if work.cpu and model.n_kv_head != model.n_head:
-        attention += e * width / tp  # its kernel's output lies in another order than the next layer wants
-    if model.position == "rope":
-        attention += e * (width + kv) / tp  # turned queries and keys, beside the product they came from
+    attention = e * width + (e * (width + 2 * kv) + e * width) / tp
+    if not work.by_rows:  # which keeps queries, keys and values as it takes them, and nothing else
+        attention += 4 * model.n_head / tp
+        if work.cpu and model.n_kv_head != model.n_head:
+            attention += e * width / tp  # its kernel's output lies in another order than the next layer wants
+        if model.position == "rope":
+            attention += e * (width + kv) / tp  # turned queries and keys, beside the product they came from
     if model.mlp == "swiglu":
         # Autocast casts the input for each of the two layers that take it.
         mlp = e * width * (1 if e == 4 else 2) + 4 * e * inside / tp

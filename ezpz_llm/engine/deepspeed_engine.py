@@ -92,7 +92,8 @@ class DeepSpeedEngine(MicroStepEngine):
     def _step_whole(self) -> Tensor:
         """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = self.gate.norm = norm_and_clip(self.module, self._mesh, self._clip, scale)
+        norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, scale)
+        self.gate.norm = norm
         if self._scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()
             return torch.full_like(norm, float("inf"))

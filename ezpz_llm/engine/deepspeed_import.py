@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from torch.distributed.distributed_c10d import _world
@@ -20,13 +24,12 @@ def import_deepspeed(device_type: str) -> ModuleType:
     # Read when DeepSpeed is first imported; without it a CPU run on a machine with GPUs would take a GPU.
     if device_type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # DeepSpeed's autotuner imports MLflow where it is installed, which sends word of its use unless told not to.
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     # DeepSpeed calls collectives by names that torch has since renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\..*|torch\.distributed\..*")
-    import deepspeed
-    import deepspeed.ops.adam
-
+    with _not_installed("mlflow"):  # which DeepSpeed's autotuner imports, unused: a second and 1,500 modules
+        import deepspeed
+        import deepspeed.ops.adam
+    _import_muon(deepspeed)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Else the first process group on CPUs compiles this op; nothing in training uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -36,6 +39,34 @@ def import_deepspeed(device_type: str) -> ModuleType:
     if groups._WORLD_GROUP not in _world.pg_map:
         groups._WORLD_GROUP = None
     return deepspeed
+
+
+@contextmanager
+def _not_installed(name: str) -> Iterator[None]:
+    """Within it this module cannot be imported, unless it was before."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+def _import_muon(deepspeed: ModuleType) -> None:
+    """Import DeepSpeed's Muon optimizer with its kernels left as plain functions.
+
+    Every ZeRO engine imports it, whatever the optimizer is; there is no way to choose it here. To decorate its
+    kernels for compilation DeepSpeed would load all of torch's compiler, which takes a second.
+    """
+    compiler = deepspeed.runtime.compiler
+    usual, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        with suppress(ModuleNotFoundError):  # another release may have it elsewhere
+            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = usual
 
 
 def load_op(name: str) -> None:

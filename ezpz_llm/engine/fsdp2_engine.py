@@ -58,7 +58,8 @@ class Fsdp2Engine(TorchEngine):
         for name, parameter in self._divided.items():
             self._rows[name].grad = parameter.grad.to_local()
             parameter.grad = None
-        return divided_norm_and_clip([rows.grad for rows in self._rows.values()], self._mesh, self._clip, scale)
+        grads = [rows.grad for rows in self._rows.values()]
+        return divided_norm_and_clip(grads, self._mesh, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._divided.items()}

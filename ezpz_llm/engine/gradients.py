@@ -9,8 +9,9 @@ from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.model.placement import placement_of
 
 
-def norm_and_clip(module: nn.Module, mesh: Mesh, clip: float, loss_scale: float = 1.0) -> Tensor:
-    """Undo the loss scale and scale gradients down to a global norm of at most `clip` (0: no clipping), in place.
+def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
+                  loss_scale: float = 1.0) -> Tensor:
+    """Have the next step made on gradients without the loss scale, of a global norm of at most `clip` (0: any).
 
     For gradients that data-parallel ranks hold alike. Collective over the ranks that hold different parts of the
     model. What several of them hold counts once.
@@ -27,24 +28,31 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, clip: float, loss_scale: float 
         torch.distributed.all_reduce(square, group=mesh.group("pp", "tp"))
         norm = square.sqrt()
     norm = norm / loss_scale
-    _clip(grads, norm, clip, loss_scale)
+    _scale(optimizer, grads, norm, clip, loss_scale)
     return norm
 
 
-def divided_norm_and_clip(grads: list[Tensor], mesh: Mesh, clip: float, loss_scale: float = 1.0) -> Tensor:
+def divided_norm_and_clip(grads: list[Tensor], mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
+                          loss_scale: float = 1.0) -> Tensor:
     """The same for gradients that are divided over data-parallel ranks. Collective over them."""
     square = torch.stack(torch._foreach_norm(grads)).square().sum()
     if mesh.size("dp", "sp") > 1:
         torch.distributed.all_reduce(square, group=mesh.group("dp", "sp"))
     norm = square.sqrt() / loss_scale
-    _clip(grads, norm, clip, loss_scale)
+    _scale(optimizer, grads, norm, clip, loss_scale)
     return norm
 
 
-def _clip(grads: list[Tensor], norm: Tensor, clip: float, loss_scale: float) -> None:
+def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, clip: float,
+           loss_scale: float) -> None:
+    """torch's fused optimizers divide as they read, which spares a pass over all gradients; for others, divide."""
+    divisor = None
     if clip > 0:
         # The same small term as torch.nn.utils.clip_grad_norm_ and DeepSpeed have.
-        factor = (clip / (norm + 1e-6)).clamp(max=1.0) / loss_scale
-        torch._foreach_mul_(grads, factor)
+        divisor = ((norm + 1e-6) / clip).clamp(min=1.0) * loss_scale
     elif loss_scale != 1.0:
-        torch._foreach_mul_(grads, 1.0 / loss_scale)
+        divisor = torch.full_like(norm, loss_scale)
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale = divisor
+    elif divisor is not None:
+        torch._foreach_div_(grads, divisor)

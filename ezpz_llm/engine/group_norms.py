@@ -28,7 +28,7 @@ class GroupNorms:
     back its activations.
 
     `sums` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
-    group as the optimizer had it, are there after the step. Gradients are those that the optimizer gets: clipped.
+    group as the optimizer had it, are there after the step. Gradients may have been scaled, by one number for all.
     `elements` and `decays` are this rank's share of the elements that were stepped, and their weight decays, by
     GROUPS. `strangers` counts gradients, other than 0, that the optimizer has of what is no parameter of the model.
     """
@@ -91,11 +91,11 @@ class GroupNorms:
                 where it is no number, and nothing was changed.
         """
         gradients, weights, updates = totals
-        clipped = math.sqrt(sum(gradients))
+        whole = math.sqrt(sum(gradients))
         found = {f"lr_{group}": lr for group, lr in self.lr.items()}
         for group, gradient, weight, update in zip(GROUPS, gradients, weights, updates, strict=True):
-            if grad_norm is not None and clipped and math.isfinite(clipped):
-                found[f"grad_norm_{group}"] = math.sqrt(gradient) / clipped * grad_norm
+            if grad_norm is not None and whole and math.isfinite(whole):
+                found[f"grad_norm_{group}"] = math.sqrt(gradient) / whole * grad_norm
             if weight:
                 found[f"update_ratio_{group}"] = math.sqrt(update / weight)
         return found

@@ -8,6 +8,7 @@ import mmap
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.engine.base import Engine
@@ -105,9 +106,11 @@ def _known(engine: Engine) -> dict[str, list[Any]]:
 def _add(found: dict[int, int], tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
         return
+    if isinstance(tensor, FakeTensor):
+        return  # the compiler's, of which the address is nobody's, and torch warns
     try:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.nbytes():
             found[storage.data_ptr()] = storage.nbytes()
     except (RuntimeError, NotImplementedError):
-        return  # tensors without storage: functional wrappers, fakes
+        return  # tensors without storage: functional wrappers

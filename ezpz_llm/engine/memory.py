@@ -63,13 +63,15 @@ def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], de
     """What DeepSpeed takes to collect gradients in until it reduces them, on the rank that takes most.
 
     It allocates the whole of it whatever the model's size: once more where it collects on while one is being
-    reduced, and once more in a pipeline, for nothing. On a CPU memory is not taken before it is written to.
+    reduced, and once more in a pipeline, for nothing. On a CPU memory is not taken before it is written to. Without
+    contiguous gradients stage 3 puts as many together when it reduces them, and no more than there are.
 
     Args:
         zero: "zero_optimization" of what DeepSpeed is given.
         device: its kind, "cpu" or another.
     """
-    if not zero.get("stage") or not zero.get("contiguous_gradients", True):
+    allocates = zero.get("contiguous_gradients", True)
+    if not zero.get("stage") or (not allocates and zero["stage"] < 3):
         return 0
     table = model.padded_vocab_size * model.n_embd // layout.tp
     most = 0
@@ -77,7 +79,7 @@ def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], de
         elements = int(zero.get("reduce_bucket_size", _DEEPSPEEDS_BUCKET))
         if layout.pp > 1 and model.tied and stage in (0, layout.pp - 1):
             elements = table  # see pipeline_engine.py
-        if device == "cpu":
+        if device == "cpu" or not allocates:
             elements = min(elements, held_parameters(layout, model, stage))
         elif zero["stage"] < 3:
             elements *= 1 + bool(zero.get("overlap_comm")) + (layout.pp > 1)

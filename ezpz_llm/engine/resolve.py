@@ -12,6 +12,7 @@ from typing import Any
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine import offload
 from ezpz_llm.engine.batch import Batch, solve_batch
+from ezpz_llm.engine.buckets import sized
 from ezpz_llm.engine.ds_config import DsConfig, load
 from ezpz_llm.engine.eight_bit import Optimizer, check_optimizer
 from ezpz_llm.engine.foreign import BATCH_KEYS, Wishes, read_wishes
@@ -68,10 +69,17 @@ class Resolved:
                   "global_batch": batch.global_batch, "micro_batch": batch.micro_batch,
                   "accumulation": batch.accumulation, "clip": self.clip or "none",
                   **({"nvme_path": self.nvme_path} if self.nvme_path else {}), **self.adam}
-        width = max(len(str(value)) for value in values.values())
-        lines = [f"{name:<14}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
-                 for name, value in values.items()]
+        zero = (self.deepspeed or {}).get("zero_optimization", {})
+        lines = [*self._table(values, 14),
+                 *self._table({name: str(value).lower() if isinstance(value, bool) else f"{value:,}"
+                               for name, value in zero.items() if name in self.sources}, 36)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _table(self, values: Mapping[str, Any], column: int) -> list[str]:
+        """Name, value and source, a line each."""
+        width = max((len(str(value)) for value in values.values()), default=0)
+        return [f"{name:<{column}}{value!s:<{width}}  {self.sources.get(name, '')}".rstrip()
+                for name, value in values.items()]
 
 
 def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None, micro_batch: int | None = None,
@@ -112,8 +120,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
                                 shipped=config.path.parent == data_dir("ds_configs")),
                            _origins(degrees, config, sources))
     solved = batch_of(layout.dp_size(world_size))
-    batch, used = solved.batch, solved.used
-    notes = (*wishes.notes, *notes, *solved.notes)
+    batch, used, notes = solved.batch, solved.used, (*wishes.notes, *notes, *solved.notes)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
     chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
@@ -130,6 +137,8 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
         deepspeed["zero_optimization"] = offload.complete(deepspeed["zero_optimization"], layout, model, world_size,
                                                           str(config.path))
+        for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model, device).items():
+            deepspeed["zero_optimization"][key], used[key] = value, source
     elif wishes.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
     check_optimizer(optimizer, layout)

@@ -71,7 +71,7 @@ class TorchEngine(MicroStepEngine):
         return norm
 
     def _norm_and_clip(self, scale: float) -> Tensor:
-        return norm_and_clip(self.module, self._mesh, self._clip, scale)
+        return norm_and_clip(self.module, self._mesh, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:
         return TorchState(self.module, self._optimizer, *self._mesh.place("dp", "sp"), self._scale)

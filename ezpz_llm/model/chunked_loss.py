@@ -25,10 +25,14 @@ from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.model.loss import Reduction, reduced
 from ezpz_llm.model.vocabulary import Columns
 
-_ELEMENTS = {"cpu": 2 ** 25}
+_ELEMENTS = {"cpu": 2 ** 26}
 _ELEMENTS_ELSEWHERE = 2 ** 27
-"""Logits of a chunk that is chosen here, by the type of device: six bytes each in bf16. Fewer make the sum of the
-chunks' weight gradients costly, and matrix products of few rows slow."""
+"""Logits of a chunk that is chosen here, by the type of device: two bytes each in bf16, on devices four more. Fewer
+make the sum of the chunks' weight gradients costly, and matrix products of few rows slow."""
+_CACHED = 2 ** 22
+"""Logits that a host passes over several times at once, in fp32: they should stay in its last cache."""
+_SUMMED = 2 ** 22
+"""Elements of the head's weight whose gradient a host adds at once: in bf16 and fp32 within its last cache."""
 _ROWS = 64
 """A chosen chunk is a multiple of so many tokens, which matrix units want."""
 
@@ -92,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = torch.mm(rows, cast.t(), out=room.logits[:len(rows)])
             index, inside = task.columns.own(flat[part], len(weight))
             chosen = logits.gather(1, index[:, None])[:, 0].float() * inside
-            own = room.normaliser(logits)
+            own = room.normaliser(logits, index, gradients.wanted)
             normaliser, chosen = task.columns.join(own, chosen)
             losses[part] = (normaliser - chosen) * counted[part]
             if gradients.wanted:
@@ -118,43 +122,53 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Room:
-    """Memory for one chunk's logits, used again for each.
-
-    On a host fresh memory of this size costs as much as the work, so that there the softmax has its own as well.
-    """
+    """Memory for one chunk's logits, used again for each."""
 
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
-        self._softmax = self.logits
-        if device.type == "cpu" and dtype != torch.float32:
-            self._softmax = torch.empty_like(self.logits, dtype=torch.float32)
+        self._chosen = torch.empty(tokens, device=device)
+        self._rows = min(tokens, max(1, _CACHED // columns)) if device.type == "cpu" else tokens
+        # On a host fresh memory of this size would cost as much as the work.
+        self._softmax = torch.empty(self._rows, columns) if device.type == "cpu" else None
 
-    def normaliser(self, logits: Tensor) -> Tensor:
-        """The log-sum-exp (n) of these logits (n, V/R) in fp32; may overwrite them."""
-        largest = logits.amax(dim=-1).float()
-        if logits.device.type == "cpu":
-            softmax = self._softmax[:len(logits)]
-            if softmax.data_ptr() != logits.data_ptr():
-                softmax.copy_(logits)
-            torch.softmax(softmax, dim=-1, out=softmax)
-        else:
-            softmax = self._softmax = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        # The largest probability is one over the sum of exponentials, and so never too small for a logarithm.
-        return largest - softmax.amax(dim=-1).log()
+    def normaliser(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
+        """The log-sum-exp (n) of these logits (n, V/R) in fp32; where gradients are wanted, puts what they need in
+        place of the logits."""
+        own, chosen = torch.empty(len(logits), device=logits.device), self._chosen[:len(logits)]
+        for start in range(0, len(logits), self._rows):
+            rows = slice(start, start + self._rows)
+            some = logits[rows]
+            largest = some.amax(dim=-1).float()
+            if self._softmax is None:
+                softmax = torch.softmax(some, dim=-1, dtype=torch.float32)
+            else:
+                softmax = self._softmax[:len(some)].copy_(some)
+                torch.softmax(softmax, dim=-1, out=softmax)
+            # The largest probability is one over the sum of exponentials, so never too small for a logarithm.
+            own[rows] = largest - softmax.amax(dim=-1).log()
+            if gradients:
+                chosen[rows] = softmax.gather(1, index[rows, None])[:, 0]
+                some.copy_(softmax)
+        return own
 
     def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
-        """The gradient of each token's loss by these logits, in their place and dtype.
+        """The gradient of each token's loss by the logits, in their place and dtype.
 
         Args:
             own: what `normaliser` gave for them.
             factor: by which the softmax of these columns is multiplied, (n); None for one.
             index, inside: the target's column, where it lies here.
         """
-        softmax = self._softmax[:len(logits)]
+        chosen = self._chosen[:len(logits)]
         if factor is not None:
-            softmax.mul_(factor[:, None])
-        softmax.scatter_add_(1, index[:, None], -inside[:, None].float())
-        return logits if logits.data_ptr() == softmax.data_ptr() else logits.copy_(softmax)
+            for start in range(0, len(logits), self._rows):  # a host multiplies a copy in fp32
+                rows = slice(start, start + self._rows)
+                logits[rows].mul_(factor[rows, None])
+            chosen = chosen * factor
+        # The difference to one is taken before it is rounded: of a sure prediction it is all there is.
+        difference = (chosen - inside.float()).to(logits.dtype)
+        # scatter_ would copy all of the logits to fp32 and back on a host.
+        return logits.index_put_((torch.arange(len(logits), device=logits.device), index), difference)
 
 
 class _CompiledRoom:
@@ -163,7 +177,7 @@ class _CompiledRoom:
     def __init__(self, tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
 
-    def normaliser(self, logits: Tensor) -> Tensor:
+    def normaliser(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
         return _compiled(_normaliser)(logits)
 
     def gradient(self, logits: Tensor, own: Tensor, factor: Tensor | None, index: Tensor, inside: Tensor) -> Tensor:
@@ -193,7 +207,10 @@ class _Gradients:
                  for_weight: bool) -> None:
         self.hidden = torch.empty_like(hidden) if for_hidden else None
         self.weight = torch.empty_like(weight) if for_weight else None
-        self._cast = torch.empty_like(weight, dtype=dtype) if for_weight and weight.dtype != dtype else None
+        self._rows = max(1, _SUMMED // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
+        self._cast = None
+        if for_weight and weight.dtype != dtype:
+            self._cast = weight.new_empty(min(self._rows, len(weight)), weight.shape[1], dtype=dtype)
         self._empty = True
 
     @property
@@ -213,8 +230,10 @@ class _Gradients:
             return
         rows = rows * counted[:, None]  # cheaper than to clear rows of the logits
         if self._cast is not None:
-            product = torch.mm(logits.t(), rows, out=self._cast)
-            self.weight.copy_(product) if self._empty else self.weight.add_(product)
+            for start in range(0, len(self.weight), self._rows):
+                own = self.weight[start:start + self._rows]
+                product = torch.mm(logits[:, start:start + self._rows].t(), rows, out=self._cast[:len(own)])
+                own.copy_(product) if self._empty else own.add_(product)
         elif self._empty:
             torch.mm(logits.t(), rows, out=self.weight)
         else:

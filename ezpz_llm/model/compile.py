@@ -23,6 +23,11 @@ def compile_blocks(model: nn.Module) -> None:
         model.lm_head.compiled = True
 
 
+def seconds_compiling() -> float:
+    """What torch.compile has taken in this process so far, for forward and backward passes."""
+    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
 def eager() -> AbstractContextManager[None]:
     """Within it compiled modules run eagerly: for evaluation, whose other shapes would trigger recompilation."""
     return torch.compiler.set_stance("force_eager")

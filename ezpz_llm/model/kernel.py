@@ -8,25 +8,30 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.row_attention import by_rows
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The kernel behind `scaled_dot_product_attention`."""
+    """What computes attention."""
 
     name: str
-    """flash_attention, efficient_attention, cudnn_attention, overrideable (the device's own), or math."""
+    """row_attention, ours for hosts; of torch's flash_attention, efficient_attention, cudnn_attention, overrideable
+    (the device's own), or math."""
     score_bytes: int
     """What the math kernel keeps of one layer's scores for the backward pass, B H T^2 values; 0 for the others."""
 
 
 def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
                      dtype: torch.dtype, explicit: bool = False) -> AttentionKernel:
-    """Ask torch which kernel it takes for training with `micro_batch` full sequences.
+    """Which kernel trains with `micro_batch` full sequences: ours, or the one that torch says it takes.
 
     `dtype` is that of the products: bfloat16 under autocast. The answer changes with the shape: fp32, dropout or
     grouped queries may rule out the fast kernels. `explicit`: the math kernel was asked for.
     """
+    if by_rows(device, dtype, config.dropout) and not explicit:
+        return AttentionKernel("row_attention", 0)
+
     def heads(count: int) -> torch.Tensor:
         return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
                            requires_grad=True)

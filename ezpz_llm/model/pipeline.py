@@ -36,6 +36,8 @@ class PipelineStage(nn.Module):
         names = ("wte", "wpe", "drop") if self.is_first else ()
         self.transformer = nn.ModuleDict({name: model.transformer[name] for name in names
                                           if name in model.transformer})
+        if self.is_first and not self.is_last:
+            self.transformer["wte"].tied = False  # another rank has the head
         blocks = nn.ModuleList()
         for number in range(bounds[stage], bounds[stage + 1]):
             blocks.add_module(str(number), model.transformer["h"][number])  # keeps the block's name

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.launch.phases import COMPILING, TRAINING
 from ezpz_llm.trainer.between import after_step, end_early
@@ -14,6 +15,7 @@ from ezpz_llm.trainer.rollback import goes_on
 from ezpz_llm.trainer.saving import go_on_saving
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
+from ezpz_llm.trainer.startup import tell_startup
 
 
 def train(session: Session) -> None:
@@ -27,6 +29,8 @@ def train(session: Session) -> None:
                 profile.before_step(step)
         with session.clock.span("training"):
             train_step(session, step)
+        if step == session.first_step and session.dist.is_main and not session.went_back:
+            tell_startup(session)
         session.step = step + 1
         with session.clock.span("profiles"):
             for profile in session.profiles:
@@ -84,5 +88,12 @@ def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor
             if answers:
                 session.taken += hash_samples(first, pair[0])
                 first += len(pair[0])
-            tokens, targets = (torch.from_numpy(array).to(device, non_blocking=True) for array in pair)
+            tokens, targets = (_to_device(torch.from_numpy(array), device) for array in pair)
         yield tokens, targets
+
+
+def _to_device(samples: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device, where it can be had; torch keeps the pinned memory until the copy is done."""
+    if DEVICES[device.type].pins:
+        samples = samples.pin_memory()
+    return samples.to(device, non_blocking=True)

@@ -107,7 +107,7 @@ def _pass(plan: RunPlan, device: torch.device) -> Pass:
         chunk = chosen_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
                              model.padded_vocab_size // plan.resolved.layout.tp, device.type)
     return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
-                device.type == "cpu")
+                device.type == "cpu", kernel.name == "row_attention")
 
 
 def _peak(device: torch.device) -> tuple[int, int | None]:

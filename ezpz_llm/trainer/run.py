@@ -19,13 +19,16 @@ def run(options: Options) -> int:
     """Train as `options` say; returns the exit code. Every rank calls it."""
     config = options.config
     clock, heartbeat = WallClock(), Heartbeat(os.environ)
+    clock.passed("imports")
     heartbeat.beat(MEETING)
     run_dir = Path(config.run_dir) if config.run_dir is not None else None
     with clock.span("set-up"):
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)
+        clock.passed("meeting")
     with dist:
         with clock.span("set-up"):
             session = start(options, dist, clock, heartbeat)
+            clock.passed("the rest")
         code = 1
         try:
             train(session)

@@ -29,10 +29,18 @@ from ezpz_llm.trainer.selfcheck import SelfChecks
 
 @dataclass
 class WallClock:
-    """Seconds of the run's wall time by what they were spent on; what no span covers is "other"."""
+    """Seconds of the run's wall time by what they were spent on; what no span covers is "other".
+
+    `marks` are the ends of the start-up's parts, with their epoch times.
+    """
 
     started: float = field(default_factory=time.perf_counter)
     spans: dict[str, float] = field(default_factory=dict)
+    marks: list[tuple[str, float]] = field(default_factory=list)
+
+    def passed(self, name: str) -> None:
+        """Note that a part of the start-up has just ended."""
+        self.marks.append((name, time.time()))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

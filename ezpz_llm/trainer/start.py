@@ -70,9 +70,12 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     batches = ReadAhead(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
                         global_batch=batch.global_batch, micro_batch=batch.micro_batch,
                         dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
+    clock.passed("data")
     heartbeat.beat(STARTING)
     work, flops = step_work(plan, dist)
+    clock.passed("measuring the device")
     engine = make_engine(plan, dist)
+    clock.passed("engine")
     first_step, position, guard = 0, Position(), Guard(config)
     if config.resume is not None:
         state = go_back(plan, data, engine, dist)

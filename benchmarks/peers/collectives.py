@@ -1,0 +1,94 @@
+"""What a layout's collectives take when nothing else is done, and its step when they do nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ezpz_llm.dist.stubbed import stubbed_collectives
+from ezpz_llm.engine.collectives import MOVE_NOTHING, issued
+from ezpz_llm.trainer.loop import train_step
+from ezpz_llm.trainer.session import Session
+
+_REPEATS = 5
+_STUBBED_STEPS = 6
+
+
+class _Log(TorchDispatchMode):
+    """Counts the calls of a step by kind and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        name = func._schema.name.removeprefix("c10d::")
+        if func.namespace == "c10d" and name not in MOVE_NOTHING:
+            kind, _, size = issued(name, args)
+            self.calls[kind, size] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def apart(session: Session) -> dict[str, Any]:
+    """Take more steps of a finished run: one to see what it issues, and some without collectives. A collective.
+
+    Returns:
+        `calls` ([kind, bytes of the whole buffer, count, seconds of one] each), `seconds` of all of them one after
+        the other, and `stubbed_s`, the steps' seconds without any (what they train is worthless).
+    """
+    _step(session)  # the validation before it has left ZeRO-3's parameters gathered
+    with _Log() as log:
+        _step(session)
+    rows = []
+    for (kind, size), count in sorted(log.calls.items()):
+        rows.append([kind, size, count, _seconds(kind, size, session.dist.barrier)])
+    stubbed = []
+    for _ in range(_STUBBED_STEPS):
+        session.dist.barrier()
+        with stubbed_collectives():
+            began = time.perf_counter()
+            _step(session)
+            stubbed.append(time.perf_counter() - began)
+    return {"calls": rows, "seconds": sum(count * seconds for _, _, count, seconds in rows),
+            "stubbed_s": stubbed[1:]}
+
+
+def _step(session: Session) -> None:
+    train_step(session, session.step)
+    session.step += 1
+
+
+def _seconds(kind: str, size: int, barrier: Callable[[], None]) -> float:
+    """The median time of one such call among all ranks, with fp32 buffers.
+
+    Raises:
+        SystemExit: a kind that this benchmark cannot repeat.
+    """
+    call = _call(kind, max(1, size // 4))
+    if call is None:
+        raise SystemExit(f"no way to repeat {kind}")
+    taken = []
+    for _ in range(_REPEATS + 1):
+        barrier()
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+def _call(kind: str, elements: int) -> Callable[[], Any] | None:
+    comm, ranks = torch.distributed, torch.distributed.get_world_size()
+    elements += -elements % ranks
+    whole, part = torch.zeros(elements), torch.zeros(elements // ranks)
+    return {"all_reduce": lambda: comm.all_reduce(whole),
+            "all_gather": lambda: comm.all_gather_into_tensor(whole, part),
+            "reduce_scatter": lambda: comm.reduce_scatter_tensor(part, whole),
+            "broadcast": lambda: comm.broadcast(whole, 0),
+            "reduce": lambda: comm.reduce(whole, 0)}.get(kind)

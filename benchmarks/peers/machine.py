@@ -1,0 +1,42 @@
+"""What the comparison ran on and with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("ezpz_llm", "torch", "numpy", "deepspeed", "transformers", "accelerate")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and versions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    return {
+        "processor": next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), None),
+        "cores": len(os.sched_getaffinity(0)),
+        "bf16": sorted(flag for flag in flags if "bf16" in flag),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": platform.platform(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}}
+
+
+def state_of(folder: Path, main: str) -> str:
+    """Which state of a checkout this is: its commit, or the hash of its main file where git knows none."""
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True,
+                          check=False)
+    if done.returncode == 0:
+        return f"commit {done.stdout.strip()}"
+    return f"sha256 of {main} {hashlib.sha256((folder / main).read_bytes()).hexdigest()}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,71 @@
+"""This project, by the trainer's own loop: a watch of its steps, as profiles are, keeps the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.dist import Heartbeat
+from ezpz_llm.dist.setup import setup
+from ezpz_llm.model.flops import flops_per_token
+from ezpz_llm.rundir import RUN_DIR_VARIABLE
+from ezpz_llm.trainer.loop import train
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.session import WallClock
+from ezpz_llm.trainer.start import start
+from peers.collectives import apart
+from peers.data import SHARDS
+from peers.task import Clock, Task
+
+
+class Watch:
+    """Ticks after each step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def before_step(self, step: int) -> None: ...
+
+    def after_step(self, step: int) -> None:
+        self._clock.tick()
+
+    def close(self) -> None: ...
+
+
+def options(task: Task) -> list[str]:
+    """The task as a command line of `ezpz_llm.train`. What is not named is as by default."""
+    model = "gpt2-124m" if task.vocab_size > 50000 else "shakespeare-char"
+    values = {
+        "--model": model, "--n-layer": task.n_layer, "--n-head": task.n_head, "--n-embd": task.n_embd,
+        "--block-size": task.block_size, "--bias": "true", "--dropout": 0, "--corpus": Path(task.data) / SHARDS,
+        "--ds-config": task.layout, "--precision": task.precision, "--compile": str(task.compile).lower(),
+        "--global-batch": task.global_batch, "--accumulation": 1, "--steps": task.steps, "--lr": task.lr,
+        "--warmup-steps": task.warmup_steps, "--beta2": 0.95, "--weight-decay": 0.1, "--eval-every": 0,
+        "--eval-tokens": task.eval_windows * task.block_size, "--sample-tokens": 0, "--save-every": -1,
+        "--profile": "false"}
+    return [str(word) for pair in values.items() for word in pair]
+
+
+def run(task: Task, clock: Clock) -> dict[str, Any]:
+    """Train; with `task.collectives`, also what the layout's collectives take by themselves."""
+    run_dir = None if RUN_DIR_VARIABLE in os.environ else Path(task.scratch) / "run"
+    with setup(run_dir=run_dir) as dist, contextlib.redirect_stdout(io.StringIO()):
+        session = start(parse(options(task)), dist, WallClock(), Heartbeat(os.environ))
+        session.profiles.append(Watch(clock))
+        train(session)
+        lines = list(map(json.loads, dist.run_dir.metrics.read_text().splitlines())) if dist.is_main else []
+        config = session.plan.model
+        found = {"options": " ".join(options(task)), "rows": config.padded_vocab_size,
+                 "parameters": sum(parameter.numel() for parameter in session.engine.module.parameters()),
+                 "flops_per_token": flops_per_token(config),
+                 "flops_per_token_causal": flops_per_token(config, causal=True)}
+        if lines:
+            found.update(losses=[line["loss"] for line in lines], val_loss=lines[-1]["val_loss"])
+        if task.collectives and dist.world_size > 1:
+            found["collectives"] = apart(session)
+        return found
+

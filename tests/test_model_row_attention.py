@@ -1,0 +1,78 @@
+"""Attention by blocks of rows against torch's kernel in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ezpz_llm.model import row_attention as module
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.row_attention import row_attention
+
+
+def inputs(heads: int, kv_heads: int, length: int, dim: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values as the model has them, parts of one tensor, and a gradient; all rounded to bf16."""
+    torch.manual_seed(0)
+    together = torch.randn(2, length, heads + 2 * kv_heads, dim).bfloat16().transpose(1, 2)
+    return (*together.split((heads, kv_heads, kv_heads), dim=1),
+            torch.randn(2, length, heads, dim).bfloat16().transpose(1, 2))
+
+
+def both(function, q, k, v, grad) -> list[torch.Tensor]:
+    leaves = [part.detach().clone().requires_grad_() for part in (q, k, v)]
+    out = function(*leaves)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "length", "dim"), [
+    (2, 2, 64, 16),  # one block
+    (4, 2, 300, 32),  # several, the last one shorter, of queries that share keys
+    (3, 1, 129, 24),  # a block of one row
+])
+def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, heads, kv_heads, length, dim) -> None:
+    q, k, v, grad = inputs(heads, kv_heads, length, dim)
+    exact = both(lambda *parts: functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True),
+                 q.float(), k.float(), v.float(), grad.float())
+
+    def distance(found: list[torch.Tensor]) -> list[float]:
+        return [((one.float() - other).norm() / other.norm()).item()
+                for one, other in zip(found, exact, strict=True)]
+
+    assert all(error < 0.01 for error in distance(both(row_attention, q, k, v, grad)))
+    monkeypatch.setattr(module, "_ELEMENTS", 2 * heads * length * 7)  # rows of very long sequences
+    assert all(error < 0.01 for error in distance(both(row_attention, q, k, v, grad)))
+    # In fp32 the same steps leave nothing but the order of sums.
+    in_fp32 = both(row_attention, q.float(), k.float(), v.float(), grad.float())
+    assert all(error < 2e-6 for error in distance(in_fp32))
+
+
+def test_the_model_takes_it_in_bf16_and_learns_what_it_learns_without() -> None:
+    config = get_model_config("tiny-llama", n_layer=2, vocab_size=97, block_size=160)
+    tokens = torch.randint(97, (2, 161), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for explicit in (False, True):
+        torch.manual_seed(0)
+        model = GPT(config)
+        for block in model.transformer["h"]:
+            block.attn.product.explicit = explicit
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        assert ("_RowAttention" in graph(loss)) == (not explicit)
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[1].norm()
+
+
+def graph(loss: torch.Tensor) -> str:
+    """The names of all functions behind a loss."""
+    found, todo, names = set(), [loss.grad_fn], []
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            names.append(node.name())
+            todo += [parent for parent, _ in node.next_functions]
+    return " ".join(names)

@@ -1,0 +1,71 @@
+"""A token table that is the head's weight, too: one gradient, made without V rows of zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.head import configure_head
+from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.pipeline import PipelineStage
+from ezpz_llm.model.token_table import TokenTable
+
+CONFIG = get_model_config("tiny-gpt2", vocab_size=300, block_size=32)
+
+
+class DenseGradients(TorchDispatchMode):
+    """Counts gradients of lookups that are as large as their tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() == "aten::embedding_dense_backward"
+        return func(*args, **(kwargs or {}))
+
+
+def table_gradient(tied: bool, loss_chunk: int | None, precision: torch.dtype) -> tuple[torch.Tensor, int]:
+    """The gradient of the table after two backward passes over samples that repeat tokens, and how many lookups,
+    of tokens and of positions, had a dense one."""
+    model = GPT(CONFIG)
+    init_weights(model, CONFIG, 1)
+    configure_head(model, loss_chunk)
+    model.transformer["wte"].tied = tied
+    tokens = torch.randint(0, 40, (4, 32), generator=torch.Generator().manual_seed(0))
+    with DenseGradients() as dense:
+        for _ in range(2):
+            with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+                loss = model(tokens, tokens.roll(1))
+            (loss / 2).backward()
+    return model.lm_head.weight.grad, dense.count
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss_chunk", [None, 0, 48])
+def test_the_lookups_gradient_is_added_to_the_heads(loss_chunk, precision):
+    plain, dense = table_gradient(False, loss_chunk, precision)
+    assert dense == 4
+    found, dense = table_gradient(True, loss_chunk, precision)
+    assert dense == 2, "positions have a table of their own"
+    assert not found.is_sparse
+    assert (found - plain).norm() <= 1e-6 * plain.norm()
+
+
+def test_only_a_table_whose_head_is_here_gives_rows():
+    model = GPT(CONFIG)
+    table = model.transformer["wte"]
+    assert isinstance(table, TokenTable)
+    assert table.tied
+    assert not GPT(get_model_config("tiny-llama", tied=False)).transformer["wte"].tied
+    table(torch.tensor([[1, 1, 7]])).sum().backward()
+    assert table.weight.grad.is_sparse
+    assert table.weight.grad.to_dense()[:, 0].nonzero().flatten().tolist() == [1, 7]
+    stage = PipelineStage(GPT(CONFIG), (0, 1, 2), 0)
+    stage.transformer["wte"](torch.tensor([[1, 1, 7]])).sum().backward()
+    assert not stage.transformer["wte"].weight.grad.is_sparse
