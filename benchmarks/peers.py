@@ -61,7 +61,9 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--rounds {given.rounds}: 1 or more")
     for name in given.programs:
         if name not in PROGRAMS:
-            parser.error(f"--programs: no program {name}")
+            parser.error(f"--programs {name}: no such program")
+    if given.out and not Path(given.out).absolute().parent.is_dir():
+        parser.error(f"--out {given.out}: no such folder")
     given.peers = {}
     for pair in given.peer:
         name, _, folder = pair.partition("=")

@@ -144,6 +144,15 @@ def test_a_script_runs_as_it_stands_but_for_its_numbers(peers, tmp_path, monkeyp
     assert len(clock.found()["wall_s"]) == 8 - 3, "the clock's hook is gone"
 
 
+@pytest.mark.parametrize("words", [("--out", "missing/peers.json"), ("--programs", "unknown"),
+                                   ("--peer", "nanogpt=missing"), ("--steps", "5")])
+def test_a_mistake_is_found_before_anything_runs(tmp_path: Path, words: tuple[str, str]) -> None:
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "peers.py"), "--work", "tiny", *words], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"error: {' '.join(words)}: " in done.stderr
+
+
 def test_one_command_compares_them(tmp_path: Path) -> None:
     found, said = run(tmp_path, "--work", "tiny", "--programs", "ours,plain-bf16,nanogpt,shards")
     assert "nanogpt                 not here: --peer nanogpt=FOLDER names no checkout" in said
