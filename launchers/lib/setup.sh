@@ -3,8 +3,11 @@
 # Makes the virtual environment. Sourced by with-env, which has set: here, self, cache, python, venv, wheels.
 
 default_torch=torch==2.13.0
+# Of the whole set-up with that version on x86-64 Linux, measured.
+size_of_cuda="2.8 GB to download, 5.1 GB on disk and the download once more in pip's cache"
+size_of_cpu='0.3 GB to download, 1.4 GB on disk'
+cpu_index=https://download.pytorch.org/whl/cpu
 log=$venv.log
-signs_of_life='^ *(Collecting|Downloading|Using cached|Installing|Building|Preparing|## )'
 child='' ticker='' scratch=''
 
 source "$here/launchers/lib/site.sh"
@@ -47,7 +50,7 @@ step() { # WHAT COMMAND…
     set -m
     "$@" >>"$log" 2>&1 </dev/null &
     child=$!
-    while sleep 10 && kill -0 $$ 2>/dev/null; do say "  … $(grep -E "$signs_of_life" "$log" | tail -n 1 | cut -c 1-90)"; done 9>&- &
+    show_progress "$first" 9>&- &
     ticker=$!
     set +m
     wait "$child" || status=$?
@@ -56,6 +59,18 @@ step() { # WHAT COMMAND…
     wait "$ticker" 2>/dev/null || true
     ticker=
     if ((status)); then step_failed "$what" "$first"; fi
+}
+
+# A line whenever there is something new, and each minute where there is not.
+show_progress() { # FIRST_LINE
+    local now shown='' silent=0
+    while sleep 10 && kill -0 $$ 2>/dev/null; do
+        now=$("$python" -I "$here/launchers/lib/progress.py" "$log" "$1") || continue
+        silent=$((silent + 10))
+        if [[ -z $now || $now == "$shown" ]] && ((silent < 60)); then continue; fi
+        say "  … ${now:-still at it}"
+        shown=$now silent=0
+    done
 }
 
 step_failed() { # WHAT FIRST_LINE
@@ -71,15 +86,15 @@ step_failed() { # WHAT FIRST_LINE
             "On a machine with a network and the same Python:   launchers/with-env --wheels DIR" \
             "then here:                                         launchers/with-env --wheels DIR CMD …" >&2
     fi
-    fail "the whole log: $log" "the same command again repairs the set-up"
+    fail "the whole log: $log" "with the cause out of the way, the same command starts over; nothing has to be removed"
 }
 
 pip_run() { # SUBCOMMAND ARGS…
     # DeepSpeed's ops are built by a command of their own. PEP 517: older pips build DeepSpeed with a setuptools that
     # has no bdist_wheel. An index answers or does not: pip's own five retries take minutes where there is no network.
     DS_BUILD_OPS=0 PIP_USE_PEP517=1 PIP_USER=0 PIP_CACHE_DIR=${PIP_CACHE_DIR:-$cache/pip} \
-        PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip "$1" \
-        --timeout 15 --retries 2 --progress-bar off ${source_of_wheels[@]+"${source_of_wheels[@]}"} "${@:2}"
+        PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_PROGRESS_BAR=off "$venv/bin/python" -m pip "$1" \
+        --timeout 15 --retries 2 ${source_of_wheels[@]+"${source_of_wheels[@]}"} "${@:2}"
 }
 
 requirement() { # NAME: as pyproject.toml has it
@@ -152,11 +167,50 @@ find_torch() {
                 exit 1
             fi
             isolate_venv
-            torch_words=("$default_torch")
+            choose_torch
             ;;
         *) fail "${found:-torch cannot be looked for}" \
             "load a module or a Python with another torch, or have one installed: EZPZ_LLM_TORCH=$default_torch" ;;
     esac
+}
+
+# What is to be installed where there is no torch, said before it is downloaded. Of several builds of one version pip
+# takes the one whose label sorts last, whatever is in the machine: without an NVIDIA driver the CPU build is asked for.
+choose_torch() {
+    local offered build
+    torch_words=("$default_torch")
+    step "asking pip for $default_torch" list_builds
+    offered=$(<"$venv/offered.txt")
+    build=$(tail -n 1 <<<"$offered")
+    if ! has_nvidia_driver && grep -q '+cpu$' <<<"$offered"; then
+        build=${default_torch#torch==}+cpu
+        torch_words=("torch==$build")
+    fi
+    if [[ $build == *+cpu ]]; then
+        say "torch $build, for CPUs: $size_of_cpu"
+        if has_nvidia_driver; then
+            say "warning: here is an NVIDIA GPU, and pip's settings offer a CPU build. For the one of PyPI:"
+            say "    export EZPZ_LLM_TORCH=torch===${default_torch#torch==}"
+        fi
+    elif [[ $build == *+cu* || $build@$(uname -sm) == "${default_torch#torch==}@Linux x86_64" ]]; then
+        say "torch $build, with CUDA: $size_of_cuda ($(free_space) free there)"
+        if ! has_nvidia_driver; then
+            say "no NVIDIA driver here. Where no GPU is to be used, the CPU build is enough: $size_of_cpu. To have it:"
+            say "    export EZPZ_LLM_TORCH='$default_torch --index-url $cpu_index'"
+        fi
+    fi
+}
+
+free_space() { df -Ph "$venv" | awk 'NR == 2 { print $4 "B" }'; }
+
+# The builds of the default version that pip finds for this Python, one a line, last the one that it would take.
+list_builds() {
+    local found
+    found=$(pip_run index versions torch)
+    printf '%s\n' "$found"
+    sed -n 's/^Available versions: //p' <<<"$found" | tr -s ' ,' '\n' |
+        grep -xE "${default_torch#torch==}(\+.*)?" | sort -V >"$venv/offered.txt" ||
+        { printf 'ERROR: No matching distribution found for %s\n' "$default_torch" && return 1; }
 }
 
 ask_torch() {
@@ -190,9 +244,10 @@ print(torch.__file__)')
     [[ $found == "$torch_file" ]] # not shadowed by one that pip put beside it
 }
 
-# MPICH lies beside the environment, not in it: its mpiexec must not come before a site's on PATH, and its library must
-# not be the one that mpi4py finds first. Whichever mpiexec is run decides: ours names its library to its ranks. Without
-# mpiexec, mpi4py looks where the linker does and then here (the list with an empty first entry in MPI4PY_LIBMPI).
+# Always, whatever the machine has today: launch decides which mpiexec is run when it is run. MPICH lies beside the
+# environment, not in it: its mpiexec must not come before a site's on PATH, and its library must not be the one that
+# mpi4py finds first. Ours names its library to its ranks; without mpiexec, mpi4py looks where the linker does and then
+# here (the list with an empty first entry in MPI4PY_LIBMPI).
 install_mpich() {
     local name
     pip_run install --ignore-installed --no-deps --prefix "$venv/mpich" "$(requirement mpich)"
@@ -255,7 +310,7 @@ make_environment() { # RECORDED: fingerprint of a finished environment that only
         step "making the virtual environment with $python" make_venv
     fi
     find_torch
-    if ! site_has_mpi; then step "no mpiexec or Cray environment: installing MPICH" install_mpich; fi
+    step "installing MPICH, for where there is no other MPI" install_mpich
     install_torch
     step "installing DeepSpeed, ezpz_llm and what they need" install_package
     step "trying it out" try_out

@@ -1,17 +1,13 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# What the machine and its site offer: launchers, GPUs, modules. Sourced by setup.sh.
+# What the machine and its site offer: GPUs and modules. Sourced by setup.sh.
 
-# mpiexec or a Cray environment: the site has an MPI of its own. srun alone says nothing of that: any machine that
-# submits to Slurm has it.
-site_has_mpi() {
-    [[ -n $(type -P mpiexec) || -d /opt/cray || -n $(compgen -e CRAY || compgen -e PALS_) ]]
-}
+has_nvidia_driver() { [[ -n $(type -P nvidia-smi) || -e /proc/driver/nvidia/version || -e /dev/nvidiactl ]]; }
 
 # The GPU that PyPI's torch could not use: "ROCm", "Intel GPU" or nothing. Graphics inside a processor do not count.
 foreign_gpu() {
     local device vendor class
-    if [[ -n $(type -P nvidia-smi) ]]; then return; fi
+    if has_nvidia_driver; then return; fi
     if [[ -n ${ROCM_PATH:-} || -n $(compgen -G '/opt/rocm*') || -n $(type -P rocminfo) ]]; then
         printf 'ROCm'
         return
