@@ -1,0 +1,352 @@
+"""THE reader of what comes from outside this process: files that others may write, and what commands print.
+
+Regular files only, with limits on size, depth and digits, so that no file hangs a command or fills its memory; each
+fault is one `UserError` with the file. `ezpz_llm.base.schema` turns what was read into dataclasses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.errors import UserError
+
+MOST_BYTES = 16 << 20
+"""A larger file of settings or records is none of ours; whoever expects more says so."""
+MOST_LINE_BYTES = 16 << 20
+"""Of one line of a JSON-lines file, which may have any number of them."""
+MOST_DEPTH = 100
+"""Levels of lists and objects in one another. Python itself fails at about a thousand."""
+MOST_DIGITS = 4300
+"""Of a whole number, as Python's own limit from 3.10.7 on: reading them takes quadratic time."""
+MOST_TOML = 1 << 20
+"""Characters."""
+MOST_YAML_BYTES = 64 << 10
+"""YAML's reader takes a second for 100 KB."""
+MOST_YAML_NODES = 100_000
+"""With every alias written out."""
+
+
+class NoFile(UserError):
+    """There is no such file."""
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A file's content.
+
+    Raises:
+        NoFile: there is none.
+        UserError: it cannot be read, is no regular file, or is larger than `most` bytes.
+    """
+    handle = _open(path)
+    try:
+        if os.fstat(handle).st_size > most:
+            raise _too_large(path, most)
+        # A size may say nothing (/proc), and a file may grow meanwhile.
+        parts, left = [], most + 1
+        while left and (part := os.read(handle, min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(handle)
+    if not left:
+        raise _too_large(path, most)
+    return b"".join(parts)
+
+
+def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str:
+    """A file's text, which is UTF-8; a byte-order mark is left out. Raises as `read_bytes`, and for other text."""
+    return _text(read_bytes(path, most), str(path), errors)
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """What a JSON file holds. Raises as `read_bytes`, and where it is no JSON or beyond the limits."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
+def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
+    """What a JSON file with comments and trailing commas holds; a key must not occur twice in one object, and no
+    value be NaN or infinite. Raises as `read_json`."""
+    where = str(path)
+    return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _commented(where),
+                   "names and text in double quotes, a comma between entries; comments (//, #, /* */) and commas "
+                   "before a closing bracket are read over")
+
+
+def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file of any length, one at a time; a last line cut short by a crash is left out.
+
+    Raises:
+        NoFile: there is none.
+        UserError: it cannot be read, or a line is no JSON object or beyond the limits; with its number.
+    """
+    with os.fdopen(_open(path), "rb") as file:
+        number = 0
+        while True:
+            number += 1
+            try:
+                line = file.readline(most_line + 1)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            if len(line) > most_line:
+                raise UserError(f"this line is longer than {_size(most_line)}", where=f"{path}, line {number}",
+                                instead=_REMOVE_LINE)
+            if not line.endswith(b"\n"):
+                return
+            try:
+                # The quick way, for files of a million lines; what it does not take is looked at below.
+                value, end = _DECODER.raw_decode(line.decode())
+                is_plain = (end + 1 == len(line) and isinstance(value, dict)
+                            and line.count(b"[") + line.count(b"{") <= MOST_DEPTH)
+            except (ValueError, RecursionError):
+                is_plain = False
+            if not is_plain:
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                value = _parsed(line, where, _DECODER, _REMOVE_LINE, is_line=True)
+                if not isinstance(value, dict):
+                    raise UserError("this is no JSON object", where=where, instead=_REMOVE_LINE)
+            yield value
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """What TOML holds, of `where` it came from. Raises as `parse_json`."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    if len(text) > MOST_TOML:
+        raise UserError(f"this is larger than {_size(MOST_TOML)}", where=where)
+    # The library takes quadratic time for a key of many dots.
+    if any(part.count(".") > MOST_DEPTH for part in re.split("[=,\n]", text)):
+        raise _too_deep(where)
+    try:
+        value = tomllib.loads(text)
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        raise UserError(f"this is not TOML: {error}", where=where) from error
+    _check_depth(value, where)
+    return value
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file of plain values holds: no Python objects. Raises as `read_json`."""
+    import yaml
+
+    where = str(path)
+    text = read_text(path, MOST_YAML_BYTES)
+    try:
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            # While it is read: the library takes quadratic time for a deep list.
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise _too_deep(where)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        # Before the values are made: merged keys multiply with every alias.
+        if node is not None and _written_out(node, {}) > MOST_YAML_NODES:
+            raise UserError("its aliases stand for too many values", where=where, instead="write the values out")
+        value = None if node is None else loader.construct_document(node)
+    except UserError:
+        raise
+    except Exception as error:  # beside YAMLError, PyYAML lets a KeyError or an AttributeError of a wrong !!tag out
+        raise UserError(f"this is not YAML: {error}", where=where) from error
+    return value
+
+
+def parse_json(text: str | bytes, where: str, most: int = MOST_BYTES, *, strict: bool = True) -> Any:
+    """What JSON text holds, of `where` it came from.
+
+    Args:
+        strict: False lets text hold control characters, as some programs write it.
+
+    Raises:
+        UserError: it is no JSON, or beyond the limits.
+    """
+    if len(text) > most:
+        raise UserError(f"this is larger than {_size(most)}", where=where)
+    return _parsed(text, where, _DECODER if strict else _LENIENT, None)
+
+
+def first_json(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at `at`, and where it ends: for files that are read part by part.
+
+    Raises:
+        ValueError: there is no whole one, or it is beyond the limits.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    _check_depth(value, "")
+    return value, end
+
+
+def file_in(folder: Path, name: Any, where: str) -> Path:
+    """The file of that name in `folder`: how every name that a file gives is joined to a folder, so that none leads
+    out of it.
+
+    Raises:
+        UserError: the name, of `where` it was found, is no plain file name.
+    """
+    if (not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > 255
+            or any(character in name for character in "/\\\0")):
+        raise UserError(f"{shown(name)} is no name of a file beside this one", where=where,
+                        instead="a file name without folders")
+    return folder / name
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value of a file for a message: short, on one line, without control characters."""
+    if isinstance(value, (str, bytes)):
+        text = ascii(value[:most + 1])
+    elif isinstance(value, (list, dict, tuple)):
+        text = "an object" if isinstance(value, dict) else "a list"
+    elif isinstance(value, int) and value.bit_length() > 10_000:
+        text = "a number of thousands of digits"
+    else:
+        text = str(value)
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+_COMMENT = r"(?://|\#)[^\n]*(?:\n|\Z)|/\*(?:(?!\*/).)*(?:\*/|\Z)"
+_TEXT = r'"(?:[^"\\\n]|\\.)*"?'
+_BESIDE_JSON = re.compile(rf"{_TEXT}|{_COMMENT}|,(?=(?:\s|{_COMMENT})*[}}\]])", re.DOTALL)
+"""What is no JSON: comments, and commas before a closing bracket. Text is found first: neither counts in it. What
+has no end reaches to that of the file, so that nothing is looked through twice."""
+
+
+def plain_json(text: str) -> str:
+    """JSON without comments and trailing commas, each character of which stays in its line and column."""
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+
+    return _BESIDE_JSON.sub(blank, text)
+
+
+_REMOVE_LINE = "remove that line"
+_TOO_DEEP = f"lists and objects lie more than {MOST_DEPTH} levels deep in one another"
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+# A function of ours for every number costs time: only where Python has no limit of its own, or it is switched off.
+_HAS_LIMIT = 0 < getattr(sys, "get_int_max_str_digits", int)() <= MOST_DIGITS
+_DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _whole, strict=strict)
+                      for strict in (True, False))
+
+
+def _commented(where: str) -> json.JSONDecoder:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise UserError(f"the key {shown(key)} occurs twice in one block", where=where,
+                                instead="keep one of them")
+            values[key] = value
+        return values
+
+    def no_number(name: str) -> float:
+        raise UserError(f"{name} is no value of JSON", where=where, instead="a number")
+
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_number, parse_int=_whole)
+
+
+def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: str | None,
+            is_line: bool = False) -> Any:
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = decoder.decode(text)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+    except json.JSONDecodeError as error:
+        place = f", column {error.colno}" if is_line else f", line {error.lineno}, column {error.colno}"
+        raise UserError(f"this is not JSON: {error.msg}", where=f"{where}{place}", instead=instead) from error
+    except ValueError as error:
+        raise UserError(f"this is not JSON that is read here: {error}", where=where, instead=instead) from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        _check_depth(value, where)
+    return value
+
+
+def _check_depth(value: Any, where: str) -> None:
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        level = [member for one in level if isinstance(one, (dict, list))
+                 for member in (one.values() if isinstance(one, dict) else one) if isinstance(member, (dict, list))]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """How many nodes there are with every alias written out; without end where one holds itself."""
+    if id(node) not in known:
+        known[id(node)] = MOST_YAML_NODES + 1
+        members = node.value if isinstance(node.value, list) else ()
+        known[id(node)] = 1 + sum(_written_out(one, known) for member in members
+                                  for one in (member if isinstance(member, tuple) else (member,)))
+    return known[id(node)]
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a regular file. Without waiting: opening a FIFO would, for a writer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NoFile("No such file or directory", where=str(path)) from error
+    except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
+        raise _unreadable(path, error) from error
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+    raise UserError(f"this is {kind}, not a regular file", where=str(path), instead="a file with that content")
+
+
+def _text(data: bytes, where: str, errors: str = "strict") -> str:
+    try:
+        return data.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> UserError:
+    return UserError(f"this is not text in UTF-8: {error.reason} at byte {error.start}", where=where)
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> UserError:
+    return UserError(f"cannot read it: {getattr(error, 'strerror', None) or error}", where=str(path))
+
+
+def _too_large(path: Path, most: int) -> UserError:
+    return UserError(f"this file is larger than {_size(most)}, the most that is read of it", where=str(path))
+
+
+def _too_deep(where: str) -> UserError:
+    return UserError(_TOO_DEEP, where=where)
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
