@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
 
 if TYPE_CHECKING:
@@ -20,9 +24,15 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
     One visible device is device 0 (schedulers often show each rank its own); otherwise the local rank counts.
 
     Raises:
-        UserError: an unknown type, none of that type, or fewer devices than ranks on this host.
+        UserError: an unknown type, none of that type, fewer devices than ranks on this node, or GPUs that torch
+            cannot use where the choice is left to us.
     """
-    kind = _best() if asked in (None, "auto") else asked
+    if asked in (None, "auto"):
+        kind = _best()
+        if kind == "cpu":
+            refuse_idle_gpus(os.environ)
+    else:
+        kind = asked
     if kind not in DEVICES:
         raise unknown("device", kind, [*DEVICES, "auto"], where="--device")
     count = _count(kind)
@@ -32,6 +42,8 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
     if not DEVICES[kind].own:
         return torch.device(kind)
     device = torch.device(kind, device_index(kind, count, info))
+    if kind == "cuda":
+        _expand_segments(os.environ)
     torch.get_device_module(device).set_device(device)
     return device
 
@@ -48,6 +60,40 @@ def device_index(kind: str, count: int, info: RankInfo) -> int:
         raise UserError(f"local rank {info.local_rank} has no device: {count} {kind} devices for {info.local_size} "
                         "ranks on this host", instead=f"at most {count} ranks a host (launch --ppn {count})")
     return info.local_rank
+
+
+def refuse_idle_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
+    """Raise where this node has GPUs, no mask hides them, and torch can use none: a run would be on the CPU unseen.
+
+    AMD's driver lists graphics of desktop processors as well, so it counts only for a torch that is built for ROCm.
+
+    Raises:
+        UserError: names the driver's files and torch's build.
+    """
+    if any(not env[name].strip() or env[name].strip() == "-1" for name in MASKS if name in env):
+        return
+    found = [*root.glob("proc/driver/nvidia/gpus/*"), *root.glob("dev/nvidia[0-9]*")]
+    if torch.version.hip:
+        found += root.glob("dev/kfd")
+    if not found:
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip \
+        else "CPUs"
+    raise UserError(f"this node has a GPU that torch cannot use: torch {torch.__version__} is built for {build}",
+                    where=f"{found[0]}, and --device auto",
+                    instead="a torch that fits the driver (ezpz-llm doctor compares them), or --device cpu to train on "
+                            "the CPU on purpose")
+
+
+def _expand_segments(env: MutableMapping[str, str]) -> None:
+    """Let CUDA's allocator grow its segments, unless the user has settings of their own.
+
+    Gathered parameters come and go in many sizes, and fixed segments between them stay unused. The older name of the
+    variable is the one that every torch reads, when it first allocates: 2.6 does not know the newer, and 2.9 ignores
+    this setting there. On ROCm allocations can hang with it.
+    """
+    if torch.version.hip is None and not any(f"PYTORCH_{kind}ALLOC_CONF" in env for kind in ("", "CUDA_", "HIP_")):
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _best() -> str:
@@ -68,10 +114,12 @@ def device_identity(device: torch.device) -> str | None:
     if not DEVICES[device.type].own:
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)
+    # Ranks that see other parts of a card have another mask, or another number.
+    part = f" {os.environ.get('ZE_AFFINITY_MASK', '')}/{device.index or 0}" if DEVICES[device.type].parts else ""
     if uuid := getattr(properties, "uuid", None):
-        return str(uuid)
+        return f"{uuid}{part}"
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return None if None in place else "PCI {:04x}:{:02x}:{:02x}".format(*place)
+    return None if None in place else "PCI {:04x}:{:02x}:{:02x}".format(*place) + part
 
 
 def claim_device(store: Store, host: str, kind: str, identity: str | None, rank: int) -> None:

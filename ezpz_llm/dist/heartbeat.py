@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
+from ezpz_llm.rundir import SideFiles
 
 
 class Heartbeat:
@@ -17,6 +18,7 @@ class Heartbeat:
         path = env.get(HEARTBEAT_VARIABLE)
         self._path = Path(path) if path else None
         self._last = ("", 0.0)
+        self._side = SideFiles()
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Say what this rank is doing. A new phase is written at once, the same one at most once a second."""
@@ -25,4 +27,7 @@ class Heartbeat:
             return
         self._last = (phase, now)
         # In place: a reader may see half a line, but the step is spared a rename.
+        self._side.attempt("this rank's sign of life", lambda: self._write(phase, step))
+
+    def _write(self, phase: str, step: int | None) -> None:
         self._path.write_text(f"{phase} {'' if step is None else step}\n")

@@ -1,16 +1,28 @@
-"""Where the ranks meet before there is a process group: rank 0's store, and what they settle through it."""
+"""Where the ranks meet before there is a process group: a store, and what they settle through it.
+
+Who can connect to torch's network store can read and write it. So ranks of one node that launch started meet in a
+file instead; elsewhere the store listens on one address only, its keys begin with a word that is not known to
+strangers, and what we write there for people to read is signed (docs/security.md says what stays open).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hmac
+import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
+from ezpz_llm.base.secret import derived, run_secret
+from ezpz_llm.dist.node_store import meet_on_node, node_folder
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.listening import listen
 from ezpz_llm.launch.ports import holder
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -23,8 +35,20 @@ _MPI_LAUNCHERS = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
 _LEAVE_S = 10.0
 
 
-def meet(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> tuple[Store, str, int]:
-    """The store of rank 0, with its address and port: from the environment, else from MPI under a bare mpiexec.
+@dataclass(frozen=True)
+class Meeting:
+    """The ranks' store, MASTER_ADDR and MASTER_PORT, and the secret that they share (None: they have none)."""
+
+    store: Store
+    address: str
+    port: int
+    secret: bytes | None
+    on_node: bool = False
+    """Is the store a file of this node, which all ranks are on?"""
+
+
+def meet(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> Meeting:
+    """The ranks' store: where the environment says, else where MPI says under a bare mpiexec. Collective.
 
     mpi4py is imported in that last case only.
 
@@ -41,28 +65,43 @@ def meet(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) ->
                         instead=f"set {missing} too, or start with launch, which sets both")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT={port!r} is not a port number", where="environment")
+    secret = run_secret(env)
+    if (folder := node_folder(address, env)) is not None:
+        with folder:
+            return Meeting(meet_on_node(folder, int(port), info, timeout), address, int(port), secret, on_node=True)
     # torchrun's agent holds the port itself: its store is joined, not made again.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _store(info, address, int(port), info.rank == 0 and not by_agent, timeout)
-    return PrefixStore(f"ezpz_llm/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), address, int(port)
+    listener = _listen(info, address, int(port)) if info.rank == 0 and not by_agent else None
+    store = _store(info, address, int(port), listener, timeout)
+    start = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Meeting(PrefixStore(f"ezpz_llm/{derived(secret, 'store', start) if secret else start}", store), address,
+                   int(port), secret)
 
 
-def _store(info: RankInfo, address: str, port: int, is_server: bool, timeout: datetime.timedelta) -> Store:
+def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
     try:
-        return TCPStore(address, port, info.world_size, is_server, timeout)
-    except (DistError, ValueError) as error:
+        return listen(address, port)
+    except OSError as error:
+        raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}, which is "
+                        f"taken: {holder(port)}", where=f"MASTER_PORT={port}",
+                        instead="another MASTER_PORT; where it is not set, launch finds a free one") from error
+
+
+def _store(info: RankInfo, address: str, port: int, listener: socket.socket | None,
+           timeout: datetime.timedelta) -> Store:
+    try:
+        # From torch 2.5 on the store takes a listening socket, which it closes.
+        return TCPStore(address, port, info.world_size, listener is not None, timeout,
+                        master_listen_fd=None if listener is None else listener.detach())
+    except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        if is_server and "EADDRINUSE" in reason:
-            raise UserError(f"rank {info.rank} cannot listen on port {port} of {socket.gethostname()}, which is "
-                            f"taken: {holder(port)}", where=f"MASTER_PORT={port}",
-                            instead="another MASTER_PORT; where it is not set, launch finds a free one") from error
         raise UserError(f"rank {info.rank} did not meet the others at MASTER_ADDR={address} MASTER_PORT={port}: "
                         f"{reason}", where=f"{socket.gethostname()}, one of {info.world_size} ranks",
                         instead="an address of rank 0's host that every host reaches, and a free port on it; "
                                 "launch sets both") from error
 
 
-def _meet_over_mpi(info: RankInfo, timeout: datetime.timedelta) -> tuple[Store, str, int]:
+def _meet_over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Meeting:
     if not info.source.startswith(_MPI_LAUNCHERS):
         raise UserError(f"rank {info.rank} of {info.world_size} has no MASTER_ADDR",
                         where=f"environment ({info.source})",
@@ -79,12 +118,14 @@ def _meet_over_mpi(info: RankInfo, timeout: datetime.timedelta) -> tuple[Store, 
                         f"{info.rank} of {info.world_size} ({info.source})",
                         instead="the mpiexec that belongs to mpi4py's MPI library, or launch")
     address = _own_address(world)
-    server = None
+    listener, told = None, None
     if info.rank == 0:
         # Port 0: bound before anybody hears of it, so that nobody can take it in between.
-        server = TCPStore(address, 0, info.world_size, True, timeout, wait_for_workers=False)
-    address, port = world.bcast((address, server.port) if server else None, root=0)
-    return server or _store(info, address, port, False, timeout), address, port
+        listener = listen(address, 0)
+        told = address, listener.getsockname()[1], os.urandom(32)
+    address, port, secret = world.bcast(told, root=0)
+    store = _store(info, address, port, listener, timeout)
+    return Meeting(PrefixStore(f"ezpz_llm/{derived(secret, 'store')}", store), address, port, secret)
 
 
 def _own_address(world: Intracomm) -> str:
@@ -103,20 +144,34 @@ def _own_address(world: Intracomm) -> str:
         return probe.getsockname()[0]
 
 
-def raise_together(store: Store, info: RankInfo, error: UserError | None) -> None:
-    """Raise one rank's error on every rank, if any rank has one: none is left waiting. Collective."""
+def raise_together(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
+    """Raise one rank's error on every rank, as far as they share a secret, if any rank has one: none is left
+    waiting. Collective."""
     if error is not None:
-        store.set("setup/error", str(error))
+        store.set("setup/error", _signed(str(error), secret))
     if store.add("setup/arrived", 1) == info.world_size:
         store.set("setup/all", "")
     store.wait(["setup/all"])
     if not store.check(["setup/error"]):
         return
-    found = store.get("setup/error").decode()
+    found = _verified(store.get("setup/error"), secret)
+    if error is None and found is None and secret is not None:
+        return  # a stranger wrote it
     # Rank 0 takes the store with it, so it leaves last.
     left = store.add("setup/left", 1)
     deadline = time.monotonic() + _LEAVE_S
     while info.rank == 0 and left < info.world_size and time.monotonic() < deadline:
         time.sleep(0.02)
         left = store.add("setup/left", 0)
-    raise error or UserError(found)
+    raise error or UserError(found or "another rank could not be set up", instead=None if found else "see its output")
+
+
+def _signed(text: str, secret: bytes | None) -> str:
+    return f"{derived(secret, 'setup/error', text)}\n{text}" if secret else ""
+
+
+def _verified(value: bytes, secret: bytes | None) -> str | None:
+    """The text of `_signed`; None where it was not signed with this secret."""
+    signature, _, text = value.decode(errors="replace").partition("\n")
+    return text if secret and hmac.compare_digest(signature.encode(), derived(secret, "setup/error", text).encode()) \
+        else None

@@ -18,20 +18,22 @@ from ezpz_llm.dist.heap import keep_heap
 from ezpz_llm.dist.meeting import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.stacks import answer_with_stacks
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.interfaces import require_interfaces
+from ezpz_llm.errors import UserError, end_at_once_when_shown
+from ezpz_llm.launch.interfaces import own_interfaces, require_interfaces
+from ezpz_llm.launch.owner import Ownership, own
 from ezpz_llm.launch.ranks import RankInfo, find_rank
-from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
-             "OMPI_COMM_WORLD_LOCAL_RANK")
+             "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
 
 
 @dataclass
 class Dist:
-    """A rank that is set up. As a context manager it closes the process group, also after an exception.
+    """A rank that is set up. As a context manager it leaves the process group; after an exception it does not wait
+    for the others, and the process ends once the exception is printed.
 
     `backend` is None for a single process, which has no process group unless `ensure_group` makes one.
     """
@@ -45,6 +47,10 @@ class Dist:
     """How long a collective may take before the process group gives up."""
     environment_before: dict[str, str | None] = field(default_factory=dict)
     """What `setup` found of the variables that it set, put back by `close`."""
+    ownership: Ownership | None = None
+    """Of the run directory, on rank 0 where launch does not hold it."""
+    side: SideFiles = field(default_factory=SideFiles)
+    """What this rank writes beside the training."""
 
     @property
     def rank(self) -> int:
@@ -67,9 +73,7 @@ class Dist:
     def ensure_group(self) -> None:
         """Make a process group for a single process too, for engines that cannot do without."""
         if not torch.distributed.is_initialized():
-            store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(DEVICES[self.device.type].collectives, store=store, rank=0,
-                                                 world_size=1)
+            _make_group(self.device, torch.distributed.HashStore(), 0, 1, self.timeout)
 
     def arrange(self, *, tp: int = 1, pp: int = 1, sp: int = 1) -> None:
         """Divide the ranks into tensor-, pipeline- and sequence-parallel groups. Collective.
@@ -86,14 +90,26 @@ class Dist:
 
     def close(self) -> None:
         """Leave the process group together with the others."""
-        if torch.distributed.is_initialized() and self.world_size > 1:
-            # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
-            # threads, while the interpreter shuts down, that ends the process ("terminate called without an active
-            # exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
-            barrier = torch.distributed.barrier(async_op=True)
-            barrier.wait()
-            _KEPT_UNTIL_EXIT.append(barrier)
-        _leave(self.environment_before)
+        self._let_go()
+        if not torch.distributed.is_initialized():
+            return
+        try:
+            if self.world_size > 1:
+                # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
+                # threads, while the interpreter shuts down, that ends the process ("terminate called without an
+                # active exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
+                barrier = torch.distributed.barrier(async_op=True)
+                barrier.wait()
+                _KEPT_UNTIL_EXIT.append(barrier)
+            torch.distributed.destroy_process_group()
+        except BaseException:
+            _abandon()
+            raise
+
+    def _let_go(self) -> None:
+        if self.ownership is not None:
+            self.ownership.release()
+        _restore(self.environment_before)
 
     def __enter__(self) -> Dist:
         return self
@@ -103,8 +119,8 @@ class Dist:
         if kind is None:
             self.close()
         else:
-            # The others may be anywhere: waiting for them could take for ever.
-            _leave(self.environment_before)
+            self._let_go()
+            _abandon()
 
 
 def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
@@ -119,7 +135,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
 
     Raises:
         UserError: broken rank variables, another world size than launch promised, no address of rank 0, no device,
-            two ranks on one device, two different run directories.
+            two ranks on one device, two different run directories, or one that another run is writing to.
     """
     answer_with_stacks(os.environ)
     info = find_rank(os.environ)
@@ -132,13 +148,14 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         _export(info, chosen)
         if chosen.type == "cpu":
             keep_heap(os.environ)
-        folder = _agree_on_run_dir(info, run_dir, name)
+        folder, ownership = _agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
     except BaseException:
-        _leave(before)
+        _restore(before)
+        _abandon()
         raise
     backend = DEVICES[chosen.type].collectives if info.world_size > 1 else None
-    return Dist(info, chosen, backend, mesh, folder, timeout, before)
+    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership)
 
 
 def _check_promise(info: RankInfo) -> None:
@@ -161,18 +178,26 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
     else:
         # Before the meeting: a host without the interface may not even reach the others.
         require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
-    store, address, port = meet(info, os.environ, timeout)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    met = meet(info, os.environ, timeout)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)
+    if met.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # gloo listens on the address of the host's name otherwise, where the whole network reaches it.
+        os.environ.update({"GLOO_SOCKET_IFNAME": name for name, own in own_interfaces().items() if own == "127.0.0.1"})
     if error is None:
         try:
-            claim_device(store, socket.gethostname(), device.type, device_identity(device), info.rank)
+            claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as found:
             error = found
-    raise_together(store, info, error)
-    torch.distributed.init_process_group(DEVICES[device.type].collectives, store=store, rank=info.rank,
-                                         world_size=info.world_size, timeout=timeout,
-                                         device_id=device if DEVICES[device.type].bound else None)
+    raise_together(met.store, info, error, met.secret)
+    _make_group(device, met.store, info.rank, info.world_size, timeout)
     return device
+
+
+def _make_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,
+                timeout: datetime.timedelta) -> None:
+    traits = DEVICES[device.type]
+    torch.distributed.init_process_group(traits.collectives, store=store, rank=rank, world_size=world_size,
+                                         timeout=timeout, device_id=device if traits.bound else None)
 
 
 def _export(info: RankInfo, device: torch.device) -> None:
@@ -188,26 +213,37 @@ def _export(info: RankInfo, device: torch.device) -> None:
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = number
 
 
-def _leave(environment_before: dict[str, str | None]) -> None:
+def _restore(environment_before: dict[str, str | None]) -> None:
     for name, value in environment_before.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
-def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> RunDir:
+def _abandon() -> None:
+    """After an exception: leave the process groups as they are.
+
+    The other ranks may be in a collective, and NCCL's groups are destroyed together: the process would wait for
+    them, its exception unprinted, until the collective times out.
+    """
+    if torch.distributed.is_initialized() and (torch.distributed.get_world_size() > 1
+                                               or torch.distributed.get_backend() != "gloo"):
+        end_at_once_when_shown()
+
+
+def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[RunDir, Ownership | None]:
     given = os.environ.get(RUN_DIR_VARIABLE)
     if given and asked is not None and Path(given).resolve() != asked.resolve():
         raise UserError(f"two run directories: launch made {given}, the command asks for {asked}",
                         where=f"{RUN_DIR_VARIABLE} and --run-dir", instead="one of the two, or the same in both")
-    error, outcome = None, [None, None]
+    error, ownership, outcome = None, None, [None, None]
     if info.rank == 0:
         run_dir = RunDir((Path(given) if given else asked or default_run_dir(name).path).absolute())
         try:
             run_dir.create()
+            if RUN_ID_VARIABLE not in os.environ:
+                ownership = own(run_dir, "", os.environ)
             outcome = [str(run_dir.path), None]
         except UserError as found:
             error, outcome = found, [None, str(found)]
@@ -216,4 +252,4 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> RunDir:
     path, failure = outcome
     if path is None:
         raise error or UserError(failure)
-    return RunDir(Path(path))
+    return RunDir(Path(path)), ownership

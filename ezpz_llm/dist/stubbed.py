@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
+from ezpz_llm.private_names import WORLD, FakeProcessGroup
+
+_STAND_INS: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
 @contextmanager
 def stubbed_collectives() -> Iterator[None]:
@@ -20,7 +23,7 @@ def stubbed_collectives() -> Iterator[None]:
     it has the right shapes. All ranks have to go in and out between the same collectives.
     """
     with ExitStack() as stack:
-        for group in list(_world.pg_map):
+        for group in list(WORLD.pg_map):
             for device in group._device_types:
                 stack.enter_context(_stubbed(group, device))
         # DistributedDataParallel wants the reduced bucket from the work itself, which the stand-in does not give.
@@ -42,8 +45,11 @@ def _stubbed(group: ProcessGroup, device: torch.device) -> Iterator[None]:
 
 
 def _stand_in(group: ProcessGroup) -> Any:
-    """A backend of torch's own tests, which copies inputs to outputs and reports everything as done."""
-    from torch._C._distributed_c10d import FakeProcessGroup
+    """A backend of torch's own tests, which copies inputs to outputs and reports everything as done.
 
-    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-    return make(group.rank(), group.size())
+    One a group, always the same: a group that is bound to a device keeps the first, and takes no other.
+    """
+    if group not in _STAND_INS:
+        make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+        _STAND_INS[group] = make(group.rank(), group.size())
+    return _STAND_INS[group]

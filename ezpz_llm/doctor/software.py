@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
+from ezpz_llm.base.outside import parse_json
 from ezpz_llm.doctor.result import Check
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.preflight.facts.software import drivers, installed, mpi_library, torch_build
 
-_LEAST_PYTHON, _LEAST_TORCH, _LEAST_DEEPSPEED = (3, 10), (2, 6), (0, 19, 8)
+_LEAST_PYTHON, _LEAST_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 19, 8), (0, 20))
 _BUILDS = {"cuda": ("CUDA", "NVIDIA"), "hip": ("ROCm", "AMD"), "xpu": ("XPU", "Intel")}
 _DEVICES_TIMEOUT_S = 60
 _DEVICES_SEEN = """
@@ -31,7 +31,7 @@ def checks(env: Mapping[str, str]) -> Iterator[Check]:
     yield python()
     build, loaded = torch_build(), drivers()
     yield torch_check(build, loaded, cuda_of_driver())
-    yield package("deepspeed", _LEAST_DEEPSPEED)
+    yield package("deepspeed", *_DEEPSPEED)
     yield devices(env, build)
     yield mpi(mpi_library(), _mpiexec(env))
 
@@ -81,13 +81,13 @@ def cuda_of_driver() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def package(name: str, least: tuple[int, ...]) -> Check:
-    """An installed package and whether it is new enough."""
-    found, wanted = installed(name), ".".join(map(str, least))
+def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Check:
+    """An installed package and whether its version is one of those that are tested."""
+    found, wanted = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
     if found is None:
-        return Check("bad", name, "not installed", f"pip install '{name}>={wanted}', or run in launchers/with-env")
-    if _numbers(found) < least:
-        return Check("warn", name, found, f"pip install '{name}>={wanted}': older ones are not tested")
+        return Check("bad", name, "not installed", f"pip install '{wanted}', or run in launchers/with-env")
+    if not least <= _numbers(found) < below:
+        return Check("warn", name, found, f"pip install '{wanted}': others are not tested")
     return Check("ok", name, found)
 
 
@@ -104,7 +104,7 @@ def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Check:
     except subprocess.TimeoutExpired:
         return Check("bad", "devices", f"{found}; torch hangs when it asks for them",
                      "look at the driver (dmesg, nvidia-smi, rocm-smi), or take another node")
-    names = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
+    names = parse_json(done.stdout.splitlines()[-1], "torch") if done.returncode == 0 else []
     if names:
         return Check("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     why = (done.stderr.strip().splitlines() or ["torch sees none of them"])[-1]

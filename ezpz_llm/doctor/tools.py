@@ -14,6 +14,7 @@ from pathlib import Path
 from ezpz_llm.doctor.result import Check
 from ezpz_llm.engine.ops import OPS, building_dir, is_built, ops_dir
 from ezpz_llm.preflight.facts.software import installed, torch_build
+from ezpz_llm.resources import extensions_dir
 
 _UNSYNCHRONISED = 0x40
 _STATUS_AT = 40
@@ -56,7 +57,7 @@ def stale_locks(env: Mapping[str, str]) -> list[Path]:
     if chosen := env.get("TORCH_EXTENSIONS_DIR"):
         places.append(Path(chosen))
     else:
-        places += sorted((Path.home() / ".cache" / "torch_extensions").glob("*"))
+        places += sorted((*extensions_dir().glob("*"), *(Path.home() / ".cache" / "torch_extensions").glob("*")))
     return [lock for place in places for lock in sorted(place.glob("*/lock")) if lock_holder(lock) is None]
 
 

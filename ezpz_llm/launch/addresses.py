@@ -47,7 +47,7 @@ def find_meeting(hosts: Sequence[str], key: str, *, interface: str | None = None
     of its name if that is not the loopback, else the address by which this host reaches the others. Where the first
     host is another one: its name, with the site's `suffix`. `address` and `port` are the user's own, which stay.
 
-    `key` tells this launch from others (job, step, run directory): the port is derived from it. It is really bound
+    `key` tells this launch from others and is known to nobody else: the port is derived from it. It is really bound
     where this is rank 0's host.
 
     Raises:
@@ -111,7 +111,7 @@ def _refuse_loopback(name: str, hosts: Sequence[str], where: str) -> None:
 
 def _port(address: str, key: str, wanted: str | None, at_home: bool, host: str) -> tuple[int, str]:
     if wanted is None:
-        source = "from job, step and run directory"
+        source = "drawn for this launch"
         if at_home:
             return free_port(address, key), f"{source}; free just now"
         return next(derived_ports(key)), f"{source}; not tried, since {host} is not this host"

@@ -13,12 +13,14 @@ class Host:
     """One host of the reservation.
 
     `slots` is the number of ranks that the reservation or the hostfile asks for on it, None where neither says;
-    `devices` the accelerators of one rank's view of it, None where they are not known from here.
+    `devices` and `cores` are the accelerators and the CPUs that the scheduler gave there, None where it does not
+    say.
     """
 
     name: str
     slots: int | None = None
     devices: int | None = None
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Allocation:
     `ends_at` is in epoch seconds, None where no end is known. `source` names the variables or the file that
     said all this. `step_id` is the Slurm step that this process itself is in, which holds resources of the job that
     its own steps need. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
-    `cores_per_host` is known from the scheduler, or None.
+    `devices_source` says where the hosts' devices are from.
     """
 
     scheduler: str
@@ -37,7 +39,7 @@ class Allocation:
     ends_at: float | None
     source: str
     slots_are_a_limit: bool = False
-    cores_per_host: int | None = None
+    devices_source: str = ""
     step_id: str | None = None
 
     def noting(self, *notes: str) -> Allocation:

@@ -3,31 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding, Circumstances, Topology, bind, site_topology, system_topology
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
 from ezpz_llm.launch.placement import Placement
-from ezpz_llm.launch.schedulers import pbs
+from ezpz_llm.launch.schedulers import pbs, slurm
 from ezpz_llm.launch.sites import Site
 
 _GIVES_DEVICES = ("--gpus-per-task", "--gpu-bind")
 """Options of srun by which it chooses each rank's device itself."""
 
 
-def devices_of_host(env: Mapping[str, str], site: Site, is_host: bool) -> Devices:
-    """The accelerators of a host: those that are visible here, if this is one (`is_host`) or a mask says so; else
-    what the site file says."""
+_ITS_NETWORK = "disable_rdzv_get"
+"""OLCF's "PyTorch on Frontier" asks for both or for neither. Slurm puts a job's --network into SLURM_NETWORK."""
+
+
+def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
+                     is_host: bool) -> tuple[Devices, Allocation]:
+    """The accelerators of a host, and the allocation with each host's own number of them.
+
+    A mask here counts first, where it says otherwise than the scheduler: somebody has chosen, for every host alike.
+    Then come what the scheduler gave, what is visible here if this is one of the hosts, and the site file."""
     visible = visible_devices(env)
+    most = max((host.devices or 0 for host in allocation.hosts), default=0)
+    here = next((host.devices for host in allocation.hosts if is_here(host.name)), None) if most else None
+    if most and (visible.source not in MASKS or len(visible.ids) == (most if here is None else here)):
+        if len(visible.ids) == most:
+            return visible, allocation
+        return Devices(tuple(map(str, range(most))), allocation.devices_source), allocation
+    if most:
+        allocation = replace(allocation, hosts=tuple(replace(host, devices=None) for host in allocation.hosts))
     if site.devices_per_host is None or visible.source in MASKS or (is_host and visible.ids):
-        return visible
-    return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}")
+        return visible, allocation
+    return Devices(tuple(map(str, range(site.devices_per_host))), f"site {site.name}"), allocation
 
 
-def site_notes(site: Site, allocation: Allocation, devices: Devices) -> tuple[str, ...]:
+def device_notes(placement: Placement, devices: Devices, allocation: Allocation) -> tuple[str, ...]:
+    """Loud where ranks and devices of a host differ: devices that nobody uses, ranks without one of their own."""
+    own = {host.name: len(devices.ids) if host.devices is None else host.devices for host in allocation.hosts}
+    idle = [(host, own[host], count) for host, count in placement.ranks if count < own[host]]
+    shared = [(host, own[host], count) for host, count in placement.ranks if count > own[host] > 0]
+    notes = []
+    if idle:
+        host, has, count = idle[0]
+        notes.append(f"IDLE DEVICES: {count} rank(s) for the {has} devices of {host}{_more(idle)}; --ppn {has} uses"
+                     f" all ({devices.source})")
+    if shared:
+        host, has, count = shared[0]
+        notes.append(f"{count} ranks for the {has} device(s) of {host}{_more(shared)}: some share one or have none;"
+                     f" --ppn {has} gives one to each ({devices.source})")
+    return tuple(notes)
+
+
+def _more(found: Sequence[object]) -> str:
+    return f" (and of {len(found) - 1} more hosts alike)" if len(found) > 1 else ""
+
+
+def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mapping[str, str]) -> tuple[str, ...]:
     """Where the site file contradicts what is here."""
     notes = []
+    protocol = env.get("FI_CXI_RDZV_PROTO", site.env.get("FI_CXI_RDZV_PROTO"))
+    if protocol == "alt_read" and allocation.scheduler == slurm.NAME and (
+            _ITS_NETWORK not in env.get("SLURM_NETWORK", "")):
+        notes.append(f"FI_CXI_RDZV_PROTO=alt_read goes with a job of --network={_ITS_NETWORK}, and this is none:"
+                     " ask for it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default")
     if site.scheduler and allocation.job_id and allocation.scheduler != site.scheduler:
         notes.append(f"site {site.name} has {site.scheduler}, and this is a job of {allocation.scheduler}")
     count = site.devices_per_host
@@ -38,7 +81,7 @@ def site_notes(site: Site, allocation: Allocation, devices: Devices) -> tuple[st
 
 
 def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Placement, launcher: Launcher,
-               devices: Devices, is_host: bool, env: Mapping[str, str]) -> tuple[Binding, tuple[str, ...]]:
+               devices: Devices, is_host: bool) -> tuple[Binding, tuple[str, ...]]:
     """The binding of the ranks of a host, and the devices in the order in which ranks are to see them where it is
     not the system's."""
     name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
@@ -52,7 +95,7 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         hosts=len(placement.ranks),
         launcher=name,
         topology=_topology(site, devices, is_host, name),
-        allotted=_allotted(allocation, site, env, is_host),
+        allotted=_allotted(allocation, placement, site),
         devices=tuple(_device(order, local_rank) for local_rank in range(placement.most)),
     )
     return bind(wanted, site, around), mask
@@ -65,12 +108,35 @@ def _topology(site: Site, devices: Devices, is_host: bool, launcher: str) -> Top
     return site_topology(site) if site.cores else None
 
 
-def _allotted(allocation: Allocation, site: Site, env: Mapping[str, str], is_host: bool) -> int | None:
+def _allotted(allocation: Allocation, placement: Placement, site: Site) -> int | None:
+    """The CPUs that the scheduler gave on a host. On hosts that differ, or of which it tells of some only, so many
+    that ranks of the fullest get what they get where they have least: launchers take one number of CPUs a rank."""
     # A site that lists its cores gives whole hosts, whatever number its PBS writes there.
-    if allocation.scheduler == pbs.NAME and is_host and not site.cores:
-        count = env.get("NCPUS", "")
-        return int(count) if count.isascii() and count.isdigit() and int(count) else None
-    return allocation.cores_per_host
+    if allocation.scheduler == pbs.NAME and site.cores:
+        return None
+    known = _cores_and_ranks(allocation, placement)
+    if not known:
+        return None
+    if len(known) == len(placement.ranks) and len({cores for _, cores, _ in known}) == 1:
+        return known[0][1]
+    share = min(cores // ranks for _, cores, ranks in known)
+    return share * placement.most or min(cores for _, cores, ranks in known if cores < ranks)
+
+
+def _cores_and_ranks(allocation: Allocation, placement: Placement) -> list[tuple[str, int, int]]:
+    cores = {host.name: host.cores for host in allocation.hosts}
+    return [(host, own, ranks) for host, ranks in placement.ranks if (own := cores[host])]
+
+
+def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -> tuple[str, ...]:
+    """Where hosts have unequal numbers of CPUs a rank, what that leaves each."""
+    known = _cores_and_ranks(allocation, placement)
+    shares = {cores // ranks: (host, cores, ranks) for host, cores, ranks in known}
+    if len(shares) < 2 or not min(shares) or binding.cpus_per_rank is None:
+        return ()
+    (least, least_cores, few), (most, most_cores, many) = shares[min(shares)], shares[max(shares)]
+    return (f"hosts differ: {least_cores} CPU(s) for {few} rank(s) on {least}, {most_cores} for {many} on {most};"
+            f" every rank gets {binding.cpus_per_rank}",)
 
 
 def _order(ids: Sequence[str], site: Site, ranks: int) -> tuple[str, ...]:

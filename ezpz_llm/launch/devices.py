@@ -11,6 +11,12 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", 
 """What hides devices from a process, in the order in which they are believed."""
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
+_DEV = Path("/dev")
+_FILES = ("nvidia", "kfd", "accel", "davinci", "hl", "mlu", "neuron")
+"""How the files in /dev of accelerators begin, also of those that we do not count."""
+_FILES_OF_MANY = {"dri": "libze_intel_gpu.so.1", "dxg": "libcuda.so.1"}
+"""The same of what most laptops have, with the library without which nothing is computed there."""
+_LIBRARY_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/lib/wsl/lib")
 _PCI_PLACE = ("domain", "location_id")
 """What an AMD topology node says of its PCI address."""
 
@@ -33,6 +39,20 @@ def visible_devices(env: Mapping[str, str]) -> Devices:
     if amd := _amd_nodes():
         return Devices(tuple(str(index) for index in range(len(amd))), str(_AMD))
     return Devices((), "no accelerator's driver found")
+
+
+def has_none(env: Mapping[str, str]) -> bool:
+    """Is it certain that a process here can use no accelerator, of whatever maker?"""
+    visible = visible_devices(env)
+    if visible.ids:
+        return False
+    names = {entry.name for entry in _entries(_DEV)}
+    if visible.source == "CUDA_VISIBLE_DEVICES":
+        names = {name for name in names if not name.startswith("nvidia")}
+    places = (*env.get("LD_LIBRARY_PATH", "").split(os.pathsep), *_LIBRARY_PLACES)
+    return not any(name.startswith(_FILES) for name in names) and not any(
+        name in names and any(os.path.exists(os.path.join(place, library)) for place in places)
+        for name, library in _FILES_OF_MANY.items())
 
 
 def device_addresses() -> tuple[str, ...]:

@@ -7,14 +7,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
+from ezpz_llm.launch.console import warn
+from ezpz_llm.launch.leftovers import end_marked
 from ezpz_llm.launch.life import SignsOfLife
 from ezpz_llm.launch.node.orders import StopOrder, order_stop
-from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, control_interval_s
+from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, control_interval_s, read_reports
 from ezpz_llm.launch.plan import LaunchPlan
+from ezpz_llm.rundir.layout import RunDir
 
 _POLL_S = 0.1
 _AT_ONCE_S = 1.0
@@ -64,8 +67,13 @@ class Ending:
     def clear(self) -> None:
         """Wait until every node has reported that nothing of the run is left there, or Slurm says so; the launcher
         has ended. What cannot be confirmed is said."""
-        if not self._unclear():
-            return
+        if self._unclear():
+            self._await_nodes()
+        for report in self._life.nodes:
+            if report.left:
+                warn(f"processes {list(report.left)} on {report.host} cannot be ended")
+
+    def _await_nodes(self) -> None:
         self._order(_AT_ONCE_S)
         began = time.monotonic()
         limit_s = _NODES_WITHIN_S + self._order_s + self._life.interval_s
@@ -80,9 +88,6 @@ class Ending:
         for report in [] if self._step_is_over() else unclear:
             warn(f"{report.host} has not reported the end of {_awaited(report)}: it is down, or processes may be "
                  f"left there")
-        for report in self._life.nodes:
-            if report.left:
-                warn(f"processes {list(report.left)} on {report.host} cannot be ended")
 
     def _unclear(self) -> list[NodeReport]:
         self._life.look(time.monotonic())
@@ -125,6 +130,19 @@ class Ending:
         return _slurm("squeue", "--noheader", f"--steps={','.join(steps)}") == ""
 
 
+def end_killed(run_dir: RunDir, run_id: str) -> None:
+    """End what a launch that was killed on this host left running: its nodes are told, as its own janitor tells
+    them, and waited for as long as they may take."""
+    with contextlib.suppress(OSError):
+        order_stop(run_dir, StopOrder(run_id, _AT_ONCE_S, ""))
+    deadline = time.monotonic() + _NODES_WITHIN_S
+    while time.monotonic() < deadline and (
+            any(marked(run_id)) or any(report.state != ENDED for report in read_reports(run_dir, run_id))):
+        time.sleep(_POLL_S)
+    if left := end_marked(run_id):
+        warn(f"processes {left} of the launch before cannot be ended")
+
+
 def _awaited(report: NodeReport) -> str:
     """What a node has not cleared yet, by its last report."""
     if report.state == RANKS_ENDED:
@@ -140,8 +158,3 @@ def _slurm(program: str, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def warn(text: str) -> None:
-    """A line for the user that changes nothing about the run's outcome."""
-    print(f"launch: warning: {text}", file=sys.stderr, flush=True)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ezpz_llm.base.secret import SECRET_VARIABLE, new_secret
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.addresses import Meeting
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.options import Options
 from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.sites import Site
 from ezpz_llm.launch.variables import (
     BIND_VARIABLE,
     ENDS_AT_VARIABLE,
+    EXTENSIONS_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
     RANKS_OWN,
+    RANKS_PER_NODE_VARIABLE,
     RUN_ID_VARIABLE,
     SITE_VARIABLE,
     TEE_VARIABLE,
+    TORCHELASTIC_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.resources import user_path
+from ezpz_llm.resources import extensions_dir, user_path
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
 
 MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -43,7 +51,9 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
     settings = {
         RUN_DIR_VARIABLE: Setting(str(run_dir.path), "launch"),
         RUN_ID_VARIABLE: Setting(run_id, "launch"),
+        SECRET_VARIABLE: Setting(new_secret(), "launch: what only this run's processes know"),
         WORLD_SIZE_VARIABLE: Setting(str(placement.world_size), placement.source),
+        RANKS_PER_NODE_VARIABLE: Setting(fold_counts([count for _, count in placement.ranks]), placement.source),
         TEE_VARIABLE: Setting(options.tee, "--tee"),
     }
     if allocation.ends_at is not None:
@@ -56,6 +66,20 @@ def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:
     wanted = {"PYTHONUNBUFFERED": "launch: lines appear as they are printed",
               "PYTHONFAULTHANDLER": "launch: a crash below Python tells where Python was"}
     return {name: Setting("1", why) for name, why in wanted.items() if name not in env}
+
+
+def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
+    """Where a script's own libraries, such as DeepSpeed's ops, are compiled on first use: in the cache, each Python
+    environment by itself, and where launch can find the lock of a build that was killed."""
+    if env.get(EXTENSIONS_VARIABLE):
+        return {}
+    python = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    try:
+        folder = extensions_dir(env) / f"py{sys.version_info.major}{sys.version_info.minor}-{python}"
+    except UserError:
+        # Without a home directory torch looks for a place itself.
+        return {}
+    return {EXTENSIONS_VARIABLE: Setting(str(folder), "launch: extensions are compiled in the cache")}
 
 
 def meeting_settings(meeting: Meeting, env: Mapping[str, str]) -> dict[str, Setting]:
@@ -99,12 +123,13 @@ def binding_settings(binding: Binding, mask: tuple[str, ...], site: Site,
 
 
 def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
-    """Did the user set this variable, and neither PBS nor a launch around this one?"""
+    """Did the user set this variable, and neither PBS nor a launch or a torchrun around this one?"""
     if not env.get(name):
         return False
     # PBS exports the job's own number of cores as OMP_NUM_THREADS.
     by_pbs = name == "OMP_NUM_THREADS" and bool(env.get("PBS_JOBID")) and env[name] == env.get("NCPUS")
-    return not by_pbs and RUN_ID_VARIABLE not in env
+    by_torchrun = name in MEETING_VARIABLES and TORCHELASTIC_VARIABLE in env
+    return not by_pbs and not by_torchrun and RUN_ID_VARIABLE not in env
 
 
 def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[str, ...]:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby, product
 
+from ezpz_llm.base.limits import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS
 from ezpz_llm.errors import UserError
 
 ACCEPTED = "a list such as nid[001-004,007],gpu01"
-
-_MOST_HOSTS = 1_000_000
-"""A range with more is a slip of the finger, and would fill the memory."""
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 _SEPARATORS = re.compile(r"[\s,]+")
 _WORD = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_REPEAT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list, in its order, repeats kept; of several brackets in a name the first counts slowest.
+    """The hosts of a list as `scontrol show hostnames` orders them, repeats kept: of several brackets in a name the
+    last counts fastest, and of the others the first (22.05).
 
     Text after the last bracket is accepted, which Slurm 22.05 refuses. Slurm's own `(null)` names no host.
 
@@ -36,37 +36,51 @@ def expand_hosts(text: str) -> list[str]:
         if match := _SEPARATORS.match(text, at):
             at = match.end()
         elif match := _WORD.match(text, at):
-            hosts += _expand_word(match[0], text)
+            hosts += _expand_word(match[0], text, MOST_HOSTS - len(hosts))
             at = match.end()
         else:
-            raise _not_a_list(text)
-        if len(hosts) > _MOST_HOSTS:
             raise _not_a_list(text)
     return hosts
 
 
-def _expand_word(word: str, text: str) -> list[str]:
-    parts = [[literal] if literal else _expand_bracket(inside, text) for inside, literal in _PART.findall(word)]
-    return ["".join(name) for name in product(*parts)]
+def _expand_word(word: str, text: str, most: int) -> list[str]:
+    found = _PART.findall(word)
+    ranges = [_read_bracket(inside, text) for inside, literal in found if not literal]
+    # Counted before anything is expanded: a few characters can stand for more than any memory holds.
+    if math.prod(sum(len(numbers) for numbers, _ in bracket) for bracket in ranges) > most:
+        raise UserError(f"this host list stands for more than {MOST_HOSTS:,} hosts: {_shown(text)}",
+                        instead=ACCEPTED)
+    if sum(len(literal) or 1 for _, literal in found) > LONGEST_HOST:
+        raise _not_a_list(text)
+    brackets = ([f"{number:0{width}d}" for numbers, width in bracket for number in numbers] for bracket in ranges)
+    parts = [[literal] if literal else next(brackets) for _, literal in found]
+    *others, last = [place for place, (_, literal) in enumerate(found) if not literal] or [0]
+    # product() counts its last factor fastest.
+    order = [*(place for place in range(len(parts)) if place != last and place not in others), *others[::-1], last]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return ["".join([values[place] for place in back]) for values in product(*(parts[place] for place in order))]
 
 
-def _expand_bracket(inside: str, text: str) -> list[str]:
-    numbers: list[str] = []
+def _read_bracket(inside: str, text: str) -> list[tuple[range, int]]:
+    """The ranges of a bracket, each with the width of its numbers, which the lower bound's zeros give."""
+    found = []
     for item in inside.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
             raise _not_a_list(text)
-        first, last = match[1], match[2] or match[1]
-        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
             raise _not_a_list(text)
-        # The lower bound's zeros give the width.
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return numbers
+        found.append((range(first, last + 1), len(match[1])))
+    return found
 
 
 def _not_a_list(text: str) -> UserError:
-    shown = text if len(text) <= 200 else f"{text[:200]}…"
-    return UserError(f"not a Slurm host list: {shown!r}", instead=ACCEPTED)
+    return UserError(f"not a Slurm host list: {_shown(text)}", instead=ACCEPTED)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:200]}…")
 
 
 def fold_hosts(hosts: Sequence[str]) -> str:
@@ -99,10 +113,11 @@ def expand_counts(text: str) -> list[int]:
     Raises:
         UserError: quoting `text`, where it is not of that form.
     """
-    counts: list[int] = []
-    for item in text.split(","):
-        match = _REPEAT.fullmatch(item.strip())
-        if match is None:
-            raise UserError(f"not Slurm's numbers per node: {text!r}", instead="numbers such as 2(x2),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    found = [_REPEAT.fullmatch(item.strip()) for item in text.split(",")]
+    if not all(found):
+        raise UserError(f"not Slurm's numbers per node: {_shown(text)}", instead="numbers such as 2(x2),1")
+    counts = [(int(match[1]), int(match[2] or 1)) for match in found if match]
+    if sum(times for _, times in counts) > MOST_HOSTS or max(count for count, _ in counts) > MOST_CORES_ON_A_HOST:
+        raise UserError(f"these are numbers for more than {MOST_HOSTS:,} nodes, or more than a node can have: "
+                        f"{_shown(text)}", instead="numbers such as 2(x2),1")
+    return [count for count, times in counts for _ in range(times)]

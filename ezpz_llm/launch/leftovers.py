@@ -1,5 +1,5 @@
-"""Nothing of a run outlives it: its processes are known by the run's own marker in their environment, never by
-name, and ended on this host whatever became of the one that started them."""
+"""Nothing of a run outlives it: its processes are known by the run's own marker in their environment and by their
+descent, never by name, and ended on this host whatever became of the one that started them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ezpz_llm.launch.node.folder import agents
-from ezpz_llm.launch.node.processes import Process, marked
+from ezpz_llm.launch.node.descent import Kin, below, end_all, everyone
+from ezpz_llm.launch.node.folder import agents, strays
+from ezpz_llm.launch.node.processes import Process, marked, started_at
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @functools.cache
@@ -28,18 +29,31 @@ def die_with_parent(number: signal.Signals) -> None:
     _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def end_marked(run_id: str, within_s: float = 5.0,
-               chosen: Callable[[Process], bool] = lambda process: True) -> list[int]:
-    """Kill what is left of the run on this host and is `chosen`; the processes that resist for `within_s` are
-    returned."""
-    deadline = time.monotonic() + within_s
-    while left := [process.pid for process in marked(run_id) if chosen(process)]:
-        if time.monotonic() > deadline:
-            return left
-        for pid in left:
-            kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    return []
+def adopt_orphans() -> None:
+    """Have the kernel make the calling process the parent of every descendant whose own parent ends."""
+    _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], bool] = lambda process: True,
+               roots: Callable[[], Collection[Kin]] = lambda: ()) -> list[int]:
+    """Kill what is left of the run on this host and is `chosen`, with all that descends from it or from the `roots`
+    and carries no marker; the processes that resist for `within_s`, or are not ours to end, are returned."""
+    def find() -> set[Kin]:
+        processes, known = list(marked(run_id)), set(roots())
+        if not processes and not known:
+            return set()
+        seen = everyone()
+        mine = {Kin(one.pid, seen[one.pid].start) for one in processes if one.pid in seen and chosen(one)}
+        others = {one.pid for one in processes if not chosen(one)}
+        return below(seen, mine | known, {os.getpid(), *others})
+
+    return end_all(find, within_s)
+
+
+def descendants(spared: Collection[int]) -> set[Kin]:
+    """The living processes below this one, without those `spared` and what is below them."""
+    own = Kin(os.getpid(), started_at(os.getpid()))
+    return below(everyone(), {own}, {own.pid, *spared})
 
 
 def kill(pid: int, number: int) -> None:
@@ -73,9 +87,12 @@ class Janitor:
 
     def dismiss(self) -> None:
         """The owner has ended in order: the janitor has nothing to do."""
-        os.write(self.pipe, b"!")
+        # It may have been killed, and reaped.
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, b"!")
         os.close(self.pipe)
-        os.waitpid(self.pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambda: None,
@@ -98,7 +115,7 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
     if not os.read(read_end, 1):
         with contextlib.suppress(OSError):
             first()
+        # The agent sees by itself that the node's shims have gone, reports it, and goes; its folder goes first.
+        kept, noted = agents(run_id), {Kin.parse(who) for who in strays(run_id)}
         time.sleep(delay_s)
-        # The agent sees by itself that the node's shims have gone, reports it, and goes.
-        kept = agents(run_id)
-        end_marked(run_id, chosen=lambda process: process.pid not in kept)
+        end_marked(run_id, chosen=lambda process: process.pid not in kept, roots=lambda: noted)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +15,9 @@ from ezpz_llm.rundir.layout import RunDir
 START_S = 60.0
 """What the start of a rank may take beyond the idle limit."""
 
+_TRACE = re.compile(r"(?P<kind>rank|node)(?P<rank>\d+)(?:\.json)?")
+_STATES = {"T": "stopped by a signal (state T; kill -CONT continues it)",
+           "D": "waits for a device or a file system (state D)"}
 _LOOK_WITHIN_S = 10.0
 """Looks are this close together as long as nothing holds us up."""
 
@@ -19,7 +25,8 @@ _LOOK_WITHIN_S = 10.0
 @dataclass(frozen=True)
 class RankLife:
     """How long one rank has been quiet, in seconds up to now: `silent_s` without a heartbeat (None: it never gave
-    one), `idle_s` without processor time or output, `node_s` without a report of its node."""
+    one), `idle_s` without processor time or output, `node_s` without a report of its node. `state` is the kernel's
+    letter for its main process."""
 
     rank: int
     host: str
@@ -29,6 +36,7 @@ class RankLife:
     idle_s: float
     node_s: float
     node_limit_s: float
+    state: str | None = None
 
     @property
     def quiet_s(self) -> float:
@@ -44,7 +52,8 @@ class RankLife:
         doing = self.phase or "before its first heartbeat"
         step = "" if self.step is None else f", step {self.step}"
         node = f"; nothing comes from its node, since {self.node_s:.0f} s" if self.node_is_silent else ""
-        return f"rank {self.rank} on {self.host}: {doing}{step}, silent for {self.quiet_s:.0f} s{node}"
+        state = f"; {_STATES[self.state]}" if self.state in _STATES else ""
+        return f"rank {self.rank} on {self.host}: {doing}{step}, silent for {self.quiet_s:.0f} s{state}{node}"
 
 
 def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
@@ -56,7 +65,8 @@ def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
     """
     beating = [one for one in ranks if one.silent_s is not None]
     if not beating:
-        return list(ranks) if ranks and all(one.idle_s > limit_s for one in ranks) else []
+        silent = list(ranks) if all(one.idle_s > limit_s for one in ranks) else []
+        return sorted(silent, key=lambda one: one.state != "T")
     at_work = [-1 if one.step is None else one.step for one in beating
                if one.phase in PATIENT and min(one.silent_s or 0.0, one.idle_s) <= limit_s]
     earliest = min(at_work, default=None)
@@ -64,8 +74,8 @@ def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
     silent = [one for one in ranks if one.quiet_s > limit_s and not (
         (earliest is not None and (one.step is None or earliest <= one.step))
         or (is_awaited and one.phase == MEETING))]
-    return sorted(silent, key=lambda one: (not one.node_is_silent, -1 if one.step is None else one.step,
-                                           -one.quiet_s))
+    return sorted(silent, key=lambda one: (not one.node_is_silent, one.state != "T",
+                                           -1 if one.step is None else one.step, -one.quiet_s))
 
 
 class SignsOfLife:
@@ -82,6 +92,7 @@ class SignsOfLife:
         self._hosts = hosts
         self._started = self._looked = started
         self._came: dict[int, tuple[NodeReport, float]] = {}
+        self._missing = dict(hosts)
 
     def look(self, now: float) -> None:
         """Read what has come since the last look. Time in which we could not look (a file system that hung, a
@@ -95,6 +106,40 @@ class SignsOfLife:
             before = self._came.get(report.first_rank)
             if before is None or before[0] != report:
                 self._came[report.first_rank] = (report, now)
+                self._note_arrivals(report)
+        if self._missing:
+            self._note_traces()
+
+    def _note_arrivals(self, report: NodeReport) -> None:
+        for rank in report.ranks:
+            self._missing.pop(rank, None)
+        if report.error is not None:
+            self._expect_no_reports(report.first_rank)
+
+    def _note_traces(self) -> None:
+        """Of nodes that cannot report: without a place for an agent their shims make files of their own, and on a
+        full disk a report is empty."""
+        with contextlib.suppress(OSError), os.scandir(self._run_dir.rank_heartbeat(0).parent) as entries:
+            for entry in entries:
+                if match := _TRACE.fullmatch(entry.name):
+                    rank = int(match["rank"])
+                    if match["kind"] == "rank":
+                        self._missing.pop(rank, None)
+                    elif rank not in self._came and entry.stat().st_size == 0:
+                        self._expect_no_reports(rank)
+
+    def _expect_no_reports(self, first_rank: int) -> None:
+        host = self._hosts.get(first_rank)
+        self._missing = {rank: its for rank, its in self._missing.items() if its != host}
+
+    @property
+    def missing(self) -> Mapping[int, str]:
+        """The ranks that have not come yet, with their hosts."""
+        return self._missing
+
+    def waited_s(self, now: float) -> float:
+        """Seconds since the launcher was started, but for those in which we could not look."""
+        return now - self._started
 
     @property
     def nodes(self) -> list[NodeReport]:
@@ -120,7 +165,7 @@ class SignsOfLife:
                 found[rank] = None if one.ended is not None or report.state in (RANKS_ENDED, ENDED) else RankLife(
                     rank, report.host, one.phase, one.step,
                     None if one.silent_s is None else one.silent_s + now - came, one.idle_s + now - came,
-                    now - came, node_limit_s)
+                    now - came, node_limit_s, one.state)
         for rank, host in self._hosts.items():
             if rank not in found:
                 waited = now - self._started - START_S

@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.limits import MOST_HOSTS, MOST_RANKS, MOST_RANKS_ON_A_HOST
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.words import Option, command_line, count, one_of, option_lines, seconds, split_options
+from ezpz_llm.launch.words import (
+    Option,
+    command_line,
+    one_of,
+    option_lines,
+    seconds,
+    seconds_or_never,
+    split_options,
+    whole,
+)
 
 LAUNCHERS = ("auto", "mpiexec", "srun", "torchrun")
 SCHEDULERS = ("auto", "slurm", "pbs", "none")
@@ -32,20 +42,23 @@ class Options:
     binding: str = "auto"
     tee: str = "0"
     idle_limit_s: float | None = None
+    start_limit_s: float = 600.0
     preflight: bool = False
     stage_env: bool = False
     wrap: tuple[str, ...] = ()
     run_dir: Path | None = None
     dry_run: bool = False
+    no_check: bool = False
     as_json: bool = False
     explain: bool = False
+    version: bool = False
     help: bool = False
 
 
 _OPTIONS = (
-    Option(("-n",), "ranks", "ranks in all", "N", count),
-    Option(("--ppn",), "per_host", "ranks a host", "P", count),
-    Option(("--nodes",), "nodes", "use the first K hosts only", "K", count),
+    Option(("-n",), "ranks", "ranks in all", "N", whole(1, MOST_RANKS)),
+    Option(("--ppn",), "per_host", "ranks a host", "P", whole(1, MOST_RANKS_ON_A_HOST)),
+    Option(("--nodes",), "nodes", "use the first K hosts only", "K", whole(1, MOST_HOSTS)),
     Option(("--hosts",), "hosts", "use these hosts of the reservation only: n1,n3 or n[1-4]", "LIST"),
     Option(("--hostfile",), "hostfile", "hosts to use, one a line: host, host slots=N or host:N", "F", Path),
     Option(("--scheduler",), "scheduler", f"whose reservation this is: {', '.join(SCHEDULERS)}", "NAME",
@@ -59,14 +72,19 @@ _OPTIONS = (
             one_of(TEES)),
     Option(("--timeout-idle",), "idle_limit_s",
             "end the run, with code 124, after S seconds without a sign of life", "S", seconds),
+    Option(("--timeout-start",), "start_limit_s",
+            "end the run, with code 124, if a rank has not started after S seconds (default: 600; 0: never)", "S",
+            seconds_or_never),
     Option(("--preflight",), "preflight", "first check every host, device and link; code 3 if one is unfit"),
     Option(("--stage-env",), "stage_env", "first copy the environment to each host's own disk, and run from there"),
     Option(("--wrap",), "wrap", 'put these words before the command on each rank: "apptainer exec x.sif"',
             "WORDS", command_line),
     Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
-    Option(("--dry-run",), "dry_run", "print what would run; start nothing, write nothing"),
+    Option(("--dry-run",), "dry_run", "print what would run, and check the command; start nothing, write nothing"),
+    Option(("--no-check",), "no_check", "with --dry-run: leave out the command's own check"),
     Option(("--json",), "as_json", "with --dry-run: print it as JSON"),
     Option(("--explain",), "explain", "print what --dry-run prints and what the command's check says, then run"),
+    Option(("--version",), "version", "print the version and end"),
     Option(("-h", "--help"), "help", "print this and end"),
 )
 
@@ -80,13 +98,16 @@ def parse(words: Sequence[str]) -> Options:
     """
     found, rest = split_options(words, _OPTIONS, "launch -n 2 python3 x.py {option}")
     options = Options(command=tuple(rest), **found)
-    if not options.command and not options.help:
+    if not options.command and not options.help and not options.version:
         raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
     if options.command and not options.command[0]:
         raise UserError("the command to launch is an empty word", where="a shell variable that is not set?",
                         instead="launch [options] python3 train.py …")
     if options.as_json and not options.dry_run:
         raise UserError("--json says how --dry-run prints", instead="launch --dry-run --json …")
+    if options.no_check and not options.dry_run:
+        raise UserError("--no-check belongs to --dry-run: a start is always checked",
+                        instead="launch --dry-run --no-check …")
     return options
 
 
@@ -98,5 +119,5 @@ def help_text() -> str:
         "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's.", "",
         *option_lines(_OPTIONS), "",
         "Exit code: the first failing rank's; 128 + the signal's number where a signal ended it; 124",
-        "after an idle timeout; 2 for a usage error.",
+        "after a timeout; 3 where a rank cannot be started; 2 for a usage error.",
     ])

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ezpz_llm.base.limits import MOST_RANKS_ON_A_HOST
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.devices import Devices
-
-_MOST_ON_A_HOST = 10_000
-"""A Linux host has 32768 process numbers unless it is told otherwise, and a rank takes three or more."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,9 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
         if wanted > sum(room):
             room = _widened(allocation, room, wanted)
     counts = _fill(room, wanted)
-    if max(counts) > _MOST_ON_A_HOST:
+    if max(counts) > MOST_RANKS_ON_A_HOST:
         raise UserError(f"{max(counts)} ranks on one host are more than it can run", where=source,
-                        instead=f"{_MOST_ON_A_HOST} or fewer a host")
+                        instead=f"{MOST_RANKS_ON_A_HOST} or fewer a host")
     _check_slots(allocation, counts)
     return Placement(tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count), source)
 
@@ -77,6 +75,9 @@ def _natural(host: Host, devices: Devices) -> int:
 def _natural_source(allocation: Allocation, devices: Devices) -> str:
     if any(host.slots is not None for host in allocation.hosts):
         return f"slots of {allocation.source}"
+    counts = {host.devices for host in allocation.hosts}
+    if len(counts) > 1:
+        return f"each host's devices ({devices.source})"
     if len(devices.ids) > 1:
         return f"{len(devices.ids)} devices ({devices.source})"
     return "one a host: no slots and no more than one device"

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.addresses import Meeting, find_meeting, is_here
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding
-from ezpz_llm.launch.circumstances import bind_ranks, devices_of_host, site_notes
+from ezpz_llm.launch.circumstances import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
 from ezpz_llm.launch.devices import core_ranges, usable_cores
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
@@ -20,6 +21,7 @@ from ezpz_llm.launch.environment import (
     MEETING_VARIABLES,
     Setting,
     binding_settings,
+    extension_settings,
     forwarded,
     interface_settings,
     is_users_choice,
@@ -29,14 +31,15 @@ from ezpz_llm.launch.environment import (
     site_settings,
 )
 from ezpz_llm.launch.interfaces import own_interfaces
+from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.narrow import narrow
 from ezpz_llm.launch.options import Options
 from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.rank_table import RankPlace, RankTable
-from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
 from ezpz_llm.launch.sites import Site, find_site
-from ezpz_llm.launch.target import Target, read_command, run_dir_of
+from ezpz_llm.launch.target import Target, program_file, read_command, run_dir_of
 from ezpz_llm.resources import user_path
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import redact_words
@@ -83,20 +86,22 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(user_path(chosen).absolute()) if chosen else default_run_dir(target.name)
-    found = supplement(find_allocation(env, options.scheduler), env, QUICK if options.dry_run else PATIENT)
+    hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
+    found = supplement(find_allocation(env, options.scheduler, hosts_from), env,
+                       QUICK if options.dry_run else PATIENT)
     allocation = narrow(found, options.nodes, options.hosts, options.hostfile)
     if allocation.scheduler == started.NAME:
         return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
     site = find_site(options.site, env)
     is_host = any(is_here(host.name) for host in allocation.hosts)
-    devices = devices_of_host(env, site, is_host)
+    devices, allocation = devices_of_hosts(env, site, allocation, is_host)
     placement = place(allocation, devices, options.ranks, options.per_host)
     launcher = _choose(options, env, allocation, placement, site)
-    binding, mask = bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_host, env)
+    binding, mask = bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_host)
     hosts = tuple(name for name, _ in placement.ranks)
     interface = _interface(options, site, hosts)
-    meeting = _find_meeting(env, options, site, interface, allocation, hosts, run_dir)
     run_id = os.urandom(8).hex()
+    meeting = _find_meeting(env, options, site, interface, hosts, run_id)
     settings = {
         **run_settings(run_dir, run_id, placement, allocation, options),
         **(meeting_settings(meeting, env) if launcher.kind != "torchrun" else {}),
@@ -104,6 +109,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         **binding_settings(binding, mask, site, env),
         **site_settings(site, options, env),
         **python_settings(env),
+        **extension_settings(env),
     }
     command = (*options.wrap, *options.command)
     work = Work(
@@ -120,10 +126,14 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         site_options=site.options.get(launcher.kind, ()),
         master=(meeting.address, meeting.port),
         env=env,
+        devices_per_host=_same({host.devices for host in allocation.hosts}),
     )
     built: Built = launcher.build(launcher.program, work)
     settings |= {name: Setting(value, source) for name, (value, source) in built.env.items()
                  if not is_users_choice(name, env)}
+    if target.module is None:
+        settings |= mpi_settings(launcher.kind, built.argv, program_file(options.command, target),
+                                 placement.world_size, env, QUICK if options.dry_run else PATIENT)
     return LaunchPlan(
         argv=built.argv,
         env=settings,
@@ -138,16 +148,25 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         files=built.files,
         ranks_source=placement.source,
         notes=(*launcher.notes, *_notes(env, allocation, placement, binding),
-               *site_notes(site, allocation, devices), *interface.notes, *meeting.notes),
+               *core_notes(allocation, placement, binding), *device_notes(placement, devices, allocation),
+               *site_notes(site, allocation, devices, env), *interface.notes, *meeting.notes),
         site=site,
         binding=binding,
     )
 
 
+def _same(values: set[int | None]) -> int | None:
+    return next(iter(values)) if len(values) == 1 else None
+
+
 def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
               run_dir: RunDir | None) -> LaunchPlan:
     """The plan where this process is a rank already: its command, executed in its place."""
-    info = find_rank(env)
+    info = started.rank_here(env)
+    if options.ranks not in (None, info.world_size) and is_by_hand(env):
+        raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
+                        " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",
+                        instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers; else no -n")
     settings = {RUN_DIR_VARIABLE: Setting(str(run_dir.path), "--run-dir")} if run_dir else {}
     host = allocation.hosts[0].name
     note = f"already rank {info.rank} of {info.world_size} ({info.source}): the command runs as it is"
@@ -196,13 +215,14 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> _Interfa
 
 
 def _find_meeting(env: Mapping[str, str], options: Options, site: Site, interface: _Interface,
-                  allocation: Allocation, hosts: tuple[str, ...], run_dir: RunDir) -> Meeting:
+                  hosts: tuple[str, ...], run_id: str) -> Meeting:
     own = {name: env[name] for name in MEETING_VARIABLES if is_users_choice(name, env)}
     # A site's name for the host says more than the address of its interface.
     is_named = bool(site.master_suffix) and not options.interface
-    return find_meeting(hosts, f"{allocation.job_id} {allocation.step_id} {run_dir.path}",
-                        interface=None if is_named else interface.names, interface_source=interface.source,
-                        suffix=site.master_suffix, address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
+    # By the id of this launch: whoever could tell the port beforehand could take it.
+    return find_meeting(hosts, run_id, interface=None if is_named else interface.names,
+                        interface_source=interface.source, suffix=site.master_suffix,
+                        address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
 
 
 def _notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,

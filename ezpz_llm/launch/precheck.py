@@ -52,8 +52,7 @@ def check_first(target: Target, command: tuple[str, ...], world_size: int, env: 
                         where=" ".join(words)) from error
     said, warned = (text.decode(errors="replace").rstrip() for text in (done.stdout, done.stderr))
     if done.returncode:
-        print("\n".join(filter(None, (said, warned))), file=sys.stderr)
-        print("launch: nothing was started: the command's own check failed", file=sys.stderr, flush=True)
+        print("\n".join(filter(None, (said, warned))), file=sys.stderr, flush=True)
     elif warned:
         print(warned, file=sys.stderr, flush=True)
     return Checked(done.returncode if done.returncode >= 0 else 128 - done.returncode, said)
@@ -73,4 +72,7 @@ def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
     if not (text := env.get(PLACES_VARIABLE)):
         return []
     hosts, _, counts = text.rpartition(" ")
-    return list(zip(expand_hosts(hosts), expand_counts(counts), strict=True))
+    names, ranks = expand_hosts(hosts), expand_counts(counts)
+    if len(names) != len(ranks):
+        raise UserError(f"{len(names)} hosts with numbers of ranks for {len(ranks)}", where=PLACES_VARIABLE)
+    return list(zip(names, ranks, strict=True))

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from ezpz_llm.errors import EXIT_PREFLIGHT
+from ezpz_llm.launch.console import say
 from ezpz_llm.launch.failures import not_started
 from ezpz_llm.launch.options import Options
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.supervise import run
-from ezpz_llm.rundir import update_record
+from ezpz_llm.rundir import update_record, write_atomic
 
 PROGRAM = "ezpz_llm.preflight"
 
@@ -37,7 +38,7 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
                               run_dir=plan.run_dir.preflight.path), os.environ)
     step.run_dir.create()
     for path, content in step.files.items():
-        path.write_text(content)
+        write_atomic(path, content)
     update_record(step.run_dir, launch=record(step), exit=None)
     report = step.run_dir.path / "preflight.json"
     report.unlink(missing_ok=True)
@@ -49,5 +50,5 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
     what = "was interrupted" if code in _INTERRUPTED else "found the reservation unfit"
     cause = f"the preflight {what}: {report if report.exists() else step.run_dir.path}"
     update_record(plan.run_dir, exit=not_started(code, cause, time.time()))
-    print(f"launch: nothing was started: {cause}", file=sys.stderr, flush=True)
+    say(f"launch: nothing was started: {cause}")
     return code

@@ -2,6 +2,8 @@
 
 An MPI launcher's variables beat Slurm's, since under Hydra inside Slurm every rank inherits the variables of the
 proxy that started it; torchrun's beat both, since its children inherit those of the one task that started it.
+launch's shim repeats in torch's names what the launcher said. These come last: whatever disagrees with them was
+started inside the rank.
 """
 
 from __future__ import annotations
@@ -10,11 +12,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ezpz_llm.base.outside import shown
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
+from ezpz_llm.launch.hostlist import expand_counts
+from ezpz_llm.launch.variables import (
+    RANK_SOURCE_VARIABLE,
+    RANK_VARIABLE,
+    RANKS_PER_NODE_VARIABLE,
+    TORCHELASTIC_VARIABLE,
+    TORCHS_OWN,
+    WORLD_SIZE_VARIABLE,
+)
 
 ALONE = "single process"
 """The source of a process that nothing launched."""
+
+_TO_MEET = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -42,20 +55,23 @@ class Family:
     size: tuple[str, ...]
     local_rank: str | None = None
     local_size: tuple[str, ...] = ()
-    node_rank: str | None = None
+    node_rank: tuple[str, ...] = ()
     nodes: str | None = None
     tasks_per_node: str | None = None
     requires: tuple[str, ...] = ()
 
 
-_STEP = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "tasks_per_node": "SLURM_STEP_TASKS_PER_NODE"}
+_STEP = {"local_rank": "SLURM_LOCALID", "node_rank": ("SLURM_NODEID",),
+         "tasks_per_node": "SLURM_STEP_TASKS_PER_NODE"}
+# LOCAL_SIZE is what dist.setup tells DeepSpeed.
+_TORCH = Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+                ("GROUP_RANK", "NODE_RANK"))
 
 FAMILIES = (
-    # LOCAL_SIZE is what dist.setup tells DeepSpeed.
-    Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "GROUP_RANK"),
+    _TORCH,
     # PALS has no size of its own: PMI's where its PMI is Cray's, nothing under PMIx, where launch's has to do.
     Family("Cray PALS", "PALS_RANKID", ("PMI_SIZE", WORLD_SIZE_VARIABLE), "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",),
-           "PALS_NODEID"),
+           ("PALS_NODEID",)),
     # OMPI_COMM_WORLD_NODE_RANK is the rank within the node.
     Family("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
            ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
@@ -101,6 +117,8 @@ def find_rank(env: Mapping[str, str]) -> RankInfo:
     # By rank variable, since PMI_RANK means something else under each of three launchers: the first that fits.
     told = {family.rank: family for family in reversed(FAMILIES) if _is_told(family, env)}
     families = sorted(told.values(), key=FAMILIES.index)
+    if _is_the_shims(env):
+        families.sort(key=lambda family: family is _TORCH)
     if not families:
         _refuse_rank_alone(env)
         return RankInfo(0, 1, 0, 1, 0, ALONE)
@@ -117,27 +135,72 @@ def find_rank(env: Mapping[str, str]) -> RankInfo:
         else:
             notes.append(f"{other.source} says rank {other.rank} of {other.world_size}, {chosen.source} says rank "
                          f"{chosen.rank} of {chosen.world_size}: the latter counts")
-    return _completed(agreeing, notes)
+    return _completed(agreeing, notes, _tasks_per_node(env.get(RANKS_PER_NODE_VARIABLE, "")))
 
 
-def _completed(agreeing: list[_Reading], notes: list[str]) -> RankInfo:
-    """The first reading, with what it leaves open taken from the others or derived."""
+def rank_variables(info: RankInfo) -> dict[str, str]:
+    """A rank's place in the names that torch, DeepSpeed, accelerate and most scripts read."""
+    return {"RANK": str(info.rank), "WORLD_SIZE": str(info.world_size), "LOCAL_RANK": str(info.local_rank),
+            "LOCAL_WORLD_SIZE": str(info.local_size), "NODE_RANK": str(info.node_rank),
+            RANK_VARIABLE: str(info.rank), RANK_SOURCE_VARIABLE: info.source}
+
+
+def leftovers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Torch's names for a rank's place that no launcher of this process has set, such as a RANK that was exported
+    in this shell for another program. Whoever sets up a rank by hand sets all that ranks need to meet."""
+    if TORCHELASTIC_VARIABLE in env or RANK_VARIABLE in env or is_by_hand(env):
+        return ()
+    return tuple(name for name in TORCHS_OWN if env.get(name))
+
+
+def is_by_hand(env: Mapping[str, str]) -> bool:
+    """Has something other than a launcher that we know made this process a rank, such as a training operator?"""
+    return TORCHELASTIC_VARIABLE not in env and RANK_VARIABLE not in env and all(env.get(one) for one in _TO_MEET)
+
+
+def _is_the_shims(env: Mapping[str, str]) -> bool:
+    """Are torch's variables those of `rank_variables`, and not of a torchrun or a script inside the rank?"""
+    return (bool(env.get(RANK_SOURCE_VARIABLE)) and env.get("RANK") == env.get(RANK_VARIABLE)
+            and env.get("WORLD_SIZE") == env.get(WORLD_SIZE_VARIABLE)
+            and (TORCHELASTIC_VARIABLE in env) == env[RANK_SOURCE_VARIABLE].startswith(_TORCH.name))
+
+
+def _completed(agreeing: list[_Reading], notes: list[str], planned: list[int]) -> RankInfo:
+    """The first reading, with what it leaves open taken from the others, from launch's plan, or derived."""
     rank, world_size, source = agreeing[0].rank, agreeing[0].world_size, agreeing[0].source
     local_rank = next((one.local_rank for one in agreeing if one.local_rank is not None), None)
     local_size = next((one.local_size for one in agreeing if one.local_size is not None), None)
-    node_rank = next((one.node_rank for one in agreeing if one.node_rank is not None), None)
+    place = _planned_place(rank, world_size, planned)
+    if local_rank is None and place is not None:
+        local_rank, local_size = place[1:]
     if local_rank is None:
         if world_size > 1:
             notes.append(f"{source} gives no local rank: taken to be alone on its host")
         local_rank, local_size = 0, 1
     elif local_size is None:
-        local_size = world_size
+        local_size = place[2] if place is not None and place[1] == local_rank else world_size
     if local_rank >= local_size:
         raise UserError(f"local rank {local_rank} is not one of {local_size} ranks on its host",
                         where=f"environment ({source})")
+    node_rank = next((one.node_rank for one in agreeing if one.node_rank is not None
+                      and one.local_rank in (None, local_rank)), None)
+    if node_rank is None and place is not None and place[1:] == (local_rank, local_size):
+        node_rank = place[0]
     if node_rank is None:
         node_rank = (rank - local_rank) // local_size
     return RankInfo(rank, world_size, local_rank, local_size, node_rank, source, tuple(notes))
+
+
+def _planned_place(rank: int, world_size: int, planned: list[int]) -> tuple[int, int, int] | None:
+    """Node rank, local rank and local size by launch's plan; None where the plan is of another world."""
+    if sum(planned) != world_size:
+        return None
+    first = 0
+    for node, count in enumerate(planned):
+        if rank < first + count:
+            return node, rank - first, count
+        first += count
+    return None
 
 
 def _is_told(family: Family, env: Mapping[str, str]) -> bool:
@@ -166,8 +229,10 @@ def _read(family: Family, env: Mapping[str, str]) -> _Reading:
     rank, world_size = _whole(family.rank, env), _whole(size, env)
     if not rank < world_size:
         raise UserError(f"{family.rank}={rank} is not a rank of {size}={world_size}", where="environment")
-    node_rank = _optional(family.node_rank, env)
-    return _Reading(f"{family.name} ({family.rank})", rank, world_size, _optional(family.local_rank, env),
+    node_rank = _optional(_first(family.node_rank, env), env)
+    source = env[RANK_SOURCE_VARIABLE] if family is _TORCH and _is_the_shims(env) else (
+        f"{family.name} ({family.rank})")
+    return _Reading(source, rank, world_size, _optional(family.local_rank, env),
                     _local_size(family, env, world_size, node_rank), node_rank)
 
 
@@ -182,11 +247,11 @@ def _local_size(family: Family, env: Mapping[str, str], world_size: int, node_ra
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's "2(x2),1" as [2, 2, 1]."""
-    counts: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(repeat or 1)
-    return counts
+    """Slurm's "2(x2),1" as [2, 2, 1]; nothing where it is no such list: other variables tell as much."""
+    try:
+        return expand_counts(text) if text else []
+    except UserError:
+        return []
 
 
 def _first(names: tuple[str, ...], env: Mapping[str, str]) -> str | None:
@@ -198,6 +263,6 @@ def _optional(name: str | None, env: Mapping[str, str]) -> int | None:
 
 
 def _whole(name: str, env: Mapping[str, str]) -> int:
-    if not re.fullmatch(r"[0-9]+", env[name].strip()):
-        raise UserError(f"{name}={env[name]!r} is not a whole number", where="environment")
+    if not re.fullmatch(r"[0-9]{1,18}", env[name].strip()):
+        raise UserError(f"{name}={shown(env[name])} is not a whole number", where="environment")
     return int(env[name])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
+_ONE_ORDER_S = 0.3
+"""timeout(1) and schedulers signal a process and then its group: that is one order, not an impatient second one."""
 
 
 class Signals:
@@ -16,6 +19,7 @@ class Signals:
     def __init__(self) -> None:
         self.to_stop: list[signal.Signals] = []
         self._to_forward: list[signal.Signals] = []
+        self._noted_at = float("-inf")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -35,4 +39,9 @@ class Signals:
         return taken
 
     def _note(self, number: int, frame: object) -> None:
-        (self._to_forward if number in _FORWARD else self.to_stop).append(signal.Signals(number))
+        now = time.monotonic()
+        if number in _FORWARD:
+            self._to_forward.append(signal.Signals(number))
+        elif number not in self.to_stop[-1:] or now - self._noted_at > _ONE_ORDER_S:
+            self._noted_at = now
+            self.to_stop.append(signal.Signals(number))

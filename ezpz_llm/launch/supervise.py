@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ezpz_llm.base.outside import shown
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.ending import Ending, warn
-from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, read_failures
+from ezpz_llm.launch.arrivals import Arrivals
+from ezpz_llm.launch.console import are_one_place, say, warn
+from ezpz_llm.launch.ending import Ending
+from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, bare_account, read_failures
+from ezpz_llm.launch.failures.ranks import named
 from ezpz_llm.launch.leftovers import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.life import RankLife, SignsOfLife, judge
-from ezpz_llm.launch.node.folder import node_dir
+from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay
+from ezpz_llm.launch.schedulers.cancelled import cancellations
 from ezpz_llm.launch.signals import Signals
-from ezpz_llm.launch.variables import RANKS_OWN, TORCHRUNS_OWN
+from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
+from ezpz_llm.rundir.files import write_atomic
+from ezpz_llm.rundir.secrets import hide, secret_values
 
 PEER_GRACE_S = 3.0
 """How long the peers of a failed rank may go on, so that they can say what they saw."""
@@ -31,24 +37,32 @@ KILL_AFTER_S = 5.0
 ASKED_KILL_AFTER_S = 10.0
 """The same where launch itself was told to end: ranks may be saving their work."""
 
-_OF_AN_OUTER_RANK = {*RANKS_OWN, *TORCHRUNS_OWN}
-"""Of a run of one rank that launch stands in. The next mpiexec or srun replaces an MPI's own variables; those
-of torchrun would pass for the ranks' own."""
+_OF_AN_OUTER_RANK = {*RANKS_OWN, *TORCHS_OWN}
+"""Of a run of one rank that launch stands in, or left in the shell. The next mpiexec or srun replaces an MPI's own
+variables; those that torch reads would pass for the ranks' own."""
 
+_CONSOLE_S = 3.0
+"""How long the console may take to show the rest of a run that was ended."""
 _POLL_S = 0.1
 _LOOK_S = 5.0
 _ORPHAN_GRACE_S = 1.0
 _NODE_SILENT_S = 60.0
+_ONE_HAS_ENDED_S = 30.0
 _STACKS_WITHIN_S = 15.0
 _MOST_STACKS = 8
+_LOST: set[str] = set()
 
 
 def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
-        tell: Callable[[], bool] = lambda: True) -> Account:
+        keep: Callable[[Account], None] = lambda account: None, tell: Callable[[], bool] = lambda: True,
+        start_limit_s: float | None = None) -> Account:
     """Run the plan to its end. Afterwards none of its processes is left on any node that can be reached.
 
     Args:
+        idle_limit_s: how long a rank may be without a sign of life; None for ever.
+        start_limit_s: the same for a rank's start.
         limit_s: the end of a check that comes before the user's program; it gets no standard input either.
+        keep: writes down how it ended, before anything of that is printed: a console can hold us up for ever.
         tell: asked at a bad end whether its account is to be printed.
 
     Raises:
@@ -60,10 +74,10 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
                                 lambda: order_stop(plan.run_dir, StopOrder(plan.run_id, _ORPHAN_GRACE_S, "")))
         try:
             launcher = _start(plan, None if limit_s is None else subprocess.DEVNULL)
-            outcome = _Watch(plan, launcher, signals, idle_limit_s, limit_s).to_the_end(tell)
+            outcome = _Watch(plan, launcher, signals, idle_limit_s, limit_s, start_limit_s).to_the_end(keep, tell)
         finally:
             left = end_marked(plan.run_id)
-            shutil.rmtree(node_dir(plan.run_id), ignore_errors=True)
+            node_folder.remove(plan.run_id)
             janitor.dismiss()
     if left:
         warn(f"processes {left} of this run cannot be ended")
@@ -76,7 +90,7 @@ def _start(plan: LaunchPlan, stdin: int | None) -> subprocess.Popen[bytes]:
     sys.stdout.flush()
     try:
         # A session of its own keeps the terminal's Ctrl-C to launch, which then ends the run in order.
-        return subprocess.Popen(plan.argv, env=env, start_new_session=True, stdin=stdin,
+        return subprocess.Popen(plan.argv, env=env, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, preexec_fn=lambda: die_with_parent(signal.SIGTERM))
     except OSError as error:
         raise UserError(f"cannot start {plan.argv[0]}: {error.strerror}", where=plan.launcher.source,
@@ -87,7 +101,7 @@ class _Watch:
     """One running launcher."""
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], signals: Signals,
-                 idle_limit_s: float | None, limit_s: float | None) -> None:
+                 idle_limit_s: float | None, limit_s: float | None, start_limit_s: float | None) -> None:
         self.plan = plan
         self.launcher = launcher
         self.signals = signals
@@ -95,35 +109,67 @@ class _Watch:
         self.limit_s = limit_s
         self.started = time.monotonic()
         self.relay = Relay(launcher, plan.run_dir)
-        self.life = SignsOfLife(plan.run_dir, plan.run_id, {place.rank: place.host for place in plan.ranks},
-                                self.started)
+        hosts = {place.rank: place.host for place in plan.ranks}
+        self.life = SignsOfLife(plan.run_dir, plan.run_id, hosts, self.started)
+        self.arrivals = Arrivals(hosts, plan.run_dir, start_limit_s)
         self.ending = Ending(plan, launcher, self.life)
         self.warned: set[str] = set()
+        self.first_ended_at: float | None = None
+        self.has_noted = False
 
-    def to_the_end(self, tell: Callable[[], bool]) -> Account:
-        """Wait for the end or bring it about, and account for it."""
+    def to_the_end(self, keep: Callable[[Account], None], tell: Callable[[], bool]) -> Account:
+        """Wait for the end or bring it about, and account for it: first in files, then on the console."""
         stopped = self._wait()
-        before = None
+        failed = ended_well = None
         if stopped is not None:
-            before = frozenset(failure.rank for failure in read_failures(self.plan.run_dir))
+            self.relay.hold_nobody_up()
+            with _survived("which ranks had ended before"):
+                self.life.look(time.monotonic())
+                codes = self._codes()
+                failed = frozenset(one.rank for one in read_failures(self.plan.run_dir, self.plan.run_id))
+                failed |= {rank for rank, code in codes.items() if code}
+                ended_well = frozenset(rank for rank, code in codes.items() if code == 0)
             asked = len(self.signals.to_stop)
             self.ending.stop(ASKED_KILL_AFTER_S if asked else KILL_AFTER_S,
                              lambda: len(self.signals.to_stop) > asked)
         ended_at = time.time()
         self.ending.clear()
-        self.relay.finish()
-        ended = account(self.plan.run_dir, RunFacts(
+        self.relay.settle()
+        if stopped is not None and stopped.kind == "signal":
+            self.relay.keep(cancellations(os.environ, time.time() - time.monotonic() + self.started))
+        facts = RunFacts(
             world_size=len(self.plan.ranks), hosts=tuple(place.host for place in self.plan.ranks),
             launcher=self.plan.launcher.kind, launcher_status=self.launcher.returncode, ended=ended_at,
-            stopped=stopped, failed_before_stop=before, ends_at=self.plan.allocation.ends_at))
+            stopped=stopped, failed_before_stop=failed, ended_before_stop=ended_well,
+            ends_at=self.plan.allocation.ends_at)
+        try:
+            ended = account(self.plan.run_dir, facts)
+        except Exception as error:
+            _lost("the account of this end", error)
+            ended = bare_account(self.plan.run_dir, self.plan.run_id, facts)
         if ended.text:
-            if tell():
-                print(ended.text, file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 # In any locale, and with names that are no text.
-                self.plan.run_dir.post_mortem.write_text(f"{ended.text}\n", encoding="utf-8",
-                                                         errors="backslashreplace")
+                text = hide(ended.text, secret_values(os.environ))
+                write_atomic(self.plan.run_dir.post_mortem, f"{text}\n".encode(errors="backslashreplace"))
+        keep(ended)
+        if self._console_has_taken_all(stopped):
+            self._warn_of_mpi()
+            if ended.text and tell():
+                say(("\n" if self.relay.is_within_a_line else "")
+                    + (ended.brief if self._has_shown(ended.lines_of) else ended.text))
         return ended
+
+    def _has_shown(self, rank: int | None) -> bool:
+        """Has the reader of our words just read the rank's output, too?"""
+        tee = self.plan.env[TEE_VARIABLE].value
+        return are_one_place(1, 2) and (tee == "all" or (tee == "0" and rank == 0))
+
+    def _console_has_taken_all(self, stopped: Stop | None) -> bool:
+        """Wait for a slow reader (`| less`), but not where launch is told to end."""
+        told, deadline = len(self.signals.to_stop), time.monotonic() + _CONSOLE_S
+        return self.relay.finish(lambda: len(self.signals.to_stop) > told
+                                 or (stopped is not None and time.monotonic() > deadline))
 
     def _wait(self) -> Stop | None:
         """None once the launcher has ended by itself; else why it has to be stopped."""
@@ -134,16 +180,20 @@ class _Watch:
             if self.signals.to_stop:
                 return _by_signal(self.signals.to_stop[0])
             self._forward_signals()
-            if failed_at is None and self._has_failed():
-                failed_at = now
+            with _survived("a look at the ranks' records"):
+                if failed_at is None and self._has_failed():
+                    failed_at = now
             if failed_at is not None and now - failed_at > PEER_GRACE_S:
                 return Stop("rank", "a rank failed")
+            if failed_at is None and (stop := self._await_ranks(now)) is not None:
+                return stop
             if self.limit_s is not None and now - self.started > self.limit_s:
                 return Stop("idle", f"not ready after {self.limit_s:g} s; it is ended")
             if now >= look_at:
                 look_at = now + self._look_every_s()
-                if (silence := self._look(now)) is not None:
-                    return silence
+                with _survived("a look at the nodes' reports"):
+                    if (silence := self._look(now)) is not None:
+                        return silence
             time.sleep(_POLL_S)
         return _by_signal(self.signals.to_stop[0]) if self.signals.to_stop else None
 
@@ -154,8 +204,22 @@ class _Watch:
 
     def _has_failed(self) -> bool:
         """A record says so, or a node, whose report may reach us before the record does."""
-        return any(self.plan.run_dir.errors.glob("rank*.json")) or any(
+        return bool(read_failures(self.plan.run_dir, self.plan.run_id)) or any(
             one.ended for report in self.life.nodes for one in report.ranks.values())
+
+    def _await_ranks(self, now: float) -> Stop | None:
+        waited_s = self.life.waited_s(now)
+        stop = self.arrivals.verdict(self.life.missing, waited_s)
+        if stop is not None:
+            # The last look may be some seconds old.
+            self.life.look(now)
+            stop = self.arrivals.verdict(self.life.missing, waited_s)
+        return stop
+
+    def _codes(self) -> dict[int, int]:
+        """Of the ranks that have ended."""
+        return {rank: one.ended for report in self.life.nodes for rank, one in report.ranks.items()
+                if one.ended is not None}
 
     def _look_every_s(self) -> float:
         wanted_s = _LOOK_S if self.idle_limit_s is None else min(1.0, self.idle_limit_s / 4)
@@ -163,7 +227,10 @@ class _Watch:
 
     def _look(self, now: float) -> Stop | None:
         self.life.look(now)
+        if (news := self.arrivals.news(self.life.missing, self.life.waited_s(now))) is not None:
+            warn(news)
         self._warn_of_nodes(now)
+        self._note_who_ended(now)
         if self.idle_limit_s is None:
             return None
         limit_s = self.life.limit_s(self.idle_limit_s)
@@ -183,7 +250,32 @@ class _Watch:
         for report in self.life.nodes:
             if report.error is not None and f"{report.host} {report.error}" not in self.warned:
                 self.warned.add(f"{report.host} {report.error}")
-                warn(f"the agent on {report.host} has given up: {report.error.splitlines()[-1]}")
+                warn(f"the agent on {report.host} met an error: {report.error.strip().splitlines()[-1]}")
+            for name in report.builds:
+                if name not in self.warned:
+                    self.warned.add(name)
+                    warn(f"ranks on {report.host} compile {name} on its first use, which can take minutes")
+        self._warn_of_mpi()
+
+    def _warn_of_mpi(self) -> None:
+        """Our own commands do not talk by MPI, and what other programs are wrong about is the same on all nodes."""
+        lonely = next((report.mpi for report in self.life.nodes if report.mpi is not None), None)
+        if lonely is not None and self.plan.target.module is None and "mpi" not in self.warned:
+            self.warned.add("mpi")
+            warn(lonely)
+
+    def _note_who_ended(self, now: float) -> None:
+        """Ranks may end one after the other; where others wait for one that has, nobody else would say so."""
+        ended = sorted(self._codes())
+        if not ended or len(ended) == len(self.plan.ranks):
+            return
+        self.first_ended_at = self.first_ended_at or now
+        if not self.has_noted and now - self.first_ended_at >= _ONE_HAS_ENDED_S:
+            self.has_noted = True
+            left = len(self.plan.ranks) - len(ended)
+            say(f"launch: {named(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0 more than"
+                f" {_ONE_HAS_ENDED_S:.0f} s ago; {left} still run{'s' if left == 1 else ''}"
+                f" (ezpz-llm why {self.plan.run_dir.path} tells what they do)")
 
     def _tell(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> None:
         """Have the stacks taken, of one rank that goes on too, and say where they are."""
@@ -200,12 +292,32 @@ class _Watch:
         if len(silent) > _MOST_STACKS:
             lines.append(f"  and {len(silent) - _MOST_STACKS} more ranks")
         lines += [f"  for comparison, {one}; {_its_stack(one, found)}" for one in speaking]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        say("\n".join(lines))
+
+
+@contextlib.contextmanager
+def _survived(what: str) -> Iterator[None]:
+    """Whatever programs have written into the run directory, launch watches on, ends all of the run and returns its
+    exit code: what was lost on the way is said once."""
+    try:
+        yield
+    except Exception as error:
+        _lost(what, error)
+
+
+def _lost(what: str, error: Exception) -> None:
+    if what not in _LOST:
+        _LOST.add(what)
+        warn(f"{what} is lost: {type(error).__name__}: {shown(str(error))}")
 
 
 def _its_stack(one: RankLife, found: dict[int, Path]) -> str:
     return f"its stack: {found[one.rank]}" if one.rank in found else "its stack could not be had"
 
 
+_SENT_BY = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal was closed, or the ssh to it was lost",
+            signal.SIGTERM: "a cancelled or expired job, timeout or kill"}
+
+
 def _by_signal(number: signal.Signals) -> Stop:
-    return Stop("signal", f"launch was sent {number.name}; the run is ended", number.name)
+    return Stop("signal", f"launch was sent {number.name} ({_SENT_BY[number]}); the run is ended", number.name)

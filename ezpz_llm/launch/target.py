@@ -23,7 +23,13 @@ class Target:
 
 
 def read_command(words: tuple[str, ...]) -> Target:
-    """Recognise `python3 [flags] -m ezpz_llm.COMMAND …` and `ezpz-llm COMMAND …`."""
+    """Recognise `python3 [flags] -m ezpz_llm.COMMAND …` and `ezpz-llm COMMAND …`.
+
+    Raises:
+        UserError: no word.
+    """
+    if not words:
+        raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
     program = os.path.basename(words[0])
     if program == _SCRIPT and len(words) > 1 and not words[1].startswith("-"):
         name = words[1].replace("-", "_")
@@ -49,6 +55,11 @@ def _python_target(words: tuple[str, ...]) -> Target:
     if position >= len(words):
         return Target("python", None, ())
     return Target(Path(words[position]).stem, None, words[position + 1:])
+
+
+def program_file(words: tuple[str, ...], target: Target) -> str:
+    """What of `words`, the command of `target`, is run: a script, an executable, or a module's name."""
+    return words[len(words) - len(target.arguments) - 1]
 
 
 def run_dir_of(target: Target, given: Path | None) -> Path | None:

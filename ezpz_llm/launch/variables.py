@@ -35,11 +35,32 @@ HEARTBEAT_VARIABLE = "EZPZ_LLM_HEARTBEAT"
 STACKS_VARIABLE = "EZPZ_LLM_STACKS"
 """The node-local file into which the rank writes its stacks when it is sent STACKS_SIGNAL."""
 
-RANKS_OWN = (RANK_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE, STACKS_VARIABLE)
+RANK_SOURCE_VARIABLE = "EZPZ_LLM_RANK_SOURCE"
+"""Which launcher's variables told the shim its rank: `RankInfo.source`."""
+
+RANKS_PER_NODE_VARIABLE = "EZPZ_LLM_RANKS_PER_NODE"
+"""Ranks of each node as launch planned them, in Slurm's short form ("4(x2),1"): no launcher tells a rank its node
+where nodes have unequal numbers of ranks."""
+
+RANKS_OWN = (RANK_VARIABLE, RANK_SOURCE_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE, STACKS_VARIABLE)
 """What the shim tells one rank alone. A launch inside a rank starts a run of its own, and hands none of it on."""
 
-TORCHRUNS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK")
-"""What torchrun tells one rank alone of its place."""
+TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""What torchrun, and nothing else, gives its ranks."""
+
+TORCHS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK",
+              "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", TORCHELASTIC_VARIABLE,
+              "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+              "TORCHELASTIC_ERROR_FILE")
+"""What tells one rank alone of its place, in the names that torch reads: by torchrun, by the shim or by hand."""
+
+OUTER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
+                   "SLURM_PROCID", "SLURM_LOCALID")
+"""How the names begin by which srun or mpiexec tells a torchrun that it has started its place. Its ranks would
+inherit them, and an MPI in them would take all ranks of a host for the same one."""
+
+EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
+"""Where torch compiles extensions in a run."""
 
 STACKS_SIGNAL = 58
 """What asks a rank for its stacks: a real-time signal, which no scheduler, MPI or collective library sends."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ezpz_llm.base.limits import MOST_SECONDS, whole_number
 from ezpz_llm.errors import UserError, nearest
 
 
@@ -76,11 +77,17 @@ def option_lines(options: Sequence[Option]) -> list[str]:
     return [f"  {words:<20}  {text}" for words, text in spelled]
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise ValueError("a whole number, 1 or more")
-    return int(text)
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+    def convert(text: str) -> int:
+        value = whole_number(text)
+        if value is None or value < least:
+            raise ValueError(f"a whole number, {least} or more")
+        if value > most:
+            raise ValueError(f"a whole number, {most:,} at most")
+        return value
+
+    return convert
 
 
 def seconds(text: str) -> float:
@@ -89,9 +96,17 @@ def seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError("a number of seconds above 0")
+    if not 0 < value <= MOST_SECONDS:
+        raise ValueError("a number of seconds above 0, and less than ten years")
     return value
+
+
+def seconds_or_never(text: str) -> float:
+    """A number of seconds, 0 for no limit."""
+    try:
+        return 0.0 if float(text) == 0 else seconds(text)
+    except ValueError:
+        raise ValueError("a number of seconds, or 0 for no limit") from None
 
 
 def one_of(names: tuple[str, ...]) -> Callable[[str], str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.preflight.wire import meeting_point
+from ezpz_llm.preflight.wire import Place, meeting_point, secret_of
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
 LIMIT_S = 60.0
@@ -44,13 +44,14 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{info.world_size} ranks share no run directory", where="environment",
                         instead="launch python3 -m ezpz_llm.preflight, or the same --run-dir for all")
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
+    meeting = Place(address, port, secret_of(os.environ, run_dir))
     if info.rank == 0:
         from ezpz_llm.preflight.lead import lead
 
-        return lead(info, os.environ, run_dir.create(), port, options.limit)
+        return lead(info, os.environ, run_dir.create(), meeting, options.limit)
     from ezpz_llm.preflight.follow import follow
 
-    return follow(info, os.environ, run_dir, address, port, options.limit)
+    return follow(info, os.environ, run_dir, meeting, options.limit)
 
 
 if __name__ == "__main__":

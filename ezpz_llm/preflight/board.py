@@ -1,4 +1,5 @@
-"""Rank 0's side: whoever connects says who he is, gives his facts and answers what he is asked, or is late."""
+"""Rank 0's side: each rank that connects proves that it is of this run, tells its facts and answers what it is
+asked, or is late. A bad peer is lost, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,15 +14,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ezpz_llm.base.clean import cleaned
+from ezpz_llm.base.frames import Frames
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.listening import listen, own_end
 from ezpz_llm.launch.ports import holder
-from ezpz_llm.preflight.wire import Lines, candidate_ports, encode
+from ezpz_llm.preflight.wire import FIRST_WORDS_S, candidate_ports
 
 CLOCK = "clock"
 """Stages in which a rank is asked for its time begin with this."""
 
-_BACKLOG = 4096
 _READ_BYTES = 1 << 18
+_MOST_UNPROVEN = 1024
+"""Connections that have not yet proven to be of this run; one more ends the oldest of them."""
 
 
 @dataclass(eq=False)
@@ -29,7 +34,8 @@ class Member:
     """One connected rank. `lost_in` is the stage in which its connection ended."""
 
     connection: socket.socket
-    lines: Lines = field(default_factory=Lines)
+    frames: Frames
+    prove_by: float
     unsent: bytes = b""
     rank: int = -1
     host: str = ""
@@ -53,27 +59,26 @@ class Member:
 class Board:
     """Listens for the ranks. One thread, one connection a rank; nothing here waits longer than it is told to."""
 
-    def __init__(self, port: int, token: str) -> None:
+    def __init__(self, address: str, port: int, secret: bytes) -> None:
         _allow_many_files()
-        self._token = token
+        self._secret = secret
         self._selector = selectors.DefaultSelector()
         self.port_error: str | None = None
-        self._listener = self._listen(port)
-        self.port = self._listener.getsockname()[1]
+        self._listener = self._listen(address, port)
+        self.address, self.port = own_end(self._listener), self._listener.getsockname()[1]
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._stage = "its first words"
         self._waiting_for: set[Member] = set()
+        self._unproven: dict[Member, None] = {}
         self.members: list[Member] = []
         self.accounted: set[int] = set()
         """Ranks that have told their facts, or are gone."""
 
-    def _listen(self, port: int) -> socket.socket:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
+    def _listen(self, address: str, port: int) -> socket.socket:
         for candidate in candidate_ports(port):
             try:
-                return socket.create_server(("", candidate), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+                return listen(address, candidate)
             except OSError as error:
                 self.port_error = self.port_error or _why(error, candidate)
         raise UserError(f"none of the ports {port} to {candidate_ports(port)[-1]} can be bound: {self.port_error}",
@@ -93,6 +98,7 @@ class Board:
                     self._flush(key.data)
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
+            self._drop_unproven()
         return True
 
     def ask(self, stage: str, questions: Mapping[Member, Mapping[str, Any]], until: float) -> None:
@@ -135,32 +141,44 @@ class Board:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(connection, selectors.EVENT_READ, Member(connection))
+            member = Member(connection, Frames(self._secret, serves=True), time.monotonic() + FIRST_WORDS_S)
+            self._selector.register(connection, selectors.EVENT_READ, member)
+            self._unproven[member] = None
+            member.unsent = member.frames.opening
+            self._flush(member)
+
+    def _drop_unproven(self) -> None:
+        """Those who are late, or too many: the oldest come first."""
+        now = time.monotonic()
+        for member in list(self._unproven):
+            if member.prove_by > now and len(self._unproven) <= _MOST_UNPROVEN:
+                break
+            self._lose(member)
 
     def _read(self, member: Member) -> None:
         try:
             data = member.connection.recv(_READ_BYTES)
-            messages = member.lines.feed(data)
+            for message in member.frames.feed(data):
+                self._take(member, message)
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except Exception:  # whatever one of them sends, it costs that one alone
             self._lose(member)
             return
-        for message in messages:
-            self._take(member, message)
         if not data:
             self._lose(member)
 
     def _take(self, member: Member, message: dict[str, Any]) -> None:
         if member.rank < 0:
-            if message.get("token") != self._token:
-                self._lose(member)
-                return
-            member.rank, member.host = int(message["rank"]), str(message["host"])
+            rank, member.host = int(message["rank"]), cleaned(str(message["host"]))
+            if rank < 0:
+                raise ValueError("not a rank")
+            member.rank = rank
+            del self._unproven[member]
             self.members.append(member)
-            self._send(member, {"token": self._token})
+            self._send(member, {"welcome": rank})
         elif "facts" in message:
-            member.facts = message["facts"]
+            member.facts = dict(message["facts"])
             self.accounted.add(member.rank)
         elif "stage" in message:
             member.replies[message["stage"]] = {**message["answer"], "received": time.time()}
@@ -168,7 +186,7 @@ class Board:
                 self._waiting_for.discard(member)
 
     def _send(self, member: Member, message: Mapping[str, Any]) -> None:
-        member.unsent += encode(message)
+        member.unsent += member.frames.pack(message)
         self._flush(member)
 
     def _flush(self, member: Member) -> None:
@@ -189,6 +207,7 @@ class Board:
         if member.lost_in is None:
             member.lost_in = self._stage
             self._waiting_for.discard(member)
+            self._unproven.pop(member, None)
             if member.rank >= 0:
                 self.accounted.add(member.rank)
             self._selector.unregister(member.connection)
@@ -196,7 +215,7 @@ class Board:
 
 
 def _why(error: OSError, port: int) -> str:
-    # create_server lengthens the message with the address.
+    # listen() lengthens the message with the address.
     text = os.strerror(error.errno) if error.errno else str(error)
     return f"{text}: {holder(port)}" if error.errno == errno.EADDRINUSE else text
 

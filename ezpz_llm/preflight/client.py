@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import re
 import socket
@@ -12,29 +11,33 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from ezpz_llm.base.frames import Frames
+from ezpz_llm.base.outside import read_json
+from ezpz_llm.base.schema import as_type
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.preflight.facts.environment import environment_facts
 from ezpz_llm.preflight.facts.host import host_facts
 from ezpz_llm.preflight.facts.network import network_facts
 from ezpz_llm.preflight.facts.software import versions
 from ezpz_llm.preflight.measuring import Measuring
-from ezpz_llm.preflight.wire import Lines, candidate_ports, encode
+from ezpz_llm.preflight.wire import FIRST_WORDS_S, Place, candidate_ports
 from ezpz_llm.rundir import write_json
 
 _CONNECT_TIMEOUT_S = 2.0
 _SAY_SO_AFTER_S = 8.0
 _UNREACHED = "unreached-*.json"
+_MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where rank 0 listens, and the word by which it is told from strangers."""
+class Connection:
+    """A connection to rank 0, which has proven to be it."""
 
-    address: str
-    port: int
-    token: str
+    socket: socket.socket
+    frames: Frames
 
 
 def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def reach(place: Place, info: RankInfo, folder: Path | None,
-          is_over: Callable[[], bool]) -> socket.socket | None:
+          is_over: Callable[[], bool]) -> Connection | None:
     """A connection to rank 0, tried until `is_over()`.
 
     After some seconds without one, the reason is written into `folder`, once a host: that is how rank 0 hears of
@@ -58,7 +61,7 @@ def reach(place: Place, info: RankInfo, folder: Path | None,
     has_said = False
     while not is_over():
         found = _try_ports(place, info)
-        if isinstance(found, socket.socket):
+        if isinstance(found, Connection):
             return found
         if folder and not has_said and time.monotonic() - began > _SAY_SO_AFTER_S:
             has_said = True
@@ -69,7 +72,7 @@ def reach(place: Place, info: RankInfo, folder: Path | None,
     return None
 
 
-def _try_ports(place: Place, info: RankInfo) -> socket.socket | str:
+def _try_ports(place: Place, info: RankInfo) -> Connection | str:
     first_reason = ""
     for port in candidate_ports(place.port):
         try:
@@ -81,26 +84,32 @@ def _try_ports(place: Place, info: RankInfo) -> socket.socket | str:
             continue
         except OSError as error:
             return str(error.strerror or error)
-        if _greet(connection, place.token, info):
-            return connection
+        frames = Frames(place.secret, serves=False)
+        if _greet(connection, frames, info):
+            return Connection(connection, frames)
         connection.close()
         first_reason = first_reason or "answered by another program"
     return first_reason
 
 
-def _greet(connection: socket.socket, token: str, info: RankInfo) -> bool:
+def _greet(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
+    """Whether it is rank 0 that listens there, and not somebody who takes his time to say nothing."""
+    deadline, said = time.monotonic() + FIRST_WORDS_S, False
     try:
-        connection.sendall(encode({"token": token, "rank": info.rank, "host": socket.gethostname()}))
-        answer = b""
-        while not answer.endswith(b"\n"):
-            data = connection.recv(1)
-            if not data:
+        connection.sendall(frames.opening)
+        while not frames.is_proven:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            data = connection.recv(1 << 12)
+            frames.feed(data)
+            if not data or time.monotonic() > deadline:
                 return False
-            answer += data
+            if frames.is_open and not said:
+                connection.sendall(frames.pack({"rank": info.rank, "host": socket.gethostname()}))
+                said = True
         connection.settimeout(None)
-        return json.loads(answer).get("token") == token
     except (OSError, ValueError):
         return False
+    return True
 
 
 def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> None:
@@ -120,19 +129,31 @@ def unreached_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(_UNREACHED))
 
 
+class _Unreached(TypedDict):
+    rank: int
+    host: str
+    reason: str
+    address: str
+    port: int
+    ranks_there: int
+    resolves_to: str | None
+    interface: str | None
+
+
 def read_unreached(folder: Path) -> list[dict[str, Any]]:
     """What hosts wrote that could not reach rank 0."""
     found = []
     for path in unreached_files(folder):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(json.loads(path.read_text()))
+        # One that is damaged, or was never ours, is passed over.
+        with contextlib.suppress(UserError):
+            found.append(as_type(_Unreached, read_json(path, _MOST_BYTES), str(path)))
     return found
 
 
 class Client:
     """One rank in conversation with rank 0."""
 
-    def __init__(self, connection: socket.socket, info: RankInfo, env: Mapping[str, str]) -> None:
+    def __init__(self, connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self._measuring = Measuring(env, self._answer)
@@ -140,14 +161,13 @@ class Client:
 
     def converse(self) -> None:
         """Answer until rank 0 says that it is over, or is gone."""
-        lines = Lines()
         try:
-            while data := self._connection.recv(1 << 16):
-                for message in lines.feed(data):
+            while data := self._connection.socket.recv(1 << 16):
+                for message in self._connection.frames.feed(data):
                     if message["ask"] == "end":
                         return
                     self._obey(message)
-        except OSError:
+        except (OSError, ValueError):
             return
         finally:
             self._measuring.end()
@@ -168,4 +188,4 @@ class Client:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(encode(message))
+            self._connection.socket.sendall(self._connection.frames.pack(message))

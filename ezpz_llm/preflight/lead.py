@@ -9,41 +9,46 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ezpz_llm.base.clean import show
+from ezpz_llm.base.secret import run_secret
 from ezpz_llm.errors import EXIT_PREFLIGHT
+from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.preflight.board import CLOCK, Board, Member
-from ezpz_llm.preflight.client import Client, Place, reach, read_unreached, unreached_files
+from ezpz_llm.preflight.client import Client, reach, read_unreached, unreached_files
 from ezpz_llm.preflight.groups import link_groups, node_groups
 from ezpz_llm.preflight.judge import Gathered, judge
 from ezpz_llm.preflight.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.preflight.judge.ranks import LOST, STUCK
 from ezpz_llm.preflight.planned import planned_hosts, site_network
 from ezpz_llm.preflight.report import Report, as_text, report_path, write_report
-from ezpz_llm.preflight.wire import token_of
+from ezpz_llm.preflight.wire import Place
 from ezpz_llm.rundir import RunDir
 
 # Shares of the time limit by which each stage is over, and the most seconds that a short one may take.
 _FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
 _CLOCKS_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
+_FIRST_REDUCE_S = 25.0
+"""For the first all-reduce between devices: NCCL and oneCCL load libraries then, on a cold file system slowly."""
 _DISMISS_S = 2.0
 _LOOK_FOR_UNREACHED_S = 1.0
 
 
-def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, port: int, limit_s: float) -> int:
+def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, meeting: Place, limit_s: float) -> int:
     """Run the preflight and print its report; 0 if the reservation is fit, EXIT_PREFLIGHT if not."""
     began = time.monotonic()
     for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
         stale.unlink(missing_ok=True)
-    board = Board(port, token_of(env))
+    board = Board(meeting.address, meeting.port, meeting.secret)
     # In a thread: whatever this rank's own facts hang in, the report is given.
-    place = Place("127.0.0.1", board.port, token_of(env))
+    place = Place(board.address, board.port, meeting.secret)
     own = threading.Thread(target=_take_part, args=(place, info, env, began + limit_s), daemon=True)
     own.start()
     leading = _Lead(board, info, env, run_dir, began, limit_s)
     gathered = leading.gather()
     findings = judge(gathered)
     report = Report(gathered, findings, time.monotonic() - began)
-    print(as_text(report), flush=True)
+    show(as_text(report))
     write_report(run_dir, report)
     board.dismiss(_DISMISS_S)
     own.join(_DISMISS_S + 2.0)
@@ -84,8 +89,9 @@ class _Lead:
         if len({member.rank for member in members}) == len(members):
             self._measure(members)
         ordered = sorted(board.members, key=lambda member: member.rank)
-        # Under torchrun the port is its agent's, as it should be.
-        port_error = None if self._info.source.startswith("torchrun") else board.port_error
+        # Under torchrun the port is its agent's, as it should be; on one node under launch our ranks do without it.
+        on_node = run_secret(self._env) is not None and is_loopback(self._env.get("MASTER_ADDR", ""))
+        port_error = None if on_node or self._info.source.startswith("torchrun") else board.port_error
         return Gathered(self._info.world_size, [self._facts(member) for member in ordered], self._hosts,
                         read_unreached(self._run_dir.path), port_error, site_network(self._env), waited_s)
 
@@ -119,9 +125,9 @@ class _Lead:
         self._compare_clocks({member.host: member for member in reversed(told)}.values())
         board.ask(COMPUTE, {member: {} for member in _able(told)}, self._by(_MEASURED, _COMPUTE_S))
         first = next((member for member in told if member.rank == 0), None)
-        port = first.replies.get(READY, {}).get("store_port") if first else None
-        if port is not None:
-            self._reduce(told, [self._env.get("MASTER_ADDR", "127.0.0.1"), port])
+        store = first.replies.get(READY, {}).get("store") if first else None
+        if store is not None:
+            self._reduce(told, store)
         board.ask(NETWORK, {member: {} for member in told}, self._by(_MPI, _NETWORK_S))
         # Starting MPI is collective: it would only hang without those who cannot take part. torchrun's ranks are
         # none of MPI's.
@@ -138,10 +144,11 @@ class _Lead:
             if (clock := self._board.clock_of(member, until)) is not None:
                 self._clocks[member.host] = clock
 
-    def _reduce(self, told: Sequence[Member], store: list[Any]) -> None:
+    def _reduce(self, told: Sequence[Member], store: str | list[Any]) -> None:
         stages = [(NODE, node_groups(_places(_able(told))))]
         stages += [(f"{LINK} {turn}", groups) for turn, groups in enumerate(link_groups(_places(_able(told))))]
-        for stage, groups in stages:
+        on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _able(told))
+        for number, (stage, groups) in enumerate(stages):
             able = {member.rank: member for member in _able(told)}
             questions = {}
             for group in groups:
@@ -149,7 +156,8 @@ class _Lead:
                     name = f" {group[0]}"
                     questions |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
                                   for index, rank in enumerate(group)}
-            self._board.ask(stage, questions, self._by(_MEASURED, _REDUCE_S))
+            within_s = _FIRST_REDUCE_S if on_devices and number == 0 else _REDUCE_S
+            self._board.ask(stage, questions, self._by(_MEASURED, within_s))
 
     def _facts(self, member: Member) -> dict[str, Any]:
         """What came of a rank; its answers leave out when they came."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ezpz_llm.base.outside import parse_json
 from ezpz_llm.preflight.facts.netlog import is_about_network, read_network
 from ezpz_llm.preflight.worker import LAST
 
@@ -75,7 +76,7 @@ class Measuring:
     def _pass_on(self, read_end: int) -> None:
         with os.fdopen(read_end, "rb") as answers:
             for line in answers:
-                message = json.loads(line)
+                message = parse_json(line, "the measuring process")
                 with self._lock:
                     self._open_stages.remove(message["stage"])
                 if message["stage"] == LAST:

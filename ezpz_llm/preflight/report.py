@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from ezpz_llm.preflight.judge.gathered import COMPUTE, MPI, NETWORK, NODE, READY
 from ezpz_llm.preflight.judge.network import talks_over
 from ezpz_llm.preflight.judge.speed import link_rates
 from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.secrets import without_secrets
 
 _MOST_HOSTS = 24
 """Longer tables are printed without their middle."""
@@ -116,11 +118,11 @@ def write_report(run_dir: RunDir, report: Report) -> None:
     """Write preflight.json: the verdict, the findings, and the facts, what ranks have in common only once."""
     gathered = report.gathered
     common, own = split_common(gathered.facts)
-    write_json(report_path(run_dir), {
+    write_json(report_path(run_dir), without_secrets({
         "fit": report.is_fit, "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
         "findings": [asdict(finding) for finding in report.findings],
         "unreached": list(gathered.unreached), "common": common, "ranks": own,
-    })
+    }, os.environ))
 
 
 def split_common(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

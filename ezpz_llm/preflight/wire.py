@@ -1,19 +1,38 @@
-"""How rank 0 and the others talk before there is any process group: JSON lines over TCP.
+"""How rank 0 and the others find and trust each other before there is any process group.
 
-Not through torch's store: what has to be found includes a torch that cannot be imported, or hangs in it.
+They talk over TCP (`base/frames.py`). Not through torch's store: what has to be found includes a torch that cannot
+be imported, or hangs in it. Not through files: thousands of ranks would poll a shared file system, and NFS shows a
+new file only after up to half a minute; besides, hosts that cannot reach each other have to be found.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
+from ezpz_llm.base.private import make_private
+from ezpz_llm.base.secret import run_secret
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.rundir import RunDir
 
 PORTS_TRIED = 8
 """MASTER_PORT and the numbers after it: the port itself may be held, by torchrun's agent or by a stranger."""
+FIRST_WORDS_S = 2.0
+"""So long one side of a new connection waits for the other's proof."""
+
+_SECRET_FILE, _SECRET_BYTES = "preflight-secret", 32
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 listens, and the secret by which it is told from strangers."""
+
+    address: str
+    port: int
+    secret: bytes
 
 
 def candidate_ports(port: int) -> list[int]:
@@ -39,30 +58,28 @@ def meeting_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:
     return address, int(port)
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
-    """One message as a line."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
+    """By what the ranks of one run know each other: launch's secret, else one that the first of them puts into a
+    file of the run directory, which the user alone can read.
 
-
-class Lines:
-    """Puts the bytes that come in back together into messages."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that `data` completes.
-
-        Raises:
-            ValueError: the other side does not speak JSON: it is not one of ours.
-        """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not a message")
-        return messages
-
-
-def token_of(env: Mapping[str, str]) -> str:
-    """The word by which the ranks of one run know each other on a port that strangers may listen on, too."""
-    return env.get(RUN_ID_VARIABLE) or env.get("TORCHELASTIC_RUN_ID") or "ezpz_llm.preflight"
+    Raises:
+        UserError: that file cannot be made, or is not the user's alone.
+    """
+    if (known := run_secret(env)) is not None:
+        return known
+    try:
+        run_dir.control.parent.mkdir(parents=True, exist_ok=True)
+        with make_private(run_dir.control) as folder:
+            with contextlib.suppress(FileExistsError):
+                folder.create(_SECRET_FILE, os.urandom(_SECRET_BYTES))
+            # Another rank may be about to write it.
+            deadline = time.monotonic() + FIRST_WORDS_S
+            while len(found := folder.read(_SECRET_FILE)) < _SECRET_BYTES and time.monotonic() < deadline:
+                time.sleep(0.05)
+    except OSError as error:
+        raise UserError(f"the ranks' common secret cannot be kept: {error.strerror}", where=str(error.filename),
+                        instead="start with launch, or --run-dir with a folder of yours") from error
+    if len(found) < _SECRET_BYTES:
+        raise UserError("the ranks' common secret was never written to its end",
+                        where=str(run_dir.control / _SECRET_FILE), instead="remove that file")
+    return found

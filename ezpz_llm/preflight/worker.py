@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ezpz_llm.base.outside import parse_json
 from ezpz_llm.launch.leftovers import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.preflight.facts.network import addresses
@@ -27,6 +28,9 @@ _CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096
 _CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**26
 _MOST_REPEATS, _REPEAT_FOR_S = 20, 0.4
 _GROUP_TIMEOUT = datetime.timedelta(seconds=15)
+_DEVICE_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+"""NCCL's watchdog ends the process at this age of a collective, the first of which loads libraries and transports:
+longer than rank 0 waits for any stage."""
 
 
 class Worker:
@@ -35,7 +39,9 @@ class Worker:
     def __init__(self) -> None:
         self._device: Any = None
         self._store: Any = None
-        self._served_port: int | None = None
+        self._store_port: int | None = None
+        self._in_group = False
+        self._stuck_group: str | None = None
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """What the stage that the question names gives."""
@@ -61,10 +67,36 @@ class Worker:
                 facts["free"], facts["total"] = module.mem_get_info(self._device)
         answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
         if question.get("serve"):
-            self._store = torch.distributed.TCPStore("localhost", 0, None, True, _GROUP_TIMEOUT,
-                                                     wait_for_workers=False)
-            self._served_port = answer["store_port"] = self._store.port
+            answer["store"] = self._serve()
         return answer
+
+    def _serve(self) -> str | tuple[str, int]:
+        """Make the store, and say where: a file where all ranks are on this node, else an address and a port."""
+        from torch.distributed import FileStore, TCPStore
+
+        from ezpz_llm.dist.node_store import new_name, node_folder
+        from ezpz_llm.launch.listening import listen
+
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if (folder := node_folder(master, os.environ)) is not None:
+            with folder:
+                path = str(folder.path / new_name())
+            self._store = FileStore(path)
+            return path
+        listener = listen(master, 0)
+        self._store_port = listener.getsockname()[1]
+        self._store = TCPStore(master, self._store_port, None, True, _GROUP_TIMEOUT, wait_for_workers=False,
+                               master_listen_fd=listener.detach())
+        return master, self._store_port
+
+    def _join(self, place: str | Sequence[Any]) -> None:
+        from torch.distributed import FileStore, TCPStore
+
+        if isinstance(place, str):
+            self._store = FileStore(place)
+        else:
+            address, self._store_port = place
+            self._store = TCPStore(address, self._store_port, None, False, _GROUP_TIMEOUT)
 
     def _compute(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Floating-point operations a second of a small matrix product, the best of some windows.
@@ -102,25 +134,51 @@ class Worker:
 
         from ezpz_llm.dist.backends import DEVICES
 
+        if self._stuck_group:
+            raise RuntimeError(f"not measured, since this rank's group for {self._stuck_group} has failed")
         if self._store is None:
-            address, port = question["store"]
-            self._store = torch_dist.TCPStore(address, port, None, False, _GROUP_TIMEOUT)
+            self._join(question["store"])
         store = torch_dist.PrefixStore(question["ask"] + question["group"], self._store)
-        torch_dist.init_process_group(DEVICES[self._device.type].collectives, store=store, rank=question["index"],
-                                      world_size=question["size"], timeout=_GROUP_TIMEOUT)
-        try:
-            size = _CPU_BYTES if self._device.type == "cpu" else _ACCELERATOR_BYTES
-            values = torch.zeros(size // 4, device=self._device)
-            torch_dist.all_reduce(values[:1024])
-            best = self._timed_reduce(values)
-            longest = torch.tensor(best, device=self._device)
-            torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
-            for _ in range(min(_MOST_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
-                best = min(best, self._timed_reduce(values))
-            bus = 2 * (question["size"] - 1) / question["size"]
-            return {"bytes_per_second": bus * size / best, **self._interface()}
-        finally:
+        traits = DEVICES[self._device.type]
+        torch_dist.init_process_group(traits.collectives, store=store, rank=question["index"],
+                                      world_size=question["size"],
+                                      timeout=_DEVICE_GROUP_TIMEOUT if traits.own else _GROUP_TIMEOUT,
+                                      device_id=self._device if traits.bound else None)
+        self._in_group = True
+        size = _CPU_BYTES if self._device.type == "cpu" else _ACCELERATOR_BYTES
+        values = torch.zeros(size // 4, device=self._device)
+        torch_dist.all_reduce(values[:1024])
+        best = self._timed_reduce(values)
+        longest = torch.tensor(best, device=self._device)
+        torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
+        for _ in range(min(_MOST_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
+            best = min(best, self._timed_reduce(values))
+        bus = 2 * (question["size"] - 1) / question["size"]
+        answer = {"bytes_per_second": bus * size / best, **self._interface()}
+        torch_dist.destroy_process_group()
+        self._in_group = False
+        return answer
+
+    def failed(self, question: Mapping[str, Any]) -> None:
+        """Leave the group of a stage that failed, after its error was told.
+
+        A gloo group is closed and others can follow. NCCL's would wait for ranks that hang in it: it is left as it
+        is, and with it torch's only place for a world.
+        """
+        if not self._in_group:
+            return
+        import torch.distributed as torch_dist
+
+        if torch_dist.get_backend() == "gloo":
             torch_dist.destroy_process_group()
+            self._in_group = False
+        else:
+            self._stuck_group = question["ask"]
+
+    def end(self) -> None:
+        """End the process at once where a group is left in it, whose destructor would wait."""
+        if self._stuck_group:
+            os._exit(0)
 
     def _timed_reduce(self, values: Any) -> float:
         import torch.distributed as torch_dist
@@ -137,7 +195,7 @@ class Worker:
             return {}
         from ezpz_llm.preflight.facts.sockets import used_interfaces
 
-        return {"interfaces": used_interfaces(addresses(), frozenset({self._served_port or self._store.port}))}
+        return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
 
     def _mpi(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """What MPI makes of this rank; the last question, since a library that does not fit ends the process."""
@@ -161,14 +219,18 @@ def main(answers: int) -> None:
     die_with_parent(signal.SIGKILL)
     worker = Worker()
     for line in sys.stdin:
-        question = json.loads(line)
+        question = parse_json(line, "the rank")
+        failed = False
         try:
             answer = worker.answer(question)
         except Exception as error:  # whatever is wrong here is what the others want to know
-            answer = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}
+            answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
         os.write(answers, json.dumps({"stage": question["ask"], "answer": answer}).encode() + b"\n")
+        if failed:
+            worker.failed(question)
         if question["ask"] == LAST:
-            return
+            break
+    worker.end()
 
 
 if __name__ == "__main__":

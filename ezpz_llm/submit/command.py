@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ezpz_llm.submit.duration import clock
 from ezpz_llm.submit.environment import outside_a_job
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
-from ezpz_llm.submit.queue import queue_chain
+from ezpz_llm.submit.queue import RefusedError, queue_chain
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,16 +34,23 @@ def main(argv: Sequence[str]) -> int:
     job = plan_job(options, os.environ)
     script = write_script(job, typed)
     if _check(job):
-        print("submit: nothing was queued", file=sys.stderr, flush=True)
+        print("submit: nothing was queued: the command's own check failed", file=sys.stderr, flush=True)
         return EXIT_USAGE
     if options.dry_run:
         print(script)
         print(f"# ranks      {_ranks(job)}")
         print(f"# queued by  {shlex.join(job.scheduler.submission(str(job.run_dir.job_script), None))}")
         return 0
+    was_there = job.run_dir.path.exists() and not job.is_default
     job = _claim(job)
     write_atomic(job.run_dir.job_script, write_script(job, typed))
-    _queue(job, typed)
+    try:
+        _queue(job, typed)
+    except RefusedError:
+        # Of no job, nobody is to take the directory for the newest run.
+        if not was_there and not read_record(job.run_dir)["submit"]["jobs"]:
+            shutil.rmtree(job.run_dir.path, ignore_errors=True)
+        raise
     return 0
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
-_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII)
-_UNITS = re.compile(r"(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\d+)m)?", re.ASCII)
+from ezpz_llm.base.limits import MOST_SECONDS
+
+_CLOCK = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<hours>\d{1,9}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)",
+                    re.ASCII)
+_UNITS = re.compile(r"(?:(?P<days>\d{1,9})d)?(?:(?P<hours>\d{1,9})h)?(?:(?P<minutes>\d{1,9})m)?", re.ASCII)
 
 ACCEPTED = "H:MM:SS, D-HH:MM:SS, or units such as 90m, 12h, 1d12h"
 
@@ -22,7 +25,7 @@ def read_duration(text: str) -> int:
         found = {}
     total = (86400 * found.get("days", 0) + 3600 * found.get("hours", 0) + 60 * found.get("minutes", 0)
              + found.get("seconds", 0))
-    if not total:
+    if not 0 < total <= MOST_SECONDS:
         raise ValueError(f"a time above 0: {ACCEPTED}")
     return total
 

@@ -22,6 +22,7 @@ from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.launch.variables import SITE_VARIABLE
 from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import RunDir, default_run_dir
+from ezpz_llm.rundir.secrets import has_secret, redact_words
 from ezpz_llm.submit import pbs, slurm
 from ezpz_llm.submit.environment import environment_lines
 from ezpz_llm.submit.options import Options
@@ -62,6 +63,9 @@ def plan_job(options: Options, env: Mapping[str, str]) -> Job:
     Raises:
         UserError: words that contradict each other, no scheduler, ranks that do not fit.
     """
+    if has_secret((*options.launch_words, *options.launch_arguments), env):
+        raise UserError("the command has a secret in it, which the job's script would keep",
+                        where="the command to submit", instead="set it in the environment, or read it from a file")
     site = _site(options, env)
     scheduler = _scheduler(site, env)
     target = read_command(options.launch.command)
@@ -116,7 +120,7 @@ def write_script(job: Job, typed: list[str]) -> str:
     go_on = ["--resume", run_dir] if job.target.module in _RESUMES else []
     again = job.scheduler.AGAIN if request.requeue else {}
     named = {run_dir: '"$run_dir"'}
-    introduction = (f"# Written by: {shlex.join(typed)}".replace("\n", "\n# ")
+    introduction = (f"# Written by: {shlex.join(redact_words(typed))}".replace("\n", "\n# ")
                     + "\n# It may be changed, and queued again by hand.")
     return fill_template(job.scheduler.TEMPLATE, introduction, {
         "request": request_lines(job.scheduler.directives(request), job.site.job.directives, _values(job),

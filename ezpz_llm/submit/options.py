@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ezpz_llm.base.limits import MOST_HOSTS, MOST_REPEATS
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.options import Options as LaunchOptions
 from ezpz_llm.launch.options import parse as parse_launch
-from ezpz_llm.launch.words import Option, count, option_lines, split_options
+from ezpz_llm.launch.words import Option, option_lines, split_options, whole
 from ezpz_llm.submit.duration import ACCEPTED, read_duration
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
@@ -52,7 +53,7 @@ def _label(text: str) -> str:
 
 
 _OPTIONS = (
-    Option(("--nodes",), "nodes", "how many nodes", "N", count),
+    Option(("--nodes",), "nodes", "how many nodes", "N", whole(1, MOST_HOSTS)),
     Option(("--time",), "time_s", f"how long at most: {ACCEPTED}", "T", read_duration),
     Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "S"),
     Option(("--account",), "account", "the project that pays", "A", _label),
@@ -62,7 +63,7 @@ _OPTIONS = (
     Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
     Option(("--requeue",), "requeue", "may be started again after a preemption or a dead node, and then goes on"),
     Option(("--chain",), "chain", "queue K jobs, each to begin after the one before and to go on where it stopped",
-           "K", count),
+           "K", whole(1, MOST_REPEATS)),
     Option(("--dry-run",), "dry_run", "print the script and the command that would queue it; write nothing"),
     Option(("-h", "--help"), "help", "print this and end"),
 )
@@ -85,7 +86,7 @@ def parse(words: Sequence[str]) -> Options:
                        **found)
     start, arguments = _split_launch(tuple(rest))
     launch = parse_launch(arguments)
-    for set_, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help")):
+    for set_, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help"), (launch.version, "--version")):
         if set_:
             raise UserError(f"the job would only run launch {option}", where="the command after --",
                             instead=f"ezpz-llm submit {option} …")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,16 @@ from ezpz_llm.errors import UserError
 _TIMEOUT_S = 120
 
 
+class RefusedError(UserError):
+    """The scheduler did not take the job, for certain."""
+
+
 def queue_chain(scheduler: ModuleType, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
     """Queue the script `count` times, each job to begin when the one before has ended; the ids, one after another.
 
     Raises:
-        UserError: the scheduler refuses a job, does not answer, or does not say an id.
+        RefusedError: the scheduler refuses a job.
+        UserError: it does not answer, or does not say an id.
     """
     after: str | None = None
     for number in range(1, count + 1):
@@ -32,7 +38,7 @@ def _queue(scheduler: ModuleType, words: list[str], number: int, env: Mapping[st
         done = subprocess.run(words, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True,
                               errors="replace", timeout=_TIMEOUT_S, check=False)
     except OSError as error:
-        raise UserError(f"cannot run {program}: {error.strerror}", where="PATH", exit_code=1) from error
+        raise RefusedError(f"cannot run {program}: {error.strerror}", where="PATH", exit_code=1) from error
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{program} did not answer within {_TIMEOUT_S} s{earlier}", where=words[-1], exit_code=1,
                         instead="look first whether the job is in the queue all the same") from error
@@ -41,9 +47,10 @@ def _queue(scheduler: ModuleType, words: list[str], number: int, env: Mapping[st
     if done.returncode:
         print(done.stdout, end="", file=sys.stderr, flush=True)
         option = scheduler.hint(done.stderr + done.stdout)
-        raise UserError(f"{program} refused the job with code {done.returncode}{earlier}", where=words[-1],
-                        instead=f"another {option}, or mend the script and `{program}` it by hand" if option else
-                        f"mend the script and `{program}` it by hand", exit_code=1)
+        change = f"another {option}, or change the script and" if option else "change the script and"
+        raise RefusedError(f"{program} refused the job with code {done.returncode}{earlier}",
+                           where=shlex.join(words), exit_code=1,
+                           instead=f"{change} `{program}` it by hand: ezpz-llm submit --dry-run prints it")
     # A site's wrapper may print more than the id.
     found = [job for line in done.stdout.splitlines() if (job := scheduler.job_id(line.strip()))]
     if len(found) != 1:

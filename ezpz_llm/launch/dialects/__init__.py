@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +27,8 @@ _BY_FIRST_LINE = (
     (re.compile(r"mpiexec version (?P<version>\d[\w.]*)"), "Cray PALS", pals.build),
 )
 
+_OF_PBS = re.compile(r"\s*pbs_version\b")
+
 SITE_DIALECTS = {"pals": ("Cray PALS", pals.build)}
 """What a site file may say of an mpiexec whose version text is none of the above."""
 
@@ -34,7 +36,8 @@ SITE_DIALECTS = {"pals": ("Cray PALS", pals.build)}
 def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
            site_dialect: str | None = None) -> Launcher:
     """The launcher that the user asked for, or (`auto`): srun in a Slurm job, else mpiexec, else for one rank none
-    at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says nothing known.
+    at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says nothing known. PBS's own
+    wrapper of that name is passed over, and a note says so.
 
     Raises:
         UserError: it is not there, or an mpiexec of unknown make.
@@ -46,14 +49,16 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
     if wanted == "torchrun":
         return _torchrun(_need("torchrun", "--launcher", env), "--launcher", starter)
     if wanted == "mpiexec":
-        return _mpiexec(_need("mpiexec", "--launcher", env), "--launcher", site_dialect)
-    if program := _which("mpiexec", env):
-        return _mpiexec(program, "auto: mpiexec found", site_dialect)
+        return _mpiexec("--launcher", env, site_dialect)
+    found, passed_over = _find_mpiexec(env)
+    if found:
+        return _identified(found, "auto: mpiexec found", site_dialect, passed_over)
     if world_size == 1:
-        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", direct.build)
+        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", direct.build, passed_over)
     if program := _which("torchrun", env):
-        return _torchrun(program, "auto: torchrun found, no mpiexec", starter)
-    raise UserError(f"nothing here can start {world_size} ranks: no mpiexec, no torchrun", where="PATH",
+        return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=passed_over)
+    raise UserError(f"nothing here can start {world_size} ranks: no mpiexec, no torchrun",
+                    where="; ".join(("PATH", *passed_over)),
                     instead="load the site's MPI module, or `pip install mpich`")
 
 
@@ -62,36 +67,71 @@ def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -
     source = "--launcher torchrun on other hosts"
     if scheduler == slurm.NAME:
         return Launcher("srun", "Slurm", _need("srun", source, env), source, srun.build)
-    return _mpiexec(_need("mpiexec", source, env), source, site_dialect)
+    return _mpiexec(source, env, site_dialect)
 
 
 def _need(program: str, source: str, env: Mapping[str, str]) -> str:
     if found := _which(program, env):
         return found
-    raise UserError(f"{program} is not on PATH", where=source,
-                    instead="load its module, or choose another --launcher")
+    raise _not_on_path(program, source)
+
+
+def _not_on_path(program: str, where: str) -> UserError:
+    return UserError(f"{program} is not on PATH", where=where,
+                     instead="load its module, or choose another --launcher")
 
 
 def _which(program: str, env: Mapping[str, str]) -> str | None:
+    return next(_all(program, env), None)
+
+
+def _all(program: str, env: Mapping[str, str]) -> Iterator[str]:
     # A site's program, on PATH, comes before one beside this Python, which is there where PATH was never set up (as
     # in a job's script): in its own folder, or where launchers/with-env keeps MPICH.
     own = os.path.dirname(sys.executable)
-    beside = os.pathsep.join((own, os.path.join(os.path.dirname(own), "mpi")))
-    return shutil.which(program, path=env.get("PATH", os.defpath)) or shutil.which(program, path=beside)
+    folders = [*env.get("PATH", os.defpath).split(os.pathsep), own, os.path.join(os.path.dirname(own), "mpi")]
+    for folder in dict.fromkeys(filter(None, folders)):
+        if found := shutil.which(program, path=folder):
+            yield found
 
 
 def _torchrun(program: str, source: str, starter: Callable[[], Launcher]) -> Launcher:
     return Launcher("torchrun", "torch elastic", program, source, partial(torchrun.build, starter=starter))
 
 
-def _mpiexec(program: str, source: str, site_dialect: str | None) -> Launcher:
+def _mpiexec(source: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
+    found, passed_over = _find_mpiexec(env)
+    if found is None:
+        raise _not_on_path("mpiexec", "; ".join((source, *passed_over)))
+    return _identified(found, source, site_dialect, passed_over)
+
+
+def _find_mpiexec(env: Mapping[str, str]) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    """The first mpiexec that is an MPI's, with its version text; and a note for each that was passed over."""
+    passed_over = []
+    for program in _all("mpiexec", env):
+        text = _version_text(program)
+        if not _OF_PBS.match(text):
+            return (program, text), tuple(passed_over)
+        # PBS's profile.d puts it on everybody's PATH: it wraps one vendor's mpirun, and is no MPI by itself.
+        passed_over.append(f"{program} is passed over: this is PBS's own wrapper, not an MPI's mpiexec")
+    return None, tuple(passed_over)
+
+
+def _version_text(program: str) -> str:
     try:
         done = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True,
                               timeout=_VERSION_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"mpiexec does not say its version: {error}", where=program,
                         instead="choose another --launcher") from error
-    return identify((done.stdout + done.stderr).decode(errors="replace"), program, source, site_dialect)
+    return (done.stdout + done.stderr).decode(errors="replace")
+
+
+def _identified(found: tuple[str, str], source: str, site_dialect: str | None, notes: tuple[str, ...]) -> Launcher:
+    program, text = found
+    launcher = identify(text, program, source, site_dialect)
+    return replace(launcher, notes=(*notes, *launcher.notes))
 
 
 def identify(version_text: str, program: str, source: str, site_dialect: str | None = None) -> Launcher:

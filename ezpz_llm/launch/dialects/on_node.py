@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.leftovers import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
-
-# What names the place of this one process in the outer launcher's world. torchrun's ranks inherit its environment,
-# and an MPI in them would take all ranks of a host for the same one.
-_OUTER = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
-          "SLURM_PROCID", "SLURM_LOCALID")
-
+from ezpz_llm.launch.variables import OUTER_LAUNCHERS, WORLD_SIZE_VARIABLE
 
 _CHATTER = "TORCH_CPP_LOG_LEVEL"
 
@@ -40,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
                         instead="use the mpiexec (or srun) that belongs to this reservation",
                         exit_code=EXIT_PREFLIGHT)
     die_with_parent(signal.SIGTERM)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_LAUNCHERS)}
     # torchrun's own default is 1, whatever the host has.
     env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks))))
     if _CHATTER not in env:

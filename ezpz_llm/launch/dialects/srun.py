@@ -28,8 +28,8 @@ def build(program: str, work: Work) -> Built:
         # Only a list that names a host once a rank places unequal numbers of ranks.
         argv += ["--distribution=arbitrary"]
         words = [name for name, count in work.placement.ranks for _ in range(count)]
-    argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_crowded(work), "--overlap", "--export=ALL",
-             "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
+    argv += ["-c", str(work.cores_per_rank or 1), *_cpu_bind(work), *_crowded(work), *_devices(work), "--overlap",
+             "--export=ALL", "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
     files: dict[Path, str] = {}
     if len(words) > HOSTS_ON_THE_LINE:
         files[work.hosts_file] = "".join(f"{word}\n" for word in words)
@@ -38,6 +38,14 @@ def build(program: str, work: Work) -> Built:
     else:
         argv += ["--nodelist", ",".join(words)]
     return Built((*argv, *work.site_options, *work.command), files=files)
+
+
+def _devices(work: Work) -> tuple[str, ...]:
+    # Of a job's `-G 4` on two hosts, an overlapping step saw one device on the first and two on the second (22.05).
+    is_spoken = any("--gpu" in word for word in work.site_options)
+    if is_spoken or not work.env.get("SLURM_GPUS") or not work.devices_per_host:
+        return ()
+    return (f"--gpus={work.devices_per_host * len(work.hosts)}", f"--gpus-per-node={work.devices_per_host}")
 
 
 def _crowded(work: Work) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ class Work:
     on this one; `cores_per_rank` and `cores_per_host` are counted as the scheduler counts them (hardware threads,
     where it does) and None where they are not known; `variables` are the names that ranks on other hosts need
     too; `site_options` are the site's own words for the launcher; `master` is where ranks meet; `env` is launch's
-    own environment, in which the launcher would find the user's choices.
+    own environment, in which the launcher would find the user's choices; `devices_per_host` what the scheduler gave
+    on each host, None where it does not say or hosts differ.
     """
 
     command: tuple[str, ...]
@@ -41,6 +42,7 @@ class Work:
     site_options: tuple[str, ...] = ()
     master: tuple[str, int | None] = ("127.0.0.1", None)
     env: Mapping[str, str] = field(default_factory=dict)
+    devices_per_host: int | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:

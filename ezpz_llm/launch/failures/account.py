@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.failures.advice import advice
+from ezpz_llm.launch.failures.advice import advice, resume
 from ezpz_llm.launch.failures.facts import Account, RunFacts
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.record import Failure, Raised, read_failures
 from ezpz_llm.launch.failures.sayings import read_sayings
 from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.tracebacks import last_exception
+from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir.layout import RunDir
@@ -33,10 +34,15 @@ _ABORT = re.compile(r".*application called MPI_Abort\([^,]+, \d+\) - process \d+
 def account(run_dir: RunDir, facts: RunFacts) -> Account:
     """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only."""
     launch = _launch_record(run_dir)
-    nodes = read_reports(run_dir, (launch.get("env") or {}).get(RUN_ID_VARIABLE, ""))
-    since = launch.get("started", 0.0) - _CLOCK_SLACK_S
-    failures = tuple(_as_stopped(failure, facts) for failure in read_failures(run_dir))
-    reports = {rank: report for node in nodes for rank, report in node.ranks.items()}
+    run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
+    nodes = read_reports(run_dir, run_id)
+    started = launch.get("started", 0.0)
+    since = started - _CLOCK_SLACK_S
+    world = range(facts.world_size)
+    reports = {rank: report for node in nodes for rank, report in node.ranks.items() if rank in world}
+    records = [failure for failure in read_failures(run_dir, run_id) if failure.rank in world]
+    failures = tuple(_as_stopped(failure, facts)
+                     for failure in records or _unrecorded(reports, facts, started, run_id))
     recorded = {failure.rank for failure in failures}
     absent = _absent(nodes, facts, recorded)
     without = [rank for rank in range(facts.world_size)
@@ -44,14 +50,44 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
     said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
     evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _raised(ends),
-                        _silent(nodes, facts))
+                        _silent(nodes, facts), _ended_early(reports, facts))
     verdict = judge(evidence)
     if verdict is None or _ended_well(facts, reports, failures):
         return Account(facts, 0, "all ranks ended well")
-    findings = Findings(run_dir, evidence, verdict, reports, last_lines(run_dir, verdict),
-                        advice(verdict, run_dir, facts, launch.get("typed") or ()))
-    return Account(facts, verdict.code, cause_line(findings), as_text(findings), verdict.rank,
-                   verdict.kind.name.lower(), as_details(findings))
+    typed = launch.get("typed") or ()
+    findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
+                        advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
+    rest = [f"  {lock}" for lock in locks_of(launch.get("env") or {}) if lock.worker is None]
+    rest += [f"  still running on {node.host}, and not ours to end: processes {', '.join(map(str, node.left))}"
+             for node in nodes if node.left]
+    text, brief = ("\n".join([as_text(findings, with_lines), *rest]) for with_lines in (True, False))
+    return Account(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
+                   as_details(findings), brief, findings.lines_of)
+
+
+def bare_account(run_dir: RunDir, run_id: str, facts: RunFacts) -> Account:
+    """How a run ended whose files make no sense: what launch itself did, else the first code other than 0."""
+    codes: list[int] = []
+    with contextlib.suppress(Exception):
+        codes += [failure.exit_code for failure in read_failures(run_dir, run_id)]
+    with contextlib.suppress(Exception):
+        codes += [one.ended for node in read_reports(run_dir, run_id) for one in node.ranks.values() if one.ended]
+    verdict = judge(Evidence((), (), facts))
+    if verdict is None:
+        return Account(facts, 0, "all ranks ended well")
+    is_launchs_own = facts.stopped is not None and facts.stopped.kind != "rank"
+    code = verdict.code if is_launchs_own else next(iter(codes), verdict.code)
+    cause = facts.stopped.text if facts.stopped is not None else f"a rank failed: exit code {code}"
+    return Account(facts, code, cause, f"launch: {cause}; the logs are in {run_dir.rank_log(0).parent}")
+
+
+def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: float, run_id: str) -> list[Failure]:
+    """Where no rank could leave a record (a damaged errors/, a full disk): what the nodes say of failed ranks."""
+    return sorted((Failure(rank, facts.hosts[rank], one.pid or 0, one.ended, None, started + (one.lived_s or 0.0),
+                           one.lived_s or 0.0, phase=one.phase, step=one.step, launch=run_id)
+                   for rank, one in reports.items() if one.ended
+                   and (facts.failed_before_stop is None or rank in facts.failed_before_stop)),
+                  key=lambda failure: failure.ended)
 
 
 def _launch_record(run_dir: RunDir) -> Mapping[str, Any]:
@@ -86,6 +122,13 @@ def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
     if len(silent) == len(nodes):
         return ()
     return tuple(dict.fromkeys(facts.hosts[rank] for node in silent for rank in node.ranks))
+
+
+def _ended_early(reports: Mapping[int, RankReport], facts: RunFacts) -> dict[int, float]:
+    """How long the ranks had run that ended with 0 and were not told to."""
+    before = facts.ended_before_stop
+    return {rank: one.lived_s for rank, one in reports.items()
+            if one.ended == 0 and one.lived_s is not None and (before is None or rank in before)}
 
 
 def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:
@@ -124,9 +167,11 @@ def tail_text(path: Path, since: float = 0.0) -> str:
         return ""
 
 
-def last_lines(run_dir: RunDir, verdict: Verdict) -> list[str]:
-    """The end of the cause's log, or of the log that was written last, for a rank without a record."""
-    logs = sorted(run_dir.rank_log(0).parent.glob("rank*.log"), key=lambda log: log.stat().st_mtime, reverse=True)
-    log = run_dir.rank_log(verdict.rank) if verdict.rank is not None else next(
-        (log for log in logs if log.stat().st_size), None)
-    return tail_text(log).splitlines()[-_TAIL_LINES:] if log is not None else []
+def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:
+    """The rank that is the cause, or else the one whose log was written last, and the end of its log."""
+    rank = verdict.rank
+    if rank is None:
+        logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.stat().st_size]
+        last = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+        rank = int(last.stem[4:]) if last is not None else None
+    return rank, tail_text(run_dir.rank_log(rank)).splitlines()[-_TAIL_LINES:] if rank is not None else []

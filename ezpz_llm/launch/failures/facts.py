@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ezpz_llm.base.limits import epoch
+from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 
 
@@ -13,8 +16,9 @@ from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 class Stop:
     """Why launch ended a run that had not ended by itself.
 
-    `kind` is "signal" (launch was sent one, `signal` names it), "idle" (no sign of life) or "rank" (a rank had
-    failed, and its peers went on). `text` says it in one line.
+    `kind` is "signal" (launch was sent one, `signal` names it), "idle" (no sign of life), "rank" (a rank had
+    failed, and its peers went on), "refused" (a rank cannot start, by the launcher's own words) or "late" (a rank
+    did not start in time). `text` says it in one line.
     """
 
     kind: str
@@ -28,7 +32,8 @@ class RunFacts:
 
     `hosts` has one name a rank. `launcher_status` is the launcher's return code as subprocess gives it (-N for
     signal N); None where it is not known. `failed_before_stop` are the ranks that had left a record before launch
-    began to end the run; None where launch did not. Times are in epoch seconds.
+    began to end the run, `ended_before_stop` those that had ended with 0; None where launch did not. Times are
+    in epoch seconds.
     """
 
     world_size: int
@@ -38,6 +43,7 @@ class RunFacts:
     ended: float
     stopped: Stop | None = None
     failed_before_stop: frozenset[int] | None = None
+    ended_before_stop: frozenset[int] | None = None
     ends_at: float | None = None
 
 
@@ -45,7 +51,7 @@ class RunFacts:
 class Account:
     """How a run ended: launch's exit code, the cause in one line, the post-mortem (empty where all went well), the
     rank that was the cause, if one was, the kind of failure (a `Kind`'s name in lower case), and what else is known
-    for programs to read."""
+    for programs to read. `brief` is the post-mortem for somebody who has just read rank `lines_of`'s output."""
 
     facts: RunFacts
     code: int
@@ -54,16 +60,20 @@ class Account:
     rank: int | None = None
     kind: str | None = None
     details: Mapping[str, object] = field(default_factory=dict)
+    brief: str = ""
+    lines_of: int | None = None
 
 
 def exit_record(account: Account) -> dict[str, object]:
     """What run.json keeps of a run's end: enough to give the account again from the files alone."""
     facts = account.facts
-    before = None if facts.failed_before_stop is None else sorted(facts.failed_before_stop)
+    failed, ended = (None if ranks is None else sorted(ranks)
+                     for ranks in (facts.failed_before_stop, facts.ended_before_stop))
     return {
         "code": account.code, "cause": account.cause, "kind": account.kind, "rank": account.rank,
         "ended": facts.ended, "launcher_status": facts.launcher_status,
-        "stopped": None if facts.stopped is None else asdict(facts.stopped), "failed_before_stop": before,
+        "stopped": None if facts.stopped is None else asdict(facts.stopped), "failed_before_stop": failed,
+        "ended_before_stop": ended,
     }
 
 
@@ -77,14 +87,24 @@ def not_started(code: int, cause: str, ended: float) -> dict[str, object]:
 
 def facts_from(record: Mapping[str, Any], last_sign: float) -> RunFacts:
     """The facts as run.json has them. Where launch was killed before it wrote the end, the run ended at its
-    `last_sign` of life, and nothing is known about how."""
+    `last_sign` of life, and nothing is known about how.
+
+    Raises:
+        UserError: the numbers in it contradict each other.
+    """
     launch, ended = record["launch"], record.get("exit") or {}
-    ranks = zip(launch["hosts"], launch["ranks_per_host"], strict=True)
-    stopped, before = ended.get("stopped"), ended.get("failed_before_stop")
+    hosts, counts = launch["hosts"], launch["ranks_per_host"]
+    if len(hosts) != len(counts) or sum(counts) != launch["world_size"]:
+        raise UserError(f"run.json has {launch['world_size']} ranks, and {sum(counts)} on {len(hosts)} hosts")
+    stopped = ended.get("stopped")
+    failed, well = (None if ended.get(name) is None else frozenset(ended[name])
+                    for name in ("failed_before_stop", "ended_before_stop"))
     ends_at = launch["env"].get(ENDS_AT_VARIABLE)
     return RunFacts(
-        world_size=launch["world_size"], hosts=tuple(host for host, count in ranks for _ in range(count)),
+        world_size=launch["world_size"],
+        hosts=tuple(host for host, count in zip(hosts, counts, strict=True) for _ in range(count)),
         launcher=launch["launcher"], launcher_status=ended.get("launcher_status"),
-        ended=ended.get("ended", last_sign), stopped=None if stopped is None else Stop(**stopped),
-        failed_before_stop=None if before is None else frozenset(before),
-        ends_at=float(ends_at) if ends_at else None)
+        ended=ended.get("ended", last_sign),
+        stopped=None if stopped is None else as_dataclass(Stop, stopped, "run.json"),
+        failed_before_stop=failed, ended_before_stop=well,
+        ends_at=epoch(ends_at.partition(".")[0]) if ends_at else None)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from ezpz_llm.errors import EXIT_IDLE
+from ezpz_llm.errors import EXIT_IDLE, EXIT_PREFLIGHT
 from ezpz_llm.launch.failures import sayings
 from ezpz_llm.launch.failures.facts import RunFacts
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify
+from ezpz_llm.launch.failures.ranks import named
 from ezpz_llm.launch.failures.record import Failure, Raised
 from ezpz_llm.launch.failures.sayings import Saying
 
@@ -30,13 +31,18 @@ _SIGTERM = 15
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run ended: launch's exit code, the kind, what shows it, and the rank and hosts concerned."""
+    """Why the run ended: launch's exit code, the kind, what shows it, and the rank and hosts concerned.
+
+    Where no rank failed of itself: `ranks` are those without which the ranks `waiting` could not go on.
+    """
 
     code: int
     kind: Kind
     evidence: str
     rank: int | None = None
     hosts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
 
 
 _FROM_OUTSIDE = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
@@ -47,7 +53,8 @@ _LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was
 class Evidence:
     """All that is known: the records, what the launcher and the scheduler said, and for ranks without a record
     what their logs show; `absent` are ranks that neither left a record nor ended well; `silent` are hosts that
-    have not reported their end, though others have."""
+    have not reported their end, though others have; `ended_early` are the seconds that ranks had run which
+    ended with 0 by themselves."""
 
     failures: tuple[Failure, ...]
     sayings: tuple[Saying, ...]
@@ -55,6 +62,7 @@ class Evidence:
     absent: tuple[int, ...] = ()
     in_logs: Mapping[int, Raised] | None = None
     silent: tuple[str, ...] = ()
+    ended_early: Mapping[int, float] = field(default_factory=dict)
 
     @functools.cached_property
     def found(self) -> dict[int, Finding]:
@@ -66,7 +74,7 @@ def judge(evidence: Evidence) -> Verdict | None:
     """The cause of a run's end, None where it ended well."""
     facts = evidence.facts
     if not evidence.failures and facts.stopped is None and facts.launcher_status == 0:
-        return None
+        return _ended_in_order(evidence)
     for step in (_a_ranks_own, _the_schedulers, _a_lost_node, _aborted, _launchs_own, _a_victim, _the_launchers,
                  _a_silent_node):
         verdict = step(evidence)
@@ -75,7 +83,18 @@ def judge(evidence: Evidence) -> Verdict | None:
     if facts.launcher_status is None:
         return _LAUNCH_KILLED
     code = _launchers_code(facts)
-    return Verdict(code, Kind.LAUNCHER, f"{facts.launcher} ended with code {code}, and no rank left a record")
+    by = f" ({signal.Signals(code - 128).name})" if code - 128 in set(signal.Signals) else ""
+    return Verdict(code, Kind.LAUNCHER, f"{facts.launcher} ended with code {code}{by}, and no rank left a record")
+
+
+def _ended_in_order(evidence: Evidence) -> Verdict | None:
+    """Ranks that the scheduler signals may save their work and end well; their run has not come to its end by that.
+    In an salloc shell nobody else is told."""
+    for saying in evidence.sayings:
+        kind = _OF_THE_SCHEDULER.get(saying.means, Kind.CANCELLED)
+        if saying.means in _OF_THE_SCHEDULER or saying.means == sayings.STEP_CANCELLED:
+            return Verdict(128 + _SIGTERM, kind, saying.words)
+    return None
 
 
 def _a_ranks_own(evidence: Evidence) -> Verdict | None:
@@ -134,7 +153,13 @@ def _launchs_own(evidence: Evidence) -> Verdict | None:
     if stopped is None or stopped.kind == "rank":
         return None
     if stopped.kind == "idle":
-        return Verdict(EXIT_IDLE, Kind.IDLE, stopped.text)
+        early = _one_that_ended(EXIT_IDLE, evidence)
+        return Verdict(EXIT_IDLE, Kind.IDLE, f"{early.evidence}; {stopped.text}" if early else stopped.text)
+    if stopped.kind in ("refused", "late"):
+        code = EXIT_PREFLIGHT if stopped.kind == "refused" else EXIT_IDLE
+        is_other_world = any(saying.means == sayings.WRONG_WORLD for saying in evidence.sayings)
+        return Verdict(code, Kind.WRONG_WORLD if is_other_world else Kind.NOT_STARTED, stopped.text,
+                       hosts=_hosts(evidence.facts, evidence.absent))
     return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
 
 
@@ -149,20 +174,58 @@ def _a_victim(evidence: Evidence) -> Verdict | None:
     if evidence.facts.launcher_status is None and finding.kind in (Kind.TERMINATED, Kind.STOPPED):
         return _LAUNCH_KILLED
     if evidence.absent and finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
-        hosts = tuple(dict.fromkeys(_host(evidence.facts, rank) for rank in evidence.absent))
+        hosts = _hosts(evidence.facts, evidence.absent)
         return Verdict(_code_without_record(evidence), Kind.VANISHED, finding.evidence, evidence.absent[0],
                        hosts)
+    if finding.kind in (Kind.PEER_LOST, Kind.COLLECTIVE_TIMEOUT):
+        return (_one_that_ended(first.exit_code, evidence, min(victim.duration_s for victim in victims))
+                or _one_that_did_not_come(first, evidence) or _of_rank(first, evidence))
     return _of_rank(first, evidence)
+
+
+def _one_that_ended(code: int, evidence: Evidence, before_s: float = float("inf")) -> Verdict | None:
+    """Ranks ended by themselves, and well, while others still counted on them.
+
+    torchrun ends the others of a rank that fails, before we do: those may end with 0, but later than that rank.
+    """
+    limit_s = before_s if evidence.facts.launcher == "torchrun" else float("inf")
+    ranks = tuple(sorted(rank for rank, lived_s in evidence.ended_early.items() if lived_s <= limit_s))
+    others = tuple(rank for rank in range(evidence.facts.world_size) if rank not in evidence.ended_early)
+    if not ranks or not others:
+        return None
+    after_s = min(evidence.ended_early[rank] for rank in ranks)
+    hosts = _hosts(evidence.facts, ranks)
+    running = f"{named(others)} {'was' if len(others) == 1 else 'were'} still running"
+    return Verdict(code, Kind.ENDED_EARLY,
+                   f"{named(ranks)} on {', '.join(hosts)} ended with code 0 after {after_s:.1f} s while {running}",
+                   ranks[0], hosts, ranks, others)
+
+
+def _one_that_did_not_come(first: Failure, evidence: Evidence) -> Verdict | None:
+    """Who is in a collective can time out there: where most did, the others are those that they waited for."""
+    waiting = tuple(sorted(rank for rank, one in evidence.found.items() if one.kind is Kind.COLLECTIVE_TIMEOUT))
+    others = [rank for rank in range(evidence.facts.world_size) if rank not in waiting]
+    # Whoever lost a peer was there as well, as a rule.
+    found = [rank for rank in others if rank not in evidence.found
+             or evidence.found[rank].kind is not Kind.PEER_LOST] or others
+    if not 0 < len(found) <= len(waiting):
+        return None
+    return Verdict(first.exit_code, Kind.COLLECTIVE_TIMEOUT, evidence.found[first.rank].evidence, found[0],
+                   _hosts(evidence.facts, found), tuple(found), waiting)
+
+
+def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_host(facts, rank) for rank in ranks))
 
 
 def _the_launchers(evidence: Evidence) -> Verdict | None:
     """No record at all: the launcher's words are what there is."""
-    code = _launchers_code(evidence.facts)
     for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.WRONG_WORLD, Kind.WRONG_WORLD),
                         (sayings.NOT_STARTED, Kind.NOT_STARTED), (sayings.ENDED, Kind.UNRECORDED)):
         for saying in evidence.sayings:
             if saying.means == means:
                 hosts = (saying.host,) if saying.host else ()
+                code = EXIT_PREFLIGHT if kind is Kind.NOT_STARTED else _launchers_code(evidence.facts)
                 return Verdict(code, kind, saying.words, saying.ranks[0] if saying.ranks else None, hosts)
     return None
 

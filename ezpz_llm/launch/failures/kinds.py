@@ -19,6 +19,7 @@ class Kind(Enum):
     HOST_MEMORY = "an allocation of host memory failed"
     MISSING_MODULE = "a module or library is missing"
     DISK_FULL = "no space left to write"
+    DEVICE_BROKEN = "the device is broken"
     PORT_TAKEN = "the port is taken"
     NOT_FOUND = "the program cannot be run"
     WRONG_WORLD = "another world than launch promised"
@@ -27,6 +28,7 @@ class Kind(Enum):
     EXCEPTION = "an exception"
     EXIT = "an exit code"
     # What a rank suffers from others.
+    ENDED_EARLY = "ended with code 0 while others were still running"
     COLLECTIVE_TIMEOUT = "waited in vain for another rank"
     PEER_LOST = "peer lost"
     TERMINATED = "ended from outside"
@@ -63,9 +65,12 @@ _HOST_MEMORY = re.compile(
     r"^MemoryError|numpy\S*ArrayMemoryError|std::bad_alloc|Cannot allocate memory"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Unable to allocate .* for an array")
 _MISSING = re.compile(
-    r"ModuleNotFoundError: |No module named \S+|cannot open shared object file|ImportError: cannot import name"
-    r"|can't open file '[^']+': \[Errno 2\]")
+    r"ModuleNotFoundError: |No module named \S+|cannot open shared object file|ImportError: cannot import name")
+_NO_SCRIPT = re.compile(r"can't open file '[^']+': \[Errno \d+\]")
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\[enforce fail at inline_container")
+_DEVICE_BROKEN = re.compile(
+    r"uncorrectable ECC|cudaErrorECCUncorrectable|fallen off the bus|Xid \(.*\): (?:48|63|64|74|79|94|95)\b"
+    r"|cudaErrorDevicesUnavailable|hipErrorECCNotCorrectable|uncorrectable NVLink error|Uncorrectable memory error")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 _TIMEOUT = re.compile(
@@ -104,10 +109,14 @@ def classify(failure: Failure) -> Finding:
         return Finding(Kind.OOM_KILLED, failure.oom_killed)
     if failure.ended_by is not None:
         return Finding(Kind.STOPPED if failure.ended_by == "launch" else Kind.TERMINATED, failure.ended_by)
+    if failure.signal == "SIGABRT":
+        # What calls abort() says why in a line of its own, if at all.
+        said += failure.tail
     # A rank that the kernel or another process kills says nothing: its last words are about something else.
     if failure.signal in (None, "SIGABRT"):
-        for kind, pattern in ((Kind.DEVICE_MEMORY, _DEVICE_MEMORY), (Kind.HOST_MEMORY, _HOST_MEMORY),
-                              (Kind.MISSING_MODULE, _MISSING), (Kind.DISK_FULL, _DISK_FULL),
+        for kind, pattern in ((Kind.DEVICE_BROKEN, _DEVICE_BROKEN), (Kind.DEVICE_MEMORY, _DEVICE_MEMORY),
+                              (Kind.HOST_MEMORY, _HOST_MEMORY), (Kind.MISSING_MODULE, _MISSING),
+                              (Kind.NOT_FOUND, _NO_SCRIPT), (Kind.DISK_FULL, _DISK_FULL),
                               (Kind.PORT_TAKEN, _PORT_TAKEN), (Kind.COLLECTIVE_TIMEOUT, _TIMEOUT),
                               (Kind.PEER_LOST, _PEER_LOST)):
             if line := _first(pattern, said):

@@ -57,7 +57,7 @@ def _age(run_dir: RunDir, report: NodeReport, now: float) -> float:
 
 def _life(rank: int, one: Any, report: NodeReport, age: float) -> RankLife:
     return RankLife(rank, report.host, one.phase, one.step, None if one.silent_s is None else one.silent_s + age,
-                    one.idle_s + age, age, _GONE_AFTER * KEEPALIVE_S * report.interval_s)
+                    one.idle_s + age, age, _GONE_AFTER * KEEPALIVE_S * report.interval_s, one.state)
 
 
 def as_lines(live: Live) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from dataclasses import dataclass
-from typing import Any
 
+from ezpz_llm.base.records import read_records
+from ezpz_llm.base.schema import Epoch
 from ezpz_llm.rundir.layout import RunDir
 
 
@@ -21,8 +22,9 @@ class Raised:
 
     @property
     def line(self) -> str:
-        """Type and first line of the message."""
-        first = self.message.partition("\n")[0]
+        """Type and first line of the message, or the line that NCCL's messages have it in."""
+        lines = self.message.split("\n")
+        first = next((after for before, after in itertools.pairwise(lines) if before == "Last error:"), lines[0])
         return f"{self.type}: {first}" if self.type and first else self.type or first
 
 
@@ -32,7 +34,7 @@ class Failure:
 
     `exit_code` is 128 + number where `signal` names one; `ended` is in epoch seconds by the clock of its host;
     `phase` and `step` are of its last heartbeat. `oom_killed` is the kernel's evidence. `ended_by` says who ended
-    it, if it did not end by itself: "launch", or the signal that reached its shim.
+    it, if it did not end by itself: "launch", or the signal that reached its shim. `launch` is the run id.
     """
 
     rank: int
@@ -40,7 +42,7 @@ class Failure:
     pid: int
     exit_code: int
     signal: str | None
-    ended: float
+    ended: Epoch
     duration_s: float
     tail: tuple[str, ...] = ()
     argv: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class Failure:
     step: int | None = None
     oom_killed: str | None = None
     ended_by: str | None = None
+    launch: str = ""
 
     @property
     def how(self) -> str:
@@ -58,13 +61,9 @@ class Failure:
         return f"signal {self.signal} (exit code {self.exit_code})"
 
 
-def read_failures(run_dir: RunDir) -> list[Failure]:
-    """The records there are, earliest first."""
-    records = [json.loads(path.read_text()) for path in run_dir.errors.glob("rank*.json")]
-    return sorted((_failure(record) for record in records), key=lambda failure: (failure.ended, failure.rank))
-
-
-def _failure(record: dict[str, Any]) -> Failure:
-    raised = record.get("exception")
-    return Failure(**{**record, "tail": tuple(record["tail"]), "argv": tuple(record["argv"]),
-                      "exception": None if raised is None else Raised(**raised)})
+def read_failures(run_dir: RunDir, run_id: str) -> list[Failure]:
+    """The records that ranks of one launch have left (of any, where `run_id` is empty), earliest first. What is not
+    one that a shim wrote is passed over: it must not keep the others from being told."""
+    failures = read_records(Failure, run_dir.errors, "rank")
+    own = [failure for failure in failures if not run_id or failure.launch in ("", run_id)]
+    return sorted(own, key=lambda failure: (failure.ended, failure.rank))

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
     "time limit", "node failed", "requeued", "preempted", "cancelled")
+STEP_CANCELLED = "step cancelled"
 MEMORY, ENDED, ABORTED, NOT_STARTED, WRONG_WORLD = "memory", "ended", "aborted", "not started", "wrong world"
+SSH = "ssh"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ def _pattern(who: str, means: str, pattern: str) -> tuple[str, str, re.Pattern[s
 _PATTERNS = (
     # Of shims that end before they have a rank to speak for.
     _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process finds itself .*"),
+    _pattern("Python", NOT_STARTED, r"^\S+: (?:Error while finding module specification for 'ezpz_llm\.\S+"
+                                    r"|No module named '?ezpz_llm\b).*"),
     _pattern("the shim", NOT_STARTED, r"^error: rank (?P<ranks>\d+) on (?P<host>\S+) cannot write its log: .*"),
     _pattern("Slurm", TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
     _pattern("Slurm", NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
@@ -43,6 +47,7 @@ _PATTERNS = (
     _pattern("Slurm", PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
     # A step is cancelled like this by srun itself, too, when a task has failed: only a job's end is an order.
     _pattern("Slurm", CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    _pattern("Slurm", STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     _pattern("Slurm", MEMORY, r"error: Detected \d+ oom[-_]kill event"),
     _pattern("Slurm", MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
     _pattern("Slurm", ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
@@ -50,7 +55,8 @@ _PATTERNS = (
                              r"(?: \(core dumped\))?$"),
     _pattern("Slurm", NOT_STARTED, r"^srun: error: (?:Unable to create step|Unable to confirm allocation"
                                    r"|Couldn't load specified plugin).*"),
-    _pattern("Slurm", NOT_STARTED, r"^slurmstepd.*: error: execve\(\): .*"),
+    _pattern("Slurm", NOT_STARTED, r"^srun: error: Task launch for \S+ failed on node (?P<host>[^:\s]+): .*"),
+    _pattern("Slurm", NOT_STARTED, r"^slurmstepd(?:-(?P<host>[^:\s]+))?: error: execve\(\): .*"),
     _pattern("PBS", TIME_LIMIT, r"^=>> PBS: job killed: walltime .*"),
     _pattern("PBS", MEMORY, r"^=>> PBS: job killed: v?mem .*"),
     _pattern("PBS", NODE_FAILED, r"^=>> PBS: job killed: node .*"),
@@ -69,8 +75,16 @@ _PATTERNS = (
     _pattern("Open MPI", ENDED, r"Process name: \[\S+?,(?P<ranks>\d+)\]\n *Exit code: +(?P<code>\d+)"),
     _pattern("Open MPI", NODE_FAILED, r"(?:ORTE|PRTE) has lost communication with a remote daemon"
                                       r"(?:.|\n)*?[Rr]emote host(?:name)?: +(?P<host>\S+)"),
-    _pattern("mpiexec", NOT_STARTED, r"^ssh: (?:connect to host (?P<host>\S+)|Could not resolve hostname).*"),
-    _pattern("mpiexec", NOT_STARTED, r"execvp error on file .*|was unable to launch the specified application"),
+    _pattern(SSH, NOT_STARTED, r"^ssh: (?:connect to host|Could not resolve hostname) (?P<host>[^:\s]+).*"),
+    _pattern(SSH, NOT_STARTED, r"^(?:\S+@)?(?P<host>[^:@\s]+): Permission denied \([a-z,-]+\)\."),
+    _pattern(SSH, NOT_STARTED, r"^(?:No \S+ host key is known for (?P<host>\S+) and you have requested strict"
+                               r" checking\.\s+)?Host key verification failed\."),
+    _pattern(SSH, NOT_STARTED, r"^Connection (?:closed|reset) by (?P<host>\S+) port \d+"),
+    _pattern(SSH, NOT_STARTED, r"^Received disconnect from (?P<host>\S+) port \d+:.*"),
+    _pattern("mpiexec", NOT_STARTED, r"^(?:\[proxy[^@\]]*@(?P<host>[^\]]+)\] .*)?execvp error on file .*"),
+    _pattern("mpiexec", NOT_STARTED, r"was unable to launch the specified application"),
+    _pattern("mpiexec", NOT_STARTED, r"^.*\b(?:hydra_pmi_proxy|hydra_bstrap_proxy|orted|prted): (?:No such file or"
+                                     r" directory|(?:[Cc]ommand )?not found|Permission denied).*"),
     _pattern("MPI", ABORTED, r"application called MPI_Abort\([^,]+, (?P<code>\d+)\) - process (?P<ranks>\d+)"),
     _pattern("MPI", ABORTED, r"MPI_ABORT was invoked on rank (?P<ranks>\d+) (?:.|\n)*?"
                              r"with errorcode (?P<code>\d+)"),

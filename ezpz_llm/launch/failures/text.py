@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,24 +18,31 @@ from ezpz_llm.rundir.layout import RunDir
 _EVIDENCE_CHARACTERS = 300
 _OTHERS_SHOWN = 8
 _SAYINGS_SHOWN = 4
+_MOST_ALIKE = 3
+_NUMBERS = re.compile(r"(?:[\s+-]*\d[\d.,]*(?:e[+-]?\d+)?)+")
 _NUMBER = re.compile(r"\d+")
 _PLAIN = (Kind.SIGNAL, Kind.EXIT, Kind.EXCEPTION)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that the post-mortem tells. `lines` are the last ones of the cause's output, for one without a record."""
+    """All that the post-mortem tells. `lines` are the last ones of the output of rank `lines_of`;
+    `resume` is the command that continues from the last checkpoint, None where there is none."""
 
     run_dir: RunDir
     evidence: Evidence
     verdict: Verdict
     reports: Mapping[int, RankReport]
+    lines_of: int | None
     lines: Sequence[str]
     advice: str | None
+    resume: str | None = None
 
     @property
     def cause(self) -> Failure | None:
-        """The record of the rank that is the cause."""
+        """The record of the rank that is the cause of itself."""
+        if self.verdict.waiting:
+            return None
         return next((one for one in self.evidence.failures if one.rank == self.verdict.rank), None)
 
 
@@ -52,7 +60,10 @@ def cause_line(findings: Findings) -> str:
         where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
     elif verdict.hosts:
         where = f"{', '.join(verdict.hosts)}: "
-    if verdict.kind in (Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
+    if verdict.waiting and verdict.kind is Kind.COLLECTIVE_TIMEOUT:
+        return (f"{named(verdict.ranks)} on {', '.join(verdict.hosts)} did not come to a collective in which"
+                f" {named(verdict.waiting)} timed out")
+    if verdict.kind in (Kind.ENDED_EARLY, Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
         return verdict.evidence
     if verdict.kind is Kind.VANISHED:
         absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in verdict.hosts]
@@ -62,15 +73,17 @@ def cause_line(findings: Findings) -> str:
     return f"{where}{kind}{_short(verdict.evidence)}"
 
 
-def as_text(findings: Findings) -> str:
-    """The post-mortem."""
-    lines = [_first_line(findings), *_of_the_cause(findings)]
+def as_text(findings: Findings, with_lines: bool = True) -> str:
+    """The post-mortem, with or without the last lines of a rank's output."""
+    lines = [_first_line(findings), *_of_the_cause(findings, with_lines)]
     lines += [f"  {line}" for line in _others(findings)]
     lines += [f"  {line}" for line in _absent(findings)]
     lines += [f"  {line}" for line in _behind(findings)]
     lines += [f"  {saying.who}: {_short(saying.words)}" for saying in _to_show(findings)]
     if findings.advice:
         lines.append(f"  try: {findings.advice}")
+    if findings.resume and "--resume" not in (findings.advice or ""):
+        lines.append(f"  resume: {findings.resume}")
     return "\n".join(lines)
 
 
@@ -85,6 +98,7 @@ def as_details(findings: Findings) -> dict[str, object]:
         "absent": list(findings.evidence.absent),
         "said": [asdict(saying) for saying in findings.evidence.sayings],
         "try": findings.advice,
+        "resume": findings.resume,
     }
 
 
@@ -98,12 +112,16 @@ def _first_line(findings: Findings) -> str:
             f"{doing}")
 
 
-def _of_the_cause(findings: Findings) -> list[str]:
+def _of_the_cause(findings: Findings, with_lines: bool) -> list[str]:
     cause, verdict = findings.cause, findings.verdict
     if cause is None:
-        lines = [f"  | {line}" for line in findings.lines]
-        if lines and verdict.rank is None:
-            lines.insert(0, "  last lines of the log that was written last:")
+        lines = [f"  {_short(verdict.evidence)}"] if verdict.kind is Kind.COLLECTIVE_TIMEOUT else []
+        if findings.lines and with_lines:
+            if verdict.waiting:
+                lines.append(f"  last lines of the log of rank {findings.lines_of}:")
+            elif verdict.rank is None:
+                lines.append("  last lines of the log that was written last:")
+            lines += [f"  | {line}" for line in telling(findings.lines)]
         return lines
     lines = []
     if cause.exception is not None:
@@ -113,9 +131,22 @@ def _of_the_cause(findings: Findings) -> list[str]:
             lines.append(f"  caused by {_short(cause.exception.caused_by)}")
     if cause.oom_killed:
         lines.append(f"  {cause.oom_killed}")
-    lines += [f"  | {line}" for line in cause.tail] or ["  (it printed nothing)"]
+    if with_lines:
+        lines += [f"  | {line}" for line in telling(cause.tail)] or ["  (it printed nothing)"]
     lines.append(f"  its log: {findings.run_dir.rank_log(cause.rank)}")
     return lines
+
+
+def telling(lines: Sequence[str]) -> list[str]:
+    """Of lines that differ in their numbers only, such as those of a loss table, the last one is enough."""
+    told: list[str] = []
+    for _, run in itertools.groupby(lines, lambda line: _NUMBERS.sub("#", line)):
+        alike = list(run)
+        if len(alike) > _MOST_ALIKE:
+            told.append(f"… {len(alike) - 1} lines like this one:")
+            alike = alike[-1:]
+        told += alike
+    return told
 
 
 def _others(findings: Findings) -> list[str]:
@@ -181,6 +212,10 @@ def _told(failure: Failure, finding: Finding) -> str:
 
 def _absent(findings: Findings) -> list[str]:
     """Ranks that left no record, by host, with what was last heard of them."""
+    if any(saying.means == sayings.ABORTED and saying.words == findings.verdict.evidence
+           for saying in findings.evidence.sayings):
+        # MPI_Abort ends all ranks before they can leave a record: that none did says nothing.
+        return []
     by_host: dict[str, list[int]] = {}
     for rank in findings.evidence.absent:
         by_host.setdefault(_host(findings, rank), []).append(rank)
@@ -212,7 +247,8 @@ def _to_show(findings: Findings) -> list[sayings.Saying]:
     """The scheduler's and the launcher's words; what they say of single ranks only where no record does."""
     recorded = bool(findings.evidence.failures)
     shown = [saying for saying in findings.evidence.sayings
-             if not (recorded and saying.means == sayings.ENDED) and saying.words != findings.verdict.evidence]
+             if not (recorded and saying.means == sayings.ENDED) and saying.means != sayings.STEP_CANCELLED
+             and saying.words != findings.verdict.evidence]
     return shown[:_SAYINGS_SHOWN]
 
 

@@ -26,6 +26,15 @@ _CPP = re.compile(r"terminate called after throwing an instance of '(?P<type>[^'
                   r"|libc\+\+abi: terminating due to uncaught exception of type (?P<apple>[^:]+)(?:: (?P<what>.*))?"
                   r"|(?P<bare>terminate called (?:without an active exception|recursively))")
 _FATAL = re.compile(r"^(?P<type>Fatal Python error): (?P<message>.*)$")
+_BY_SIGNAL = ("Segmentation fault", "Bus error", "Floating point exception", "Illegal instruction", "Aborted")
+"""What faulthandler calls the signals whose handler it is: where the program was, never why."""
+_OF_ABORT = re.compile(
+    # The C library, assert(), glog and LLVM, MPI, torch's watchdog.
+    r"^(?:free|malloc|realloc|munmap_chunk|calloc)\w*\(\):? |^double free or corruption|^corrupted "
+    r"|^malloc_consolidate|\*\*\* stack smashing detected|Assertion [`'\"].* failed|Check failed: |LLVM ERROR: "
+    r"|Abort\(\d+\) on node|Watchdog caught collective operation timeout|HeartbeatMonitor|CUDA error: |NCCL error")
+_CPP_FRAME = re.compile(r"^\s*frame #(\d+): ")
+_CPP_FRAMES = 3
 _LOG_LINE = re.compile(r"^(?:\[|\d{4}-\d\d-\d\d|[WEIF]\d{4} |Exception ignored in|terminate called)")
 _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3\.\d+[/\\]|^<frozen ")
 
@@ -48,6 +57,8 @@ class _Found:
     end: int
     raised: Raised
     is_aside: bool = False
+    is_last: bool = False
+    """Nothing but its own stack follows it, which may be long: C++ ends the program there."""
 
 
 def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
@@ -57,11 +68,41 @@ def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
     only where nothing else is there, what a destructor raised never does.
     """
     lines = [_RANK_PREFIX.sub("", line.rpartition("\r")[2]) for line in text.rstrip().split("\n")]
-    found = [one for one in _all(lines) if len(lines) - one.end <= within]
-    own = [one for one in found if not one.is_aside]
-    if not own and not found:
-        return None
-    return max(own or found, key=lambda one: one.start).raised
+    found = list(_all(lines))
+    fault = next((one for one in reversed(found) if one.raised.message in _BY_SIGNAL), None)
+    # The stacks of all threads follow a signal's report, and often there are hundreds of lines of them.
+    if fault is None or fault.start < max((one.start for one in found if not one.is_aside), default=0):
+        return _last(found, len(lines) - within)
+    if fault.raised.message != "Aborted":
+        return fault.raised
+    said = _last([one for one in found if one.start < fault.start], fault.start - within)
+    if said is None:
+        words = next((line.strip() for line in reversed(lines[max(0, fault.start - within):fault.start])
+                      if _OF_ABORT.search(line)), "abort() was called")
+        said = Raised("", words)
+    return replace(said, where=said.where or fault.raised.where)
+
+
+def last_words(text: str, most: int) -> list[str]:
+    """The last lines of a program's output; of C++'s stack only the head, and of the stacks that faulthandler adds
+    only that of the thread which the signal met."""
+    lines = [line for line in text.splitlines()
+             if not (frame := _CPP_FRAME.match(line)) or int(frame[1]) < _CPP_FRAMES]
+    start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), None)
+    if start is None:
+        return lines[-most:]
+    after = range(start, len(lines))
+    begin = next((number for number in after if lines[number].startswith("Current thread")), len(lines))
+    end = next((number for number in after if number > begin and not lines[number].strip()), len(lines))
+    frames = lines[begin:end][:most // 2]
+    return [*lines[:start + 1][-(most - len(frames)):], *frames]
+
+
+def _last(found: Sequence[_Found], after: int) -> Raised | None:
+    """Of the reports that do not end before the line `after`, the one that begins last."""
+    near = [one for one in found if one.end >= after or one.is_last]
+    own = [one for one in near if not one.is_aside]
+    return max(own or near, key=lambda one: one.start).raised if near else None
 
 
 def _all(lines: Sequence[str]) -> Iterator[_Found]:
@@ -163,14 +204,14 @@ def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
 
 def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
     if match["bare"]:
-        return _Found(start, start + 1, Raised("std::terminate", match["bare"]))
+        return _Found(start, start + 1, Raised("std::terminate", match["bare"]), is_last=True)
     if match["apple"]:
-        return _Found(start, start + 1, Raised(match["apple"], match["what"] or ""))
+        return _Found(start, start + 1, Raised(match["apple"], match["what"] or ""), is_last=True)
     what = lines[start + 1] if start + 1 < len(lines) else ""
     if not what.lstrip().startswith("what():"):
-        return _Found(start, start + 1, Raised(match["type"], ""))
+        return _Found(start, start + 1, Raised(match["type"], ""), is_last=True)
     message = what.partition("what():")[2].strip()
-    return _Found(start, start + 2, Raised(match["type"], message))
+    return _Found(start, start + 2, Raised(match["type"], message), is_last=True)
 
 
 def _frames(lines: Sequence[str]) -> list[_Frame]:

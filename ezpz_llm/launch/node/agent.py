@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
 from ezpz_llm.launch.leftovers import detach, end_marked, kill
 from ezpz_llm.launch.node import folder as files
+from ezpz_llm.launch.node.builds import BuildWatch
 from ezpz_llm.launch.node.gather import Gatherer
+from ezpz_llm.launch.node.mpi import MpiWatch
 from ezpz_llm.launch.node.orders import StopOrder, signals_ordered, stacks_ordered, stop_ordered
 from ezpz_llm.launch.node.processes import catches, marked
 from ezpz_llm.launch.node.report import (
@@ -28,19 +30,22 @@ from ezpz_llm.launch.node.report import (
     RUNNING,
     STOPPING,
     NodeReport,
+    RankReport,
     control_interval_s,
     interval_s,
     write_report,
 )
 from ezpz_llm.launch.node.stacks import describe
 from ezpz_llm.launch.node.stale import remove_stale
+from ezpz_llm.launch.node.strays import Strays
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.layout import RunDir
 
 _TICK_S = 1.0
 """How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""
-_LATE_S = 60.0
-"""How long it waits for ranks of the node that have not come while none runs."""
+_LATE_S = 3600.0
+"""How long it waits for ranks of the node that have not come while none runs: launch has long decided by then."""
 _NICE = 10
 """Ranks come first, and a tenth of a core is far more than it needs (about a hundredth)."""
 _LINGER_S = 2.0
@@ -54,12 +59,11 @@ class Agent:
     pid: int
 
 
-def start_agent(info: RankInfo, run_dir: RunDir, run_id: str) -> Agent:
+def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> Agent:
     """Fork the node's agent from the shim of local rank 0, after `folder.enter`. If the node has one already (as
     where no launcher says which rank is the node's first), that one is given."""
-    folder = files.node_dir(run_id)
     try:
-        handle = os.open(files.agent_file(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         return Agent(next(iter(files.agents(run_id)), 0))
     pid = os.fork()
@@ -71,7 +75,8 @@ def start_agent(info: RankInfo, run_dir: RunDir, run_id: str) -> Agent:
         detach(keep=())
         os.chdir("/")
         _keep_out_of_the_way()
-        _Node(info, run_dir, run_id, folder).run()
+        with open_private(folder.path) as own:
+            _Node(info, run_dir, run_id, own).run()
     finally:
         os._exit(0)
 
@@ -86,7 +91,7 @@ def _keep_out_of_the_way() -> None:
 class _Node:
     """One node of the run, seen by its agent."""
 
-    def __init__(self, info: RankInfo, run_dir: RunDir, run_id: str, folder: Path) -> None:
+    def __init__(self, info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> None:
         self.info = info
         self.run_dir = run_dir
         self.run_id = run_id
@@ -95,21 +100,35 @@ class _Node:
         nodes = -(-info.world_size // info.local_size)
         self.interval_s, self.control_interval_s = interval_s(nodes), control_interval_s(nodes)
         self.gatherer = Gatherer(folder, run_dir)
+        self.mpi = MpiWatch(info.world_size)
+        self.builds = BuildWatch()
+        self.strays = Strays(folder)
         self.stop: StopOrder | None = None
         self.kill_at = float("inf")
         self.answered: set[str] = set()
-        self.known = 0
+        self.ranks: dict[int, RankReport] = {}
+        self.error: str | None = None
         self.written_at = float("-inf")
         self.idle_since: float | None = None
 
     def run(self) -> None:
         """Stay until the node's ranks have ended."""
         try:
-            remove_stale(self.run_id)
+            self._guarded(lambda: remove_stale(self.run_id))
             self._stay()
             self._finish()
         except Exception:
-            self._write(RUNNING, error=traceback.format_exc())
+            self.error = traceback.format_exc()
+            self._write(RUNNING)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """What is looked at lies where programs can write, too: what makes no sense there costs this look, is told,
+        and keeps nobody from clearing the node."""
+        try:
+            look()
+        except Exception:
+            self.error = traceback.format_exc()
+            self._write(STOPPING if self.stop else RUNNING, self.ranks)
 
     def _stay(self) -> None:
         wake = files.open_wake(self.folder)
@@ -118,26 +137,30 @@ class _Node:
             now = time.monotonic()
             if now >= gather_at:
                 gather_at = now + self.interval_s
-                self._gather(now)
+                self._guarded(lambda now=now: self._gather(now))
             if now >= obey_at:
                 obey_at = now + self.control_interval_s
-                self._obey(now)
+                self._guarded(lambda now=now: self._obey(now))
             if self._is_over(now):
                 return
             limit = max(0.0, min(_TICK_S, gather_at - now, obey_at - now, self.kill_at - now))
             if select.select([wake], [], [], limit)[0]:
                 os.read(wake, 4096)
                 obey_at = now
-                if len(files.registered(self.folder)) > self.known:
+                if len(files.registered(self.folder)) > len(self.ranks):
                     # Whoever ends the run must know early whether every rank has an agent.
                     gather_at = now
 
     def _gather(self, now: float) -> None:
-        ranks, news = self.gatherer.look(list(marked(self.run_id)))
-        self.known = len(ranks)
+        processes = list(marked(self.run_id))
+        self.strays.look(processes)
+        ranks, news = self.gatherer.look(processes)
+        news = self.mpi.look((one.pid for one in processes if one.rank == self.info.rank), now) or news
+        news = self.builds.look(processes) or news
+        self.ranks = ranks
         if news or now - self.written_at >= KEEPALIVE_S * self.interval_s:
             self._write(STOPPING if self.stop else RUNNING, ranks)
-            os.utime(files.agent_file(self.folder))
+            self.folder.touch(files.AGENT)
 
     def _obey(self, now: float) -> None:
         stop = stop_ordered(self.run_dir, self.run_id)
@@ -171,9 +194,7 @@ class _Node:
             text = describe(heading, own, files.stacks_file(self.folder, rank))
             with contextlib.suppress(OSError):
                 # Whole at once: whoever asked waits for its first line.
-                beside = self.run_dir.rank_stacks(rank).with_suffix(f".{token}")
-                beside.write_text(text)
-                beside.replace(self.run_dir.rank_stacks(rank))
+                write_atomic(self.run_dir.rank_stacks(rank), text.encode(errors="backslashreplace"))
 
     def _is_over(self, now: float) -> bool:
         if now >= self.kill_at:
@@ -190,23 +211,28 @@ class _Node:
     def _finish(self) -> None:
         """End what ranks left behind. Where the run itself is ended, end the launcher's helpers on this node too,
         but after the shims, which wait for the folder to go."""
-        left = end_marked(self.run_id, chosen=lambda process: process.rank is not None)
-        ranks, _ = self.gatherer.look([])
+        left = end_marked(self.run_id, chosen=lambda process: process.rank is not None, roots=self.strays.roots)
+        self._guarded(self.builds.clear)
+        self._guarded(self._look_once_more)
+        ranks = self.ranks
         clears_node = self.stop is not None and self.stop.launch_host != self.host
         self._write(RANKS_ENDED if clears_node else ENDED, ranks, left)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_private(self.folder.path)
         if clears_node:
             deadline = time.monotonic() + _LINGER_S
             while any(marked(self.run_id)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             self._write(ENDED, ranks, end_marked(self.run_id))
 
-    def _write(self, state: str, ranks: dict | None = None, left: list[int] | None = None,
-               error: str | None = None) -> None:
+    def _look_once_more(self) -> None:
+        self.ranks, _ = self.gatherer.look([])
+
+    def _write(self, state: str, ranks: dict[int, RankReport] | None = None, left: list[int] | None = None) -> None:
         self.written_at = time.monotonic()
         step = [os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         report = NodeReport(self.run_id, self.host, self.info.rank, state, self.interval_s, ranks or {},
-                            tuple(left or ()), ".".join(step) if all(step) else None, error)
+                            tuple(left or ()), ".".join(step) if all(step) else None, self.error, self.mpi.found,
+                            self.builds.names)
         # A full or absent file system must not end the agent: it still has the node to clear.
         with contextlib.suppress(OSError):
             write_report(self.run_dir, report)

@@ -1,23 +1,41 @@
-"""The run's folder on one node, in memory: what ranks, shims and the node's agent tell one another there."""
+"""The run's folder on one node, in memory: what ranks, shims and the node's agent tell one another there.
+
+It is private, and its name cannot be guessed before it is there: it follows from the run's secret and the node's
+name, so that all ranks of a node find the same one. Who was not told the secret (`ezpz-llm why`, a later launch)
+looks through this user's folders for the one that says it is the run's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.launch.node.processes import is_alive, started_at
+from ezpz_llm.base.private import (
+    NotPrivate,
+    PrivateFolder,
+    is_out_of_reach,
+    make_private,
+    open_private,
+    remove_private,
+)
+from ezpz_llm.base.secret import SECRET_VARIABLE, derived, run_secret
+from ezpz_llm.launch.node.processes import is_alive, place, started_at
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+
+AGENT = "agent"
+"""The agent's identity; made by the one that begins."""
+
+STRAYS = "strays"
+"""The identities of processes of ranks that do not carry the run's marker."""
 
 _MEMORY = "/dev/shm"
+_RUN = "run"
 _WAKE = "wake"
 _LEAVE_WAIT_S = 3.0
-
-
-def node_dir(run_id: str) -> Path:
-    """The run's folder on this host; the same for all its ranks here. It need not exist."""
-    return base() / f"{prefix()}{run_id}"
 
 
 def base() -> Path:
@@ -35,69 +53,87 @@ def prefix() -> str:
     return f"ezpz_llm-node-{os.getuid()}-"
 
 
-def heartbeat_file(folder: Path, rank: int) -> Path:
+def heartbeat_file(folder: PrivateFolder, rank: int) -> Path:
     """What the rank beats into."""
-    return folder / f"rank{rank:04d}"
+    return folder.path / heartbeat_name(rank)
 
 
-def log_file(folder: Path, rank: int) -> Path:
+def heartbeat_name(rank: int) -> str:
+    return f"rank{rank:04d}"
+
+
+def log_name(rank: int) -> str:
     """The rank's log, where logs are kept on the node."""
-    return folder / f"rank{rank:04d}.log"
+    return f"rank{rank:04d}.log"
 
 
-def stacks_file(folder: Path, rank: int) -> Path:
+def stacks_file(folder: PrivateFolder, rank: int) -> Path:
     """Where the rank's own fault handler writes its stacks."""
-    return folder / f"rank{rank:04d}.stacks"
+    return folder.path / f"rank{rank:04d}.stacks"
 
 
-def enter(info: RankInfo, run_id: str) -> Path:
+def ended_name(rank: int) -> str:
+    """The mark of a rank that has ended: its exit code, and the seconds that it lived."""
+    return f"rank{rank:04d}.ended"
+
+
+def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
     """Make the run's folder on this node if it is not there, and register this process as the rank's shim.
 
     Raises:
-        OSError: the node has no place to write to.
+        OSError: the node has no place to write to, or none that is safe from other users.
     """
-    folder = node_dir(run_id)
+    secret = run_secret(env)
+    if secret is None:
+        raise NotPrivate(f"the launcher did not hand {SECRET_VARIABLE} on", base())
+    if not is_out_of_reach(base()):
+        raise NotPrivate("other users can replace what is made there", base())
+    path = base() / f"{prefix()}{derived(secret, 'node folder', os.uname().nodename)[:32]}"
     while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = make_private(path)
         try:
-            _shim_file(folder, info.rank).write_text(identity(os.getpid()))
+            folder.write(_RUN, f"{env[RUN_ID_VARIABLE]}\n{place()}".encode())
+            folder.write(_shim_name(info.rank), identity(os.getpid()).encode())
         except FileNotFoundError:
             # An agent whose ranks have all ended has just removed it.
+            folder.close()
             continue
-        with contextlib.suppress(FileExistsError):
-            os.mkfifo(folder / _WAKE, 0o600)
-        wake(folder)
+        folder.make_fifo(_WAKE)
+        _wake(folder)
         return folder
 
 
-def leave(folder: Path, info: RankInfo, code: int) -> None:
-    """Mark the rank as ended. The shim that is the last on its node waits (for 3 s at most) for the agent's last
-    work, since a launcher may end what is left of its step on the node once the last shim has gone."""
+def mark_end(folder: PrivateFolder, rank: int, code: int, lived_s: float) -> None:
+    """Mark the rank as ended, `lived_s` after its start."""
     with contextlib.suppress(OSError):
-        ended_file(folder, info.rank).write_text(str(code))
-        wake(folder)
+        folder.write(ended_name(rank), f"{code} {lived_s:.1f}".encode())
+        _wake(folder)
+
+
+def await_agent(folder: PrivateFolder, local_size: int) -> None:
+    """The shim that is the last on its node waits (for 3 s at most) for the agent's last work, since a launcher may
+    end what is left of its step on the node once the last shim has gone."""
     deadline = time.monotonic() + _LEAVE_WAIT_S
-    while _are_all_over(folder, info.local_size) and _agent_lives(folder) and time.monotonic() < deadline:
+    while are_all_over(folder, local_size) and _agent_lives(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def ended_file(folder: Path, rank: int) -> Path:
-    """The mark of a rank that has ended: its exit code."""
-    return folder / f"rank{rank:04d}.ended"
+def are_all_over(folder: PrivateFolder, local_size: int) -> bool:
+    """Have all ranks of this node come, and ended?"""
+    with contextlib.suppress(OSError):
+        return len(registered(folder)) >= local_size and not running(folder)
+    return False
 
 
-def registered(folder: Path) -> dict[int, str]:
+def registered(folder: PrivateFolder) -> dict[int, str]:
     """The ranks that have come to this node, with the identities of their shims."""
-    found = {}
-    for path in folder.glob("rank*.shim"):
-        found[int(path.name[4:-5])] = path.read_text()
-    return found
+    return {int(name[4:-5]): folder.read(name).decode() for name in folder.names("rank") if name.endswith(".shim")}
 
 
-def running(folder: Path) -> dict[int, int]:
+def running(folder: PrivateFolder) -> dict[int, int]:
     """The shims that have neither marked an end nor vanished, as rank to process number."""
     return {rank: int(who.split()[0]) for rank, who in registered(folder).items()
-            if not ended_file(folder, rank).exists() and lives(who)}
+            if not folder.has(ended_name(rank)) and lives(who)}
 
 
 def identity(pid: int) -> str:
@@ -111,47 +147,72 @@ def lives(who: str) -> bool:
     return not start or is_alive(int(pid), int(start))
 
 
-def agent_file(folder: Path) -> Path:
-    """The agent's identity; made by the one that begins."""
-    return folder / "agent"
+def own_folders() -> Iterator[tuple[PrivateFolder, str, str]]:
+    """This user's folders on this node, open, each with the run id and the place of processes (`processes.place`)
+    that it names; "" where it names none."""
+    for name in sorted(os.listdir(base())):
+        if name.startswith(prefix()):
+            with contextlib.suppress(OSError), open_private(base() / name) as folder:
+                run_id, _, where = (folder.read(_RUN).decode() if folder.has(_RUN) else "").partition("\n")
+                yield folder, run_id, where
 
 
 def agents(run_id: str) -> frozenset[int]:
     """The process number of the node's agent, if it has one."""
-    with contextlib.suppress(OSError, ValueError):
-        who = agent_file(node_dir(run_id)).read_text()
-        if lives(who):
-            return frozenset({int(who.split()[0])})
+    for folder in _folders_of(run_id):
+        with contextlib.suppress(OSError, ValueError):
+            who = folder.read(AGENT).decode()
+            if lives(who):
+                return frozenset({int(who.split()[0])})
     return frozenset()
 
 
-def wake(folder: Path) -> None:
-    """Have the agent look at once; nothing where none listens."""
+def strays(run_id: str) -> list[str]:
+    """The identities of the run's processes on this node that its agent has noted (see strays.py)."""
+    found: list[str] = []
+    for folder in _folders_of(run_id):
+        with contextlib.suppress(OSError):
+            found += folder.read(STRAYS).decode().splitlines()
+    return found
+
+
+def wake(run_id: str) -> None:
+    """Have the run's agent on this node look at once; nothing where none listens."""
+    for folder in _folders_of(run_id):
+        _wake(folder)
+
+
+def remove(run_id: str) -> None:
+    """Remove the run's folder on this node."""
+    for folder in _folders_of(run_id):
+        remove_private(folder.path)
+
+
+def open_wake(folder: PrivateFolder) -> int:
+    """The agent's end of `wake`."""
+    # Open for writing too: a FIFO without writers is readable all the time.
+    return folder.open(_WAKE, os.O_RDWR)
+
+
+def _folders_of(run_id: str) -> Iterator[PrivateFolder]:
     with contextlib.suppress(OSError):
-        handle = os.open(folder / _WAKE, os.O_WRONLY | os.O_NONBLOCK)
+        yield from (folder for folder, named, _ in own_folders() if named == run_id)
+
+
+def _wake(folder: PrivateFolder) -> None:
+    with contextlib.suppress(OSError):
+        handle = folder.open(_WAKE, os.O_WRONLY)
         try:
             os.write(handle, b"!")
         finally:
             os.close(handle)
 
 
-def open_wake(folder: Path) -> int:
-    """The agent's end of `wake`."""
-    # Open for writing too: a FIFO without writers is readable all the time.
-    return os.open(folder / _WAKE, os.O_RDWR | os.O_NONBLOCK)
+def _shim_name(rank: int) -> str:
+    return f"rank{rank:04d}.shim"
 
 
-def _shim_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank:04d}.shim"
-
-
-def _are_all_over(folder: Path, local_size: int) -> bool:
+def _agent_lives(folder: PrivateFolder) -> bool:
     with contextlib.suppress(OSError):
-        return len(registered(folder)) >= local_size and not running(folder)
-    return False
-
-
-def _agent_lives(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return lives(agent_file(folder).read_text())
+        return lives(folder.read(AGENT).decode())
     return False

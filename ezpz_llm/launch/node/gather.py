@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from ezpz_llm.launch.node.folder import ended_file, heartbeat_file, log_file, registered
+from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.launch.node.folder import ended_name, heartbeat_name, log_name, registered
 from ezpz_llm.launch.node.processes import Process, first_of
 from ezpz_llm.launch.node.report import RankReport
 from ezpz_llm.rundir.layout import RunDir
@@ -14,6 +15,7 @@ from ezpz_llm.rundir.layout import RunDir
 BUSY_SHARE = 0.02
 """Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hang, too."""
 _BUSY_LEAST_S = 0.05
+_BEAT_BYTES = 4096
 
 
 @dataclass
@@ -27,12 +29,13 @@ class _Life:
     beat_at: float = 0.0
     doing: tuple[str | None, int | None] = (None, None)
     is_over: bool = False
+    is_stopped: bool = False
 
 
 class Gatherer:
     """Remembers from one look to the next, so that ages rest on what was seen to change and not on time stamps."""
 
-    def __init__(self, folder: Path, run_dir: RunDir) -> None:
+    def __init__(self, folder: PrivateFolder, run_dir: RunDir) -> None:
         self._folder = folder
         self._run_dir = run_dir
         self._lives: dict[int, _Life] = {}
@@ -50,7 +53,7 @@ class Gatherer:
     def _one(self, rank: int, own: list[Process], now: float) -> tuple[RankReport, bool]:
         is_new = rank not in self._lives
         life = self._lives.setdefault(rank, _Life(now))
-        ended = _code(ended_file(self._folder, rank))
+        ended, lived_s = self._end(rank)
         is_busy = self._is_busy(life, rank, own, now)
         if is_busy:
             life.used_at = now
@@ -59,13 +62,16 @@ class Gatherer:
         report = RankReport(
             pid=main.pid if main else None, phase=phase, step=step,
             silent_s=round(now - life.beat_at, 1) if life.beat_stamp is not None else None,
-            idle_s=round(now - life.used_at, 1), state=main.state if main else None, ended=ended)
+            idle_s=round(now - life.used_at, 1), state=main.state if main else None, ended=ended,
+            lived_s=lived_s)
+        was_stopped, life.is_stopped = life.is_stopped, report.state == "T"
         has_ended, life.is_over = ended is not None and not life.is_over, ended is not None
-        return report, has_ended or (ended is None and (is_new or is_busy or has_beaten))
+        return report, has_ended or (ended is None and (
+            is_new or is_busy or has_beaten or life.is_stopped != was_stopped))
 
     def _is_busy(self, life: _Life, rank: int, own: list[Process], now: float) -> bool:
         used = sum(process.processor_s for process in own)
-        size = _size(self._run_dir.rank_log(rank)) + _size(log_file(self._folder, rank))
+        size = self._log_bytes(rank)
         grown = size != life.log_bytes
         # A process that ended unreaped took its time along: begin again from what is left.
         worked = used < life.processor_s or (
@@ -75,9 +81,10 @@ class Gatherer:
         return grown or worked
 
     def _beat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
-        path = heartbeat_file(self._folder, rank)
+        name = heartbeat_name(rank)
         try:
-            stamp, text = path.stat().st_mtime_ns, path.read_text()
+            stamp = self._folder.stat(name).st_mtime_ns
+            text = self._folder.read(name, _BEAT_BYTES).decode(errors="replace")
         except OSError:
             return *life.doing, False
         has_beaten = stamp != life.beat_stamp
@@ -89,16 +96,19 @@ class Gatherer:
             life.doing = (phase or None, int(step) if step.isdigit() else None)
         return *life.doing, has_beaten
 
+    def _end(self, rank: int) -> tuple[int | None, float | None]:
+        """The exit code and the lifetime of a rank that has ended."""
+        try:
+            code, lived_s = (self._folder.read(ended_name(rank)).decode() or "0 0").split()
+        except OSError:
+            return None, None
+        return int(code), float(lived_s)
 
-def _code(path: Path) -> int | None:
-    try:
-        return int(path.read_text() or 0)
-    except OSError:
-        return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    def _log_bytes(self, rank: int) -> int:
+        """The size of the rank's log, which lies in the run directory or on the node."""
+        size = 0
+        with contextlib.suppress(OSError):
+            size += self._run_dir.rank_log(rank).stat().st_size
+        with contextlib.suppress(OSError):
+            size += self._folder.stat(log_name(rank)).st_size
+        return size

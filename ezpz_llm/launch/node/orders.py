@@ -1,4 +1,7 @@
-"""Orders to the agents of a run's nodes: files in control/, since the run directory is what all nodes share."""
+"""Orders to the agents of a run's nodes: files in control/, since the run directory is what all nodes share.
+
+The folder is private, and an order is believed only if it is a file of our own.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,22 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
-from ezpz_llm.launch.node.folder import node_dir, wake
-from ezpz_llm.rundir.files import write_json
+from ezpz_llm.base.private import make_private, open_private
+from ezpz_llm.base.records import read_records
+from ezpz_llm.base.schema import Range
+from ezpz_llm.launch.node.folder import wake
 from ezpz_llm.rundir.layout import RunDir
 
 _STOP = "stop"
 _STACKS = "stacks-"
 _SIGNAL = "signal-"
+_LOGS = "logs"
+_MOST_BYTES = 1 << 20
+"""Of an order, which every agent reads once a second: the ranks that it names are its longest part."""
+
+Order = TypeVar("Order", bound="StopOrder | StacksOrder | SignalOrder")
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class StopOrder:
     ends its launcher, which agents leave alone there."""
 
     run_id: str
-    grace_s: float
+    grace_s: Annotated[float, Range(0, 86_400)]
     launch_host: str
 
 
@@ -45,20 +55,38 @@ class SignalOrder:
 
     run_id: str
     token: str
-    number: int
+    number: Annotated[int, Range(1, 64)]
+
+
+def clear_orders(run_dir: RunDir) -> None:
+    """Remove all orders that there have been."""
+    with make_private(run_dir.control) as control:
+        for name in control.names():
+            if name in (_STOP, _LOGS) or name.startswith((_STACKS, _SIGNAL)):
+                control.remove(name)
 
 
 def order_stop(run_dir: RunDir, stop: StopOrder) -> None:
     """Have every node end what it runs. A second order counts instead of the first."""
-    write_json(run_dir.control / _STOP, asdict(stop))
-    wake(node_dir(stop.run_id))
+    # Somebody may have removed the run directory: its ranks have to be ended all the same.
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    _give(run_dir, _STOP, stop)
 
 
 def order_signal(run_dir: RunDir, run_id: str, number: int) -> None:
     """Have every rank sent a signal, whatever the launcher would make of it."""
     order = SignalOrder(run_id, os.urandom(4).hex(), number)
-    write_json(run_dir.control / f"{_SIGNAL}{order.token}", asdict(order))
-    wake(node_dir(run_id))
+    _give(run_dir, f"{_SIGNAL}{order.token}", order)
+
+
+def order_logs(run_dir: RunDir, ranks: str) -> None:
+    """Have the logs of these ranks ("0,4-7") copied to the run directory when they end.
+
+    Raises:
+        OSError: the run directory is not writable, or not ours.
+    """
+    with make_private(run_dir.control) as control:
+        control.write(_LOGS, ranks.encode())
 
 
 def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: float) -> dict[int, Path]:
@@ -68,9 +96,8 @@ def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: 
         OSError: the run directory is not writable.
     """
     order = StacksOrder(run_id, os.urandom(4).hex(), tuple(ranks))
-    path = run_dir.control / f"{_STACKS}{order.token}"
-    write_json(path, asdict(order))
-    wake(node_dir(run_id))
+    name = f"{_STACKS}{order.token}"
+    _give(run_dir, name, order)
     deadline = time.monotonic() + within_s
     missing, found = set(ranks), {}
     try:
@@ -81,37 +108,45 @@ def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: 
                     found[rank] = run_dir.rank_stacks(rank)
             missing -= found.keys()
     finally:
-        path.unlink(missing_ok=True)
+        with open_private(run_dir.control) as control:
+            control.remove(name)
     return found
 
 
 def _is_answer(path: Path, token: str) -> bool:
     with contextlib.suppress(OSError), path.open(errors="replace") as file:
-        return token in file.readline()
+        return token in file.readline(4096)
     return False
 
 
 def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
     """The order to stop, if there is one for this run."""
-    found = _read(run_dir.control / _STOP)
-    return StopOrder(**found) if found and found["run_id"] == run_id else None
+    return next(iter(_given(StopOrder, run_dir, _STOP, run_id)), None)
 
 
 def stacks_ordered(run_dir: RunDir, run_id: str) -> list[StacksOrder]:
     """The orders for stacks that still wait for answers."""
-    found = [_read(path) for path in run_dir.control.glob(f"{_STACKS}*")]
-    return [StacksOrder(**{**one, "ranks": tuple(one["ranks"])})
-            for one in found if one and one["run_id"] == run_id]
+    return _given(StacksOrder, run_dir, _STACKS, run_id)
 
 
 def signals_ordered(run_dir: RunDir, run_id: str) -> list[SignalOrder]:
     """The orders for signals that there have been."""
-    found = [_read(path) for path in sorted(run_dir.control.glob(f"{_SIGNAL}*"))]
-    return [SignalOrder(**one) for one in found if one and one["run_id"] == run_id]
+    return _given(SignalOrder, run_dir, _SIGNAL, run_id)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+def logs_ordered(run_dir: RunDir) -> str:
+    """The ranks whose logs are wanted, "" for none."""
+    with contextlib.suppress(OSError), open_private(run_dir.control) as control:
+        return control.read(_LOGS, _MOST_BYTES).decode(errors="replace")
+    return ""
+
+
+def _give(run_dir: RunDir, name: str, order: StopOrder | StacksOrder | SignalOrder) -> None:
+    with make_private(run_dir.control) as control:
+        control.write(name, json.dumps(asdict(order)).encode())
+    wake(order.run_id)
+
+
+def _given(kind: type[Order], run_dir: RunDir, begin: str, run_id: str) -> list[Order]:
+    """Orders of that kind for the run: what is no order must not end the agent that clears the node."""
+    return [order for order in read_records(kind, run_dir.control, begin, _MOST_BYTES) if order.run_id == run_id]

@@ -17,7 +17,8 @@ _SHIM = b"ezpz_llm.launch.shim"
 @dataclass(frozen=True)
 class Process:
     """One marked process. `rank` is None for launchers, shims and what they forked; `processor_s` are the seconds
-    of processor time that it and its ended children have used; `state` is the kernel's letter."""
+    of processor time that it and its ended children have used; `state` is the kernel's letter; `name` is the
+    program's, cut to 15 characters."""
 
     pid: int
     parent: int
@@ -25,6 +26,7 @@ class Process:
     is_shim: bool
     state: str
     processor_s: float
+    name: str = ""
 
 
 def marked(run_id: str) -> Iterator[Process]:
@@ -46,17 +48,18 @@ def marked(run_id: str) -> Iterator[Process]:
 
 
 def _read(pid: int, variables: list[bytes]) -> Process:
-    numbers = _stat(pid)
+    name, numbers = _stat(pid)
     prefix = f"{RANK_VARIABLE}=".encode()
     rank = next((int(one[len(prefix):]) for one in variables if one.startswith(prefix)), None)
     is_shim = rank is None and _SHIM in Path(f"/proc/{pid}/cmdline").read_bytes()
     used = sum(int(ticks) for ticks in numbers[11:15]) / _TICKS_PER_S
-    return Process(pid, int(numbers[1]), rank, is_shim, numbers[0], used)
+    return Process(pid, int(numbers[1]), rank, is_shim, numbers[0], used, name)
 
 
-def _stat(pid: int) -> list[str]:
+def _stat(pid: int) -> tuple[str, list[str]]:
     # The command's name, in parentheses, may hold blanks: the fields from the state (the third) on begin after it.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return name.partition("(")[2], rest.split()
 
 
 def started_at(pid: int) -> int:
@@ -65,13 +68,22 @@ def started_at(pid: int) -> int:
     Raises:
         OSError: there is no such process.
     """
-    return int(_stat(pid)[19])
+    return int(_stat(pid)[1][19])
+
+
+def place() -> str:
+    """Where process numbers mean the same: this boot, and this namespace of process numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return os.uname().nodename
 
 
 def is_alive(pid: int, start: int) -> bool:
     """Does the process that began at `start` live? One that only waits to be reaped does not."""
     try:
-        numbers = _stat(pid)
+        _, numbers = _stat(pid)
     except OSError:
         return False
     return int(numbers[19]) == start and numbers[0] not in "ZX"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
+from ezpz_llm.base.private import make_private
+from ezpz_llm.base.records import read_records
 from ezpz_llm.rundir.layout import RunDir
 
 NODES_A_SECOND = 200
@@ -26,9 +25,10 @@ RUNNING, STOPPING, RANKS_ENDED, ENDED = "running", "stopping", "ranks ended", "e
 class RankReport:
     """One rank as its node sees it.
 
-    `silent_s` are the seconds since its last heartbeat (None: it never gave one), `idle_s` those since it last used
-    the processor or wrote to its log; both by the node's clock, at the time of the report. `ended` is its exit
-    code. `state` is the kernel's letter for its main process ("D": waiting for a device or a file system).
+    `silent_s` are the seconds since its last heartbeat (None: it never gave one), `idle_s` those since it last
+    used the processor or wrote to its log; both by the node's clock, at the time of the report. `ended` is its exit
+    code, `lived_s` how long it then had run. `state` is the kernel's letter for its main process ("D": waiting for
+    a device or a file system).
     """
 
     pid: int | None = None
@@ -38,12 +38,14 @@ class RankReport:
     idle_s: float = 0.0
     state: str | None = None
     ended: int | None = None
+    lived_s: float | None = None
 
 
 @dataclass(frozen=True)
 class NodeReport:
     """All ranks of one node. `left` are processes of ranks that could not be ended; `slurm_step` is "JOB.STEP"
-    where the ranks are tasks of one; `error` says why the agent itself has given up."""
+    where the ranks are tasks of one; `error` says what went wrong in the agent itself last; `mpi` that an MPI in
+    the ranks is alone; `builds` are the extensions that ranks were seen to compile."""
 
     run_id: str
     host: str
@@ -54,6 +56,8 @@ class NodeReport:
     left: tuple[int, ...] = ()
     slurm_step: str | None = None
     error: str | None = None
+    mpi: str | None = None
+    builds: tuple[str, ...] = ()
 
 
 def control_interval_s(nodes: int) -> float:
@@ -67,32 +71,18 @@ def interval_s(nodes: int) -> float:
 
 
 def write_report(run_dir: RunDir, report: NodeReport) -> None:
-    """Write it in place: half the file system's work of writing it beside and renaming. `read_report` copes.
+    """Write it in place: half the file system's work of writing it beside and renaming. `read_reports` copes.
 
     Raises:
         OSError: the file system refuses.
     """
-    data = json.dumps(asdict(report)).encode() + b"\n"
-    handle = os.open(run_dir.node_report(report.first_rank), os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        os.write(handle, data)
-        os.ftruncate(handle, len(data))
-    finally:
-        os.close(handle)
-
-
-def read_report(path: Path) -> NodeReport | None:
-    """None for one that is just being written."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    ranks = {int(rank): RankReport(**one) for rank, one in found["ranks"].items()}
-    return NodeReport(**{**found, "ranks": ranks, "left": tuple(found["left"])})
+    # The run directory may have been removed, and made again by a checkpoint.
+    with make_private(run_dir.heartbeat) as folder:
+        folder.overwrite(run_dir.node_report(report.first_rank).name, json.dumps(asdict(report)).encode() + b"\n")
 
 
 def read_reports(run_dir: RunDir, run_id: str) -> list[NodeReport]:
-    """The latest report of each node of this run, in the order of their ranks."""
-    found = [read_report(path) for path in sorted(run_dir.node_report(0).parent.glob("node*.json"))]
-    return sorted((report for report in found if report is not None and report.run_id == run_id),
-                  key=lambda report: report.first_rank)
+    """The latest report of each node of this run, in the order of their ranks; without one that is just being
+    written, or that no agent of ours wrote."""
+    found = read_records(NodeReport, run_dir.heartbeat, "node")
+    return sorted((report for report in found if report.run_id == run_id), key=lambda report: report.first_rank)

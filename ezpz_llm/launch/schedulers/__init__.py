@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, short_name
-from ezpz_llm.launch.schedulers import local, pbs, slurm, started
+from ezpz_llm.launch.ranks import leftovers
+from ezpz_llm.launch.schedulers import foreign, local, pbs, slurm, started
 
 _WITH_JOBS = {slurm.NAME: slurm, pbs.NAME: pbs}
 """In order of precedence."""
@@ -16,14 +17,23 @@ QUICK, PATIENT = (1.0, 1), (5.0, 2)
 """Seconds for a try of a scheduler's command, and tries: for a plan that is only shown, and for one that runs."""
 
 
-def find_allocation(env: Mapping[str, str], wanted: str = "auto") -> Allocation:
+def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: str | None = None) -> Allocation:
     """The reservation that `env` describes: of the scheduler `wanted` ("slurm", "pbs", "none"), or ("auto") of the
     one whose job this process is in. Only the environment and PBS's node file are read.
 
+    Args:
+        hosts_from: the option by which the user names hosts, so that those of a scheduler that is not spoken here
+            need not be known.
+
     Raises:
-        UserError: the variables of a scheduler contradict each other, two schedulers name different hosts, or there
-            is no job of the one wanted.
+        UserError: the variables of a scheduler contradict each other, two schedulers name different hosts, there
+            is no job of the one wanted, or this is a job of one that is not spoken.
     """
+    if left := leftovers(env):
+        values = ", ".join(f"{name}={env[name]}" for name in left)
+        rest = {name: value for name, value in env.items() if name not in left}
+        note = f"{values}: no launcher has set it here, and ranks get their own"
+        return find_allocation(rest, wanted, hosts_from).noting(note)
     if wanted != "auto":
         return _of(wanted, env)
     if found := started.detect(env):
@@ -31,7 +41,12 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto") -> Allocation:
     in_jobs = [name for name, scheduler in _WITH_JOBS.items() if env.get(scheduler.JOB_VARIABLE)]
     if len(in_jobs) > 1:
         return _settle(env)
-    return _WITH_JOBS[in_jobs[0]].detect(env) if in_jobs else local.detect(env)
+    if in_jobs:
+        return _WITH_JOBS[in_jobs[0]].detect(env)
+    if hosts_from is None:
+        foreign.refuse(env)
+        return local.detect(env)
+    return local.detect(env).noting(*foreign.left_aside(env, hosts_from))
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
@@ -48,6 +63,7 @@ def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
         others.append(f"the rank variables of {rank}")
     notes = [f"{' and '.join(others)} left aside (--scheduler {wanted})"] if others else []
     if wanted == local.NAME:
+        notes += foreign.left_aside(env, "--scheduler none")
         return replace(local.detect(env), source="--scheduler none").noting(*notes)
     found = _WITH_JOBS[wanted].detect(env)
     if found is None:

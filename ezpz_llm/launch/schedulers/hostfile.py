@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ezpz_llm.base.limits import MOST_HOSTS
+from ezpz_llm.base.outside import read_text
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Host, count_repeats, short_name
 
 ACCEPTED = "one host a line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more); # starts a comment"
 
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)(?P<slots>[1-9][0-9]*))?")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)(?P<slots>[1-9][0-9]{0,8}))?")
 
 
 def read(path: Path) -> tuple[Host, ...]:
@@ -20,10 +22,9 @@ def read(path: Path) -> tuple[Host, ...]:
         UserError: the file is missing, unreadable or empty, or a line is none of the accepted forms.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read the hostfile: {why}", where=str(path), instead=ACCEPTED) from error
+        text = read_text(path)
+    except UserError as error:
+        raise UserError(f"cannot read the hostfile: {error.found}", where=str(path), instead=ACCEPTED) from error
     return parse(text, str(path))
 
 
@@ -54,6 +55,8 @@ def parse(text: str, where: str) -> tuple[Host, ...]:
         plain.append(name)
         if count:
             slots[key] = int(count)
+    if len(lines) > MOST_HOSTS:
+        raise UserError(f"the hostfile names {len(lines):,} hosts", where=where, instead=f"{MOST_HOSTS:,} at most")
     if not plain:
         raise UserError("the hostfile names no host", where=where, instead=ACCEPTED)
     return tuple(Host(name, slots=slots.get(short_name(name), repeats if repeats > 1 else None))

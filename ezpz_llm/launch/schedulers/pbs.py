@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.limits import MOST_HOSTS, epoch, whole_number
+from ezpz_llm.base.outside import parse_json, read_text
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host, count_repeats, short_name
 from ezpz_llm.launch.schedulers.asking import ask_command
@@ -18,7 +19,7 @@ NAME = "pbs"
 JOB_VARIABLE = "PBS_JOBID"
 
 _CLOCK_SLACK_S = 120.0
-_FIELDS = ("stime", "exec_host", "run_count", "walltime", "timestamp")
+_FIELDS = ("stime", "exec_host", "exec_vnode", "run_count", "walltime", "timestamp")
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
@@ -35,21 +36,30 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if not path:
         raise UserError(f"PBS job {job_id} has no PBS_NODEFILE", where="the environment", instead=here)
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(path))
+    except UserError as error:
         # PBS writes the file on the job's first host only, and exports its name on the others too.
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"cannot read the node file of PBS job {job_id}: {why}",
+        raise UserError(f"cannot read the node file of PBS job {job_id}: {error.found}",
                         where=f"PBS_NODEFILE={path}", instead=here) from error
     hosts = node_file_hosts(text)
+    if len(hosts) > MOST_HOSTS:
+        raise UserError(f"the node file of PBS job {job_id} names {len(hosts):,} hosts",
+                        where=f"PBS_NODEFILE={path}", instead=f"{MOST_HOSTS:,} at most")
     if not hosts:
         raise UserError(f"the node file of PBS job {job_id} names no host", where=f"PBS_NODEFILE={path}",
                         instead=here)
     lines = sum(host.slots or 1 for host in hosts)
     shared = len(hosts) == 1 and lines > 1
     notes = (f"all {lines} chunks or ranks that PBS placed are on one host",) if shared else ()
+    hosts = tuple(replace(host, cores=_first_hosts_cores(env) if host.slots == hosts[0].slots else None)
+                  for host in hosts)
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source="PBS_NODEFILE",
                       notes=notes)
+
+
+def _first_hosts_cores(env: Mapping[str, str]) -> int | None:
+    """The CPUs of the chunk that this process is in, which is the first host's."""
+    return whole_number(env.get("NCPUS", "")) or None
 
 
 def node_file_hosts(text: str) -> tuple[Host, ...]:
@@ -65,11 +75,13 @@ def node_file_hosts(text: str) -> tuple[Host, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """What qstat says of a job; None for what it does not say. `started` and `asked_at` are epoch seconds."""
+    """What qstat says of a job; None for what it does not say. `started` and `asked_at` are epoch seconds; `cores`
+    the CPUs of each host."""
 
     started: float | None = None
     walltime_s: float | None = None
     hosts: tuple[str, ...] = ()
+    cores: Mapping[str, int] = field(default_factory=dict)
     run_count: int = 1
     asked_at: float | None = None
 
@@ -101,24 +113,28 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     if job.hosts and set(job.hosts) != in_file:
         notes.append(f"the node file has {', '.join(sorted(in_file))}, qstat's exec_host {', '.join(job.hosts)}: "
                      "the node file counts")
-    return replace(allocation, ends_at=ends_at).noting(*notes)
+    hosts = allocation.hosts
+    if in_file == job.cores.keys():
+        hosts = tuple(replace(host, cores=job.cores[short_name(host.name)]) for host in hosts)
+    return replace(allocation, ends_at=ends_at, hosts=hosts).noting(*notes)
 
 
 def read_job(text: str, job_id: str) -> Job:
     """A job in the output of `qstat -f -F json`, also where that is not valid JSON (openpbs/openpbs#2541, #1255,
     #2049: environments with quotes, backslashes or leading zeros)."""
     try:
-        fields = _fields_of_json(json.loads(text, strict=False), job_id)
-    except ValueError:
+        fields = _fields_of_json(parse_json(text, "qstat", strict=False), job_id)
+    except UserError:
         fields = _fields_of_lines(text)
-    run_count, asked_at = str(fields.get("run_count", "")), str(fields.get("timestamp", ""))
+    run_count = whole_number(str(fields.get("run_count", "")))
     return Job(
         started=_local_time(str(fields.get("stime", ""))),
         walltime_s=_duration(str(fields.get("walltime", ""))),
         hosts=tuple(dict.fromkeys(short_name(part.split("/")[0])
                                   for part in str(fields.get("exec_host", "")).split("+") if part)),
-        run_count=int(run_count) if run_count.isdigit() else 1,
-        asked_at=float(asked_at) if asked_at.isdigit() else None,
+        cores=_cores(str(fields.get("exec_vnode", ""))),
+        run_count=1 if run_count is None else run_count,
+        asked_at=epoch(str(fields.get("timestamp", ""))),
     )
 
 
@@ -129,6 +145,8 @@ def _fields_of_json(found: Any, job_id: str) -> dict[str, Any]:
     # The server's part of the id may be spelled out in one place and short in the other.
     number = job_id.split(".", 1)[0]
     job = next((fields for name, fields in jobs.items() if name.split(".", 1)[0] == number), {})
+    if not isinstance(job, dict):
+        return {}
     resources = job.get("Resource_List")
     walltime = resources.get("walltime") if isinstance(resources, dict) else None
     return {**job, "walltime": walltime or "", "timestamp": found.get("timestamp", "")}
@@ -143,6 +161,17 @@ def _fields_of_lines(text: str) -> dict[str, str]:
     return found
 
 
+def _cores(exec_vnode: str) -> dict[str, int]:
+    """The CPUs of each host in "(n1:ncpus=2)+(n2[0]:ncpus=4+n2[1]:ncpus=4)", some of which have virtual nodes."""
+    found: dict[str, int] = {}
+    for chunk in exec_vnode.split("+"):
+        vnode, *resources = chunk.strip("()").split(":")
+        count = next((one.removeprefix("ncpus=") for one in resources if one.startswith("ncpus=")), "")
+        if (name := short_name(vnode.partition("[")[0])) and (cpus := whole_number(count)) is not None:
+            found[name] = found.get(name, 0) + cpus
+    return found
+
+
 def _local_time(text: str) -> float | None:
     # As ctime(3) prints it, without a zone.
     try:
@@ -153,7 +182,7 @@ def _local_time(text: str) -> float | None:
 
 def _duration(text: str) -> float | None:
     """Seconds of `01:30:00`, `5400` or `1:06:00:00` (days first)."""
-    if not re.fullmatch(r"\d+(:\d+){0,3}", text):
+    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9}){0,3}", text):
         return None
     parts = [int(part) for part in reversed(text.split(":"))]
     return float(sum(count * unit for count, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ezpz_llm.base.limits import epoch, whole_number
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, Host, short_name
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
@@ -14,6 +16,10 @@ from ezpz_llm.launch.schedulers.asking import ask_command
 NAME = "slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
 
+_GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
+
+_MOST_GROUPS = 128
+"""Slurm's own limit of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
 """slurm.h: the steps from here on are the job's own shell (salloc under LaunchParameters=use_interactive_step), its
 batch script and its like, and hold none of its resources."""
@@ -37,34 +43,65 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     """The job (batch script, salloc shell) or the step (an interactive `srun --pty`) that we are in.
 
     Raises:
-        UserError: the host list or the tasks per node cannot be read.
+        UserError: the host list or the tasks per node cannot be read, or the job is heterogeneous.
     """
     job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
     step_id = _own_step(env)
+    if step_id is None:
+        _refuse_heterogeneous(env, job_id)
     names = _STEP if step_id else _JOB
     hosts = expand_hosts(env.get(names.hosts, ""))
     if not hosts:
         raise UserError(f"Slurm job {job_id} names no host", where=names.hosts,
                         instead="start launch inside sbatch, salloc or srun")
-    ends_at = env.get("SLURM_JOB_END_TIME", "")
-    cores = env.get("SLURM_JOB_CPUS_PER_NODE")
+    cores = _cores(env)
+    least = min(cores.values(), default=None)
+    devices = _count(env.get("SLURM_GPUS_PER_NODE", ""))
     return Allocation(
         scheduler=NAME,
         job_id=job_id,
-        hosts=tuple(Host(name, slots) for name, slots in zip(hosts, _slots(env, names, len(hosts)), strict=True)),
-        ends_at=float(ends_at) if ends_at.isdigit() else None,
+        hosts=tuple(Host(name, slots, devices, cores.get(name, least))
+                    for name, slots in zip(hosts, _slots(env, names, len(hosts)), strict=True)),
+        ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
         source=names.hosts,
-        cores_per_host=min(expand_counts(cores)) if cores else None,
+        devices_source="" if devices is None else "SLURM_GPUS_PER_NODE",
         notes=tuple(_notes(env, names, hosts)),
         step_id=step_id,
     )
 
 
+def _refuse_heterogeneous(env: Mapping[str, str], job_id: str) -> None:
+    """One srun with one set of options reaches only one group of such a job.
+
+    Raises:
+        UserError: the job has several groups of hosts.
+    """
+    groups = whole_number(env.get("SLURM_HET_SIZE", "")) or 0
+    if groups > 1:
+        lists = ",".join(f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(min(groups, _MOST_GROUPS)))
+        raise UserError(f"Slurm job {job_id} is heterogeneous, with {groups} groups of hosts, and launch speaks to"
+                        " srun of one only", where=f"SLURM_HET_SIZE={groups}",
+                        instead=f'scontrol show hostnames "{lists}" > hosts; HYDRA_LAUNCHER=ssh launch --scheduler'
+                                " none --hostfile hosts …   (MPICH's mpiexec, over ssh)")
+
+
 def _own_step(env: Mapping[str, str]) -> str | None:
     step = env.get("SLURM_STEP_ID", "")
-    return None if step.isdigit() and int(step) >= _FIRST_SPECIAL_STEP else step or None
+    return None if (whole_number(step) or 0) >= _FIRST_SPECIAL_STEP else step or None
+
+
+def _cores(env: Mapping[str, str]) -> dict[str, int]:
+    """The CPUs of the job's hosts; where the list of hosts is another one (in some steps), those of some."""
+    text = env.get("SLURM_JOB_CPUS_PER_NODE")
+    return dict(zip(expand_hosts(env.get(_JOB.hosts, "")), expand_counts(text), strict=False)) if text else {}
+
+
+def _count(text: str) -> int | None:
+    """The devices in "4", "a100:4" or "a100:2,v100:2"."""
+    numbers = [whole_number(word.rpartition(":")[2]) for word in text.split(",")]
+    return None if None in numbers else sum(filter(None, numbers))
 
 
 def _slots(env: Mapping[str, str], names: _Names, hosts: int) -> list[int | None]:
@@ -83,11 +120,11 @@ def _slots(env: Mapping[str, str], names: _Names, hosts: int) -> list[int | None
 
 def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]:
     notes = []
-    number, in_job = env.get(names.number_of_hosts, ""), env.get(_JOB.number_of_hosts, "")
-    if number.isdigit() and int(number) != len(hosts):
+    number, in_job = (whole_number(env.get(name, "")) for name in (names.number_of_hosts, _JOB.number_of_hosts))
+    if number is not None and number != len(hosts):
         notes.append(f"{names.number_of_hosts} is {number}, but {names.hosts}={env.get(names.hosts)} names "
                      f"{len(hosts)} host(s): the list counts")
-    if names is _STEP and in_job.isdigit() and int(in_job) > len(hosts):
+    if names is _STEP and in_job is not None and in_job > len(hosts):
         notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job, with {len(hosts)} of its {in_job} hosts:"
                      " those of the step count")
     if env.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
@@ -96,8 +133,9 @@ def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """`allocation` with the end of the job, which Slurm before 23 puts in no variable; with a note where squeue
-    does not answer, or where it contradicts the job's variables."""
+    """`allocation` with its devices where this is none of its hosts, and with the end of the job, which Slurm
+    before 23 puts in no variable; with a note where squeue does not answer, or contradicts the job's variables."""
+    allocation = _with_devices(allocation, env, limit_s, tries)
     if allocation.ends_at is not None:
         return allocation
     # A user's SQUEUE_… would filter or sort, and SLURM_TIME_FORMAT could leave out the day.
@@ -109,9 +147,44 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
     notes = [] if ends_at is not None else ["the job has no end that squeue knows of"]
     known = {short_name(host.name) for host in allocation.hosts}
-    if hosts and allocation.step_id is None and known != {short_name(host) for host in expand_hosts(hosts)}:
+    if hosts and allocation.step_id is None and known != {short_name(host) for host in _told(hosts)}:
         notes.append(f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts")
     return replace(allocation, ends_at=ends_at).noting(*notes)
+
+
+def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+    # salloc's shell on a login node has none of the job's devices in sight, and `--gres=gpu:4` leaves no variable.
+    # SLURM_GPUS is the job's number, which need not be the same on every host.
+    if allocation.step_id is not None or (env.get("SLURMD_NODENAME") and not env.get("SLURM_GPUS")):
+        return allocation
+    answer = ask_command(["scontrol", "show", "job", "-d", str(allocation.job_id)], env, limit_s, tries)
+    counts = read_devices(answer.text or "")
+    if any(host.name not in counts for host in allocation.hosts) or not any(counts.values()):
+        return allocation
+    hosts = tuple(replace(host, devices=counts[host.name]) for host in allocation.hosts)
+    if len({host.devices for host in hosts}) > 1:
+        # Slurm 22.05: of 2 devices on the first host and 1 on the second, such a step saw 1 and 1.
+        allocation = allocation.noting("the job's devices are unequal from host to host, and a step that shares the"
+                                       " job (--overlap) may see fewer: ask for --gpus-per-node instead of -G")
+    return replace(allocation, hosts=hosts, devices_source="scontrol show job")
+
+
+def read_devices(text: str) -> dict[str, int]:
+    """The accelerators that each host gives to the job, in the output of `scontrol show job -d`: rows such as
+    "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)"."""
+    found = {}
+    for row in re.finditer(r"^\s+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text, re.MULTILINE):
+        count = sum(map(int, _GPUS.findall(row["gres"])))
+        found |= dict.fromkeys(_told(row["hosts"]), count)
+    return found
+
+
+def _told(hosts: str) -> list[str]:
+    """The hosts that a command of Slurm's told; none where it is no list."""
+    try:
+        return expand_hosts(hosts)
+    except UserError:
+        return []
 
 
 def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from ezpz_llm.launch.allocation import Allocation, Host
-from ezpz_llm.launch.ranks import RankInfo, find_rank
+from ezpz_llm.launch.ranks import RankInfo, find_rank, leftovers
 
 NAME = "started"
 
@@ -18,11 +18,21 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     Raises:
         UserError: the rank variables are incomplete or contradict each other.
     """
-    info = find_rank(env)
+    info = rank_here(env)
     if info.world_size == 1 or _is_typed(info, env):
         return None
     return Allocation(scheduler=NAME, job_id=None, hosts=(Host(socket.gethostname(), slots=info.local_size),),
                       ends_at=None, source=info.source, notes=info.notes)
+
+
+def rank_here(env: Mapping[str, str]) -> RankInfo:
+    """The rank that this process is, `leftovers` left aside.
+
+    Raises:
+        UserError: the rank variables are incomplete or contradict each other.
+    """
+    left = leftovers(env)
+    return find_rank({name: value for name, value in env.items() if name not in left})
 
 
 def _is_typed(info: RankInfo, env: Mapping[str, str]) -> bool:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ezpz_llm.base.private import PrivateFolder, make_private
 from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.leftovers import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.shim.cores import keep_to_cores
-from ezpz_llm.launch.shim.output import Output, log_path
+from ezpz_llm.launch.shim.output import Output, open_log
 from ezpz_llm.launch.shim.rank import Rank
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE, TEE_VARIABLE, WORLD_SIZE_VARIABLE
+from ezpz_llm.launch.variables import (
+    RUN_ID_VARIABLE,
+    TEE_VARIABLE,
+    TORCHELASTIC_VARIABLE,
+    TORCHS_OWN,
+    WORLD_SIZE_VARIABLE,
+)
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
 
 
@@ -24,33 +32,41 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] != "--" or len(argv) < 2:
         raise UserError("the rank shim is started by launch", instead="launch COMMAND …")
     die_with_parent(signal.SIGTERM)
+    if TORCHELASTIC_VARIABLE not in os.environ:
+        for name in TORCHS_OWN:
+            # Of this host's own shell start-up files, where ssh was on the way.
+            os.environ.pop(name, None)
     info = find_rank(os.environ)
     run_dir = RunDir(Path(os.environ[RUN_DIR_VARIABLE]))
     _check_world(info)
     keep_to_cores(info, os.environ)
-    folder = _enter(info)
-    log = log_path(info, run_dir, folder)
+    folder = _enter(info, run_dir)
     try:
-        handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        log, handle = open_log(info, run_dir, folder)
     except OSError as error:
         raise UserError(f"rank {info.rank} on {_host()} cannot write its log: {error.strerror}",
                         where=error.filename, exit_code=EXIT_PREFLIGHT,
                         instead="name a --run-dir on a file system that all hosts share") from error
+    agent = None
     if info.local_rank == 0 and folder is not None:
         # Imported where it is needed: once a node.
         from ezpz_llm.launch.node.agent import start_agent
 
-        start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE])
+        agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder).pid
     output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"))
-    return Rank(info, run_dir, folder, list(argv[1:]), log, output).run()
+    return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()
 
 
-def _enter(info: RankInfo) -> Path | None:
+def _enter(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
     try:
-        return enter(info, os.environ[RUN_ID_VARIABLE])
+        return enter(info, os.environ)
     except OSError as error:
+        where = f" at {error.filename}" if error.filename else ""
         print(f"launch: rank {info.rank} on {_host()}: no folder in memory or {os.environ.get('TMPDIR', '/tmp')}"
-              f" ({error.strerror}): a hang here cannot be seen", file=sys.stderr, flush=True)
+              f" ({error.strerror}{where}): a hang here cannot be seen", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError), make_private(run_dir.heartbeat) as reports:
+            # No agent will report that it has come.
+            reports.touch(run_dir.rank_heartbeat(info.rank).name)
         return None
 
 

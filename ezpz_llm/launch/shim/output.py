@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ezpz_llm.launch.node.folder import log_file
+from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.launch.node.folder import log_name
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir.files import ours
 from ezpz_llm.rundir.layout import RunDir
 
 MANY_RANKS = 256
@@ -17,15 +19,24 @@ MANY_RANKS = 256
 that are ended together: thousands of files at once are more than a shared file system bears."""
 
 _KEPT_BYTES = 1 << 17
+_LONGEST_LINE = 1 << 16
 _LAST_WORDS_S = 0.5
 _LINE_ENDS = (b"\n", b"\r")
 
 
-def log_path(info: RankInfo, run_dir: RunDir, folder: Path | None) -> Path:
-    """The rank's log while it runs. `folder` is the node's, None where it has none."""
+def open_log(info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None) -> tuple[Path, int]:
+    """The rank's log while it runs, and a descriptor to append to it. `folder` is the node's, None where it has
+    none.
+
+    Raises:
+        OSError: it cannot be written; a link stands there.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     if info.rank and info.world_size > MANY_RANKS and folder is not None:
-        return log_file(folder, info.rank)
-    return run_dir.rank_log(info.rank)
+        name = log_name(info.rank)
+        return folder.path / name, folder.open(name, flags)
+    path = run_dir.rank_log(info.rank)
+    return path, ours(str(path), flags)
 
 
 class Output:
@@ -40,6 +51,7 @@ class Output:
         self._kept = bytearray()
         self._begun = {1: b"", 2: b""}
         self._has_console = True
+        self._is_within_a_line = False
         self._has_log = True
 
     def write(self, stream: int, data: bytes) -> None:
@@ -88,7 +100,12 @@ class Output:
         # What ends with a carriage return is a progress bar's line.
         data = self._begun[stream] + data
         lines = data.splitlines(keepends=True)
-        self._begun[stream] = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
+        rest = lines.pop() if lines and not lines[-1].endswith(_LINE_ENDS) else b""
+        while len(rest) > _LONGEST_LINE:
+            # Without an end it would be copied again with all that comes, and hold the rank up.
+            lines.append(rest[:_LONGEST_LINE])
+            rest = rest[_LONGEST_LINE:]
+        self._begun[stream] = rest
         return [self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines]
 
     def _to_log(self, data: bytes) -> None:
@@ -100,11 +117,13 @@ class Output:
             # A full disk is no reason to end the rank.
             if self._has_log:
                 self._has_log = False
-                _write(2, f"launch: rank {self.rank} goes on without its log: {error.strerror}\n".encode())
+                begin = "\n" if self._is_within_a_line else ""
+                _write(2, f"{begin}launch: rank {self.rank} continues without its log: {error.strerror}\n".encode())
 
     def _to_console(self, stream: int, data: bytes) -> None:
         # A console that has gone (`launch … | head`) does not end the rank: the log goes on.
         self._has_console = self._has_console and _write(stream, data)
+        self._is_within_a_line = not data.endswith(b"\n")
 
 
 def _batches(lines: list[bytes]) -> Iterator[bytes]:

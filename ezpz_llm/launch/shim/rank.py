@@ -11,17 +11,21 @@ import sys
 import time
 from pathlib import Path
 
-from ezpz_llm.launch.leftovers import die_with_parent, start_janitor
-from ezpz_llm.launch.node.folder import heartbeat_file, leave, stacks_file
-from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.launch.devices import has_none
+from ezpz_llm.launch.leftovers import adopt_orphans, descendants, die_with_parent, start_janitor
+from ezpz_llm.launch.node.descent import Kin, end_all
+from ezpz_llm.launch.node.folder import are_all_over, await_agent, heartbeat_file, mark_end, stacks_file
+from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
 from ezpz_llm.launch.variables import (
     HEARTBEAT_VARIABLE,
     NODE_DIR_VARIABLE,
-    RANK_VARIABLE,
+    OUTER_LAUNCHERS,
     RUN_ID_VARIABLE,
     STACKS_VARIABLE,
+    TORCHELASTIC_VARIABLE,
 )
 from ezpz_llm.rundir.layout import RunDir
 
@@ -31,15 +35,19 @@ _TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (*_TO_END, signal.SIGUSR1, signal.SIGUSR2)
 _ORPHAN_GRACE_S = 5.0
 _DRAIN_S = 1.0
+_END_WITHIN_S = 5.0
+_LOOK_S = 1.0
+"""How often the shim of a rank that has ended looks whether what it left in the background still runs."""
 _ALSO_TOLD_S = 0.2
 """A scheduler signals a rank and its shim one after the other: so long the shim waits for its own."""
 
 
 class Rank:
-    """One rank's process and its output. `folder` is the node's, None where the node has no place for one."""
+    """One rank's process, all that descends from it, and their output. `folder` is the node's, None where the node
+    has no place for one; `agent` the process number of its agent, if that is a child of ours."""
 
-    def __init__(self, info: RankInfo, run_dir: RunDir, folder: Path | None, command: list[str], log: Path,
-                 output: Output) -> None:
+    def __init__(self, info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None, command: list[str], log: Path,
+                 output: Output, agent: int | None = None) -> None:
         self.info = info
         self.run_dir = run_dir
         self.run_id = os.environ[RUN_ID_VARIABLE]
@@ -48,7 +56,9 @@ class Rank:
         self.log = log
         self.output = output
         self.parent = os.getppid()
+        self.agent = agent
         self.started, self.started_monotonic = time.time(), time.monotonic()
+        self.lived_s = 0.0
         self.kills_before = count_kills()
         self.kill_at: float | None = None
         self.told: signal.Signals | None = None
@@ -58,7 +68,8 @@ class Rank:
         """Start the rank, stay with it to its end, write its record; the exit code."""
         # Only streams that go different ways need pipes of their own; one pipe keeps their order.
         pipes = {stream: os.pipe() for stream in ((1, 2) if self.output.is_split else (1,))}
-        janitor = start_janitor(self.run_id, 0.5, *self.output.left_to([out for out, _ in pipes.values()]))
+        self.janitor = start_janitor(self.run_id, 0.5, *self.output.left_to([out for out, _ in pipes.values()]))
+        adopt_orphans()
         wake = _wake_on_signals()
         self.selector.register(wake, selectors.EVENT_READ, None)
         for stream, (out, _) in pipes.items():
@@ -76,8 +87,13 @@ class Rank:
                 self._listen_once_more(wake)
             self._close(child.pid, code, signal.Signals(-status).name if status < 0 else None)
         if self.folder is not None:
-            leave(self.folder, self.info, code)
-        janitor.dismiss()
+            mark_end(self.folder, self.info.rank, code, self.lived_s)
+            if code == 0:
+                self._await_others(wake, self.folder)
+        self._end_descendants()
+        if self.folder is not None:
+            await_agent(self.folder, self.info.local_size)
+        self.janitor.dismiss()
         return code
 
     def _start(self, streams: dict[int, int]) -> subprocess.Popen[bytes]:
@@ -87,7 +103,7 @@ class Rank:
 
         # MPICH never closes the standard input of the other ranks: one that reads it would wait for ever.
         try:
-            return subprocess.Popen(self.command, env={**os.environ, **self._variables()},
+            return subprocess.Popen(self.command, env=self._environment(),
                                     stdin=None if self.info.rank == 0 else subprocess.DEVNULL, stdout=streams[1],
                                     stderr=streams.get(2, subprocess.STDOUT), close_fds=False, preexec_fn=in_child)
         finally:
@@ -95,12 +111,17 @@ class Rank:
             for stream in streams.values():
                 os.close(stream)
 
-    def _variables(self) -> dict[str, str]:
-        variables = {RANK_VARIABLE: str(self.info.rank), HEARTBEAT_VARIABLE: str(self._heartbeat())}
+    def _environment(self) -> dict[str, str]:
+        outer = OUTER_LAUNCHERS if TORCHELASTIC_VARIABLE in os.environ else ()
+        env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+        if self.info.world_size > 1 and has_none(env):
+            # Without it accelerate, and Hugging Face's Trainer, take each rank on CPU for a world of its own.
+            env.setdefault("ACCELERATE_USE_CPU", "true")
+        env |= {**rank_variables(self.info), HEARTBEAT_VARIABLE: str(self._heartbeat())}
         if self.folder is not None:
-            variables[NODE_DIR_VARIABLE] = str(self.folder)
-            variables[STACKS_VARIABLE] = str(stacks_file(self.folder, self.info.rank))
-        return variables
+            env[NODE_DIR_VARIABLE] = str(self.folder.path)
+            env[STACKS_VARIABLE] = str(stacks_file(self.folder, self.info.rank))
+        return env
 
     def _heartbeat(self) -> Path:
         if self.folder is None:
@@ -118,10 +139,41 @@ class Rank:
                     self._pass_on(key)
             if self.kill_at is not None and time.monotonic() > self.kill_at:
                 _signal_group(child, signal.SIGKILL)
-            if drain_until is None and child.poll() is not None:
+            self._reap(child)
+            if drain_until is None and child.returncode is not None:
+                self.lived_s = time.monotonic() - self.started_monotonic
                 _signal_group(child, signal.SIGKILL)
                 drain_until = time.monotonic() + _DRAIN_S
         return child.returncode
+
+    def _reap(self, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Reap all children that have ended: the rank, and orphans that it left to us."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if child is not None and ended.si_pid == child.pid:
+                    child.wait()
+                else:
+                    os.waitpid(ended.si_pid, 0)
+
+    def _await_others(self, wake: int, folder: PrivateFolder) -> None:
+        """What a rank that ended well left running, in a session of its own, may serve the node's other ranks: it
+        runs, and its output is kept, until they have ended or this one is told to end."""
+        while (self.told is None and os.getppid() == self.parent and folder.path.is_dir()
+               and not are_all_over(folder, self.info.local_size) and self._descendants()):
+            for key, _ in self.selector.select(_LOOK_S):
+                if key.data is not None:
+                    self._pass_on(key)
+                    continue
+                for number in os.read(wake, 512):
+                    self._note(number)
+
+    def _end_descendants(self) -> None:
+        if left := end_all(self._descendants, _END_WITHIN_S):
+            self.output.say(f"processes {left} of rank {self.info.rank} on {os.uname().nodename} cannot be ended")
+
+    def _descendants(self) -> set[Kin]:
+        self._reap()
+        return descendants({self.janitor.pid, *([self.agent] if self.agent else [])})
 
     def _forward(self, numbers: bytes, child: subprocess.Popen[bytes]) -> None:
         for number in numbers:
@@ -169,8 +221,8 @@ class Rank:
 
             if has_record:
                 death = Death(self.info.rank, pid, code, signal_name, self.told.name if self.told else None,
-                              self.started, time.time(), self.started_monotonic, tuple(self.command),
-                              self.output.tail(), self.kills_before)
+                              self.started + self.lived_s, self.lived_s, self.started_monotonic,
+                              tuple(self.command), self.output.tail(), self.kills_before)
                 write_record(death, self.run_dir, self.run_id, self._heartbeat())
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.told is None)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ezpz_llm.base.private import make_private
 from ezpz_llm.launch.failures.ranks import unfold
 from ezpz_llm.launch.failures.record import Failure
-from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception
-from ezpz_llm.launch.node.orders import stop_ordered
+from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
+from ezpz_llm.launch.node.orders import logs_ordered, stop_ordered
 from ezpz_llm.launch.shim.memory import Counts, evidence
-from ezpz_llm.rundir.files import write_atomic, write_json
+from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.layout import RunDir
-from ezpz_llm.rundir.secrets import hide, redact_words, secret_values
+from ezpz_llm.rundir.secrets import redact_words, without_secrets
 
 _TAIL_LINES = 20
 _TAIL_CHARACTERS = 16384
@@ -24,15 +26,16 @@ _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 @dataclass(frozen=True)
 class Death:
-    """How a rank's process ended, as its shim saw it. `told` is the signal to end that reached the shim first."""
+    """How a rank's process ended, as its shim saw it. `told` is the signal to end that reached the shim first;
+    `ended` is by the clock of the host, `lived_s` by one that does not jump."""
 
     rank: int
     pid: int
     code: int
     signal: str | None
     told: str | None
-    started: float
     ended: float
+    lived_s: float
     started_monotonic: float
     argv: tuple[str, ...]
     output: str
@@ -46,16 +49,18 @@ def write_record(death: Death, run_dir: RunDir, run_id: str, heartbeat: Path) ->
         OSError: the run directory cannot be written to.
     """
     phase, step = _last_beat(heartbeat)
-    secrets = secret_values(os.environ)
     failure = Failure(
         rank=death.rank, host=socket.gethostname(), pid=death.pid, exit_code=death.code, signal=death.signal,
-        ended=death.ended, duration_s=round(death.ended - death.started, 3),
-        tail=tuple(death.output[-_TAIL_CHARACTERS:].splitlines()[-_TAIL_LINES:]),
+        ended=death.ended, duration_s=round(death.lived_s, 3),
+        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_words(death.output, _TAIL_LINES)),
         argv=tuple(redact_words(death.argv)), exception=_exception(death), phase=phase, step=step,
         oom_killed=evidence(death.kills_before, (death.pid,), death.started_monotonic,
                             death.code == _KILLED_CODE),
-        ended_by=_ended_by(death, run_dir, run_id))
-    write_json(run_dir.rank_error(death.rank), hide(asdict(failure), secrets))
+        ended_by=_ended_by(death, run_dir, run_id), launch=run_id)
+    run_dir.path.mkdir(parents=True, exist_ok=True)  # the rank, or somebody else, may have removed it
+    with make_private(run_dir.errors) as errors:
+        record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
+        errors.write(run_dir.rank_error(death.rank).name, record.encode())
 
 
 def _exception(death: Death):
@@ -91,6 +96,6 @@ def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
 
 def _is_wanted(run_dir: RunDir, rank: int) -> bool:
     try:
-        return rank in unfold((run_dir.control / "logs").read_text())
-    except (OSError, ValueError):
+        return rank in unfold(logs_ordered(run_dir))
+    except ValueError:
         return False

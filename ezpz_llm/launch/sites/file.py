@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.outside import parse_toml, read_text
 from ezpz_llm.errors import UserError, nearest
 from ezpz_llm.launch.sites.keys import JOB_KEYS, KEYS, Key
 from ezpz_llm.launch.sites.site import Job, Site
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True)
@@ -35,14 +30,11 @@ def read_site(path: Path, source: str) -> SiteFile:
             line, the key and what is accepted.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
-    except OSError as error:
-        raise UserError(f"cannot read the site file: {error.strerror}", where=str(path),
-                        instead="--site with a name or a file") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"the site file is no TOML: {error}", where=str(path),
-                        instead="see launchers/sites/generic.toml for all keys") from error
+        text = read_text(path)
+        content = parse_toml(text, str(path))
+    except UserError as error:
+        raise UserError(f"cannot read the site file: {error.found}", where=str(path),
+                        instead="--site NAME or a file; launchers/sites/generic.toml has all keys") from error
     fields = _converted(content, KEYS, path, text, "")
     recognised = fields.pop("recognise", {})
     job = _converted(fields.pop("job", {}), JOB_KEYS, path, text, "job.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -18,9 +17,13 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from ezpz_llm.base.outside import parse_json
+from ezpz_llm.base.private import NotPrivate
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.staging.archive import MANIFEST
@@ -42,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     way, to, *archives = argv
     if way == "room":
         return _check_room(Path(to).parent, int(archives[0]))
-    open_archive = _over_mpi() if way == "mpi" else _as_file
+    open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else _as_file
     folder = Path(to)
     remove_stale(folder)
     try:
@@ -75,15 +78,21 @@ def _check_room(folder: Path, needed: int) -> int:
 
 def remove_stale(folder: Path) -> None:
     """Remove copies beside `folder` whose launch was killed and could not: an hour old, and without processes."""
-    begin, _, _ = folder.name.rpartition("-")
+    begin = "-".join(folder.name.split("-")[:2])
     for other in folder.parent.glob(f"{begin}-*"):
         try:
             is_old = time.time() - other.lstat().st_mtime > _STALE_S and other.lstat().st_uid == os.getuid()
-            if is_old and not any(marked(other.name.removeprefix(f"{begin}-").partition(".")[0])):
+            if is_old and not any(marked(re.split("[-.]", other.name)[2])):
                 shutil.rmtree(other) if other.is_dir() else other.unlink()
         except OSError:
             # Another host's process on the same disk may have removed it.
             continue
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    roots: dict[str, str]
+    rewrite: tuple[str, ...]
 
 
 def unpack(source: BinaryIO, to: Path) -> None:
@@ -97,8 +106,8 @@ def unpack(source: BinaryIO, to: Path) -> None:
         text = tar.extractfile(first).read() if first is not None and first.name == MANIFEST else b""
         if not text:
             raise tarfile.ReadError(f"no {MANIFEST} at its beginning")
-        manifest = json.loads(text)
-        moved = mover(manifest["roots"], to)
+        manifest = as_dataclass(_Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
+        moved = mover(manifest.roots, to)
         # Our own archive, from our own cache, is taken as it is.
         tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
         while (member := tar.next()) is not None:
@@ -108,7 +117,7 @@ def unpack(source: BinaryIO, to: Path) -> None:
                 # Nothing could be put into a folder that is read-only.
                 member.mode |= 0o700
             tar.extract(member, to)
-    for name in manifest["rewrite"]:
+    for name in manifest.rewrite:
         _rewrite(to / name, moved)
 
 
@@ -130,6 +139,16 @@ def _rewrite(path: Path, moved: Callable[[str], str]) -> None:
 @contextlib.contextmanager
 def _as_file(path: str) -> Iterator[BinaryIO]:
     with open(path, "rb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _as_sent(path: str) -> Iterator[BinaryIO]:
+    """What sbcast put into a folder where others write, too: only a file of ours."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with open(handle, "rb") as file:
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise NotPrivate("it belongs to another user", path)
         yield file
 
 

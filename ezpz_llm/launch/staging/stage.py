@@ -24,7 +24,7 @@ from ezpz_llm.launch.staging.relocate import relocate
 from ezpz_llm.launch.staging.roots import find_roots
 from ezpz_llm.launch.supervise import run
 from ezpz_llm.resources import cache_dir
-from ezpz_llm.rundir import update_record
+from ezpz_llm.rundir import update_record, write_atomic
 
 _LIMIT_S = 1800.0
 """The longest that copying may take."""
@@ -43,7 +43,8 @@ def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterat
     roots = find_roots()
     archives = make_archives(roots, cache_dir(env) / "staging")
     way = choose_way(plan, env)
-    folder = local_folder(plan, env) / f"ezpz_llm-{os.getuid()}-{plan.run_id}"
+    # A name that nobody can take before it is there: the run's id stands in its record.
+    folder = local_folder(plan, env) / f"ezpz_llm-{os.getuid()}-{plan.run_id}-{os.urandom(8).hex()}"
     print(_told(archives, way, plan, folder), file=sys.stderr, flush=True)
     try:
         _bring(plan, options, archives, way, folder)
@@ -123,5 +124,5 @@ def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...],
     step = build_plan(once, os.environ)
     step.run_dir.create()
     for path, content in step.files.items():
-        path.write_text(content)
+        write_atomic(path, content)
     return run(step, None, _LIMIT_S).code
