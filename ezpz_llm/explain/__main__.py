@@ -28,11 +28,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--counterfactual", action="store_true",
                         help="run a few of its steps again here, some of them without collectives")
+    parser.add_argument("--yes", action="store_true", help="start them without asking")
     options = parser.parse_args(argv)
     run_dir = (options.run_dir or newest_run(Path("runs"), "ezpz-llm explain RUN_DIR").path).absolute()
     found = account(run_dir)
     if options.counterfactual:
-        again = account(rerun(run_dir, read_record(RunDir(run_dir))))
+        again = account(rerun(run_dir, read_record(RunDir(run_dir)), options.yes))
         found = replace(found, counterfactual=again.counterfactual)
     if options.json:
         print(json.dumps(found.as_record(), indent=2))

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.errors import UserError
@@ -17,8 +20,8 @@ from ezpz_llm.explain.memory import Memory, memory_of
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.trace import BETWEEN
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.observe.history import PHASES, read_history, steady
-from ezpz_llm.rundir import RunDir, read_json, read_record
+from ezpz_llm.observe.history import PHASES, History, read_history, steady
+from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ def account(run_dir: Path) -> Account:
         UserError: it is none of a training run, no step has been written, or a trace cannot be read.
     """
     record = read_record(RunDir(run_dir))
-    rows = read_history(RunDir(run_dir)) if RunDir(run_dir).metrics.exists() else []
-    if "config" not in record or "model" not in record or not rows:
+    rows = read_history(RunDir(run_dir))
+    if "config" not in record or "model" not in record or not len(rows):
         raise UserError("there is no step of a training run here", where=str(run_dir),
                         instead="the directory of a run of ezpz_llm.train, or ezpz-llm why if it ended early")
     timed = steady(rows)
-    phases = {name: sum(row[f"{name}_s"] for row in timed) / len(timed) for name in (*PHASES, "other")}
+    phases = {name: float(np.mean(timed.column(f"{name}_s"))) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
     wall = dict((record.get("summary") or {}).get("wall") or {})
     run = described(run_dir, record)
@@ -92,21 +95,22 @@ def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: layout.json is missing or damaged.
     """
-    resolved = read_json(RunDir(run_dir).layout)
+    resolved = read_layout(RunDir(run_dir).layout)
     if resolved is None:
         raise UserError("this run left no layout.json", where=str(run_dir), instead="a whole run directory")
-    layout = {**resolved["layout"], "tiled": tuple(resolved["layout"].get("tiled") or ())}
+    where = str(RunDir(run_dir).layout)
     environment = record.get("environment") or {}
     device = environment.get("device") or {}
-    return {"model": ModelConfig(**record["model"]), "layout": Layout(**layout),
-            "batch": Batch(**resolved["batch"]),
+    return {"model": as_dataclass(ModelConfig, record["model"], str(RunDir(run_dir).record)),
+            "layout": as_dataclass(Layout, resolved.get("layout"), where),
+            "batch": as_dataclass(Batch, resolved.get("batch"), where), "precision": resolved.get("precision"),
             "optimizer": record["config"].get("optimizer", "adamw"), "world_size": environment.get("world_size", 1),
             "device": device.get("type"), "memory_bytes": device.get("memory_bytes"), "config": record["config"]}
 
 
-def _traced_wall(split: Split | None, rows: list[dict[str, Any]]) -> dict[str, float]:
+def _traced_wall(split: Split | None, rows: History) -> dict[str, float]:
     """In place of a run's wall time, the traced window's; without traces, of all steps that have a line."""
     if split is None:
-        return {"training": sum(row["step_time_s"] for row in rows)}
+        return {"training": float(np.nansum(rows.column("step_time_s")))}
     return {"training": sum(split.mean(name) for name in IN_STEP),
             **{name: split.mean(name) for name in (*BETWEEN, OTHER)}}

@@ -9,7 +9,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.memory import memory_per_rank, total
+from ezpz_llm.engine.memory import cast_per_rank, memory_per_rank, total
 from ezpz_llm.model.config import ModelConfig, parameter_count
 
 _OF_ALL = 0.8
@@ -65,7 +65,10 @@ def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
         return []
     model: ModelConfig = run["model"]
     optimizer: Optimizer = run["optimizer"]
-    need = total(memory_per_rank(replace(layout, zero_stage=2), model, run["world_size"], optimizer), "device")
+    whole = replace(layout, zero_stage=2)
+    # With the copies that autocast would keep then, and keeps none of in stage 3.
+    cast = cast_per_rank(whole, model).bytes if run["precision"] in ("bf16", "fp16") else 0
+    need = total(memory_per_rank(whole, model, run["world_size"], optimizer), "device") + cast
     more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer), "device")
     there = run["memory_bytes"]
     if there is None:

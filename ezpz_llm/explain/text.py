@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ezpz_llm.base.clean import cleaned
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.account import Account
 from ezpz_llm.explain.checks import checks_text
@@ -25,7 +26,7 @@ _WIRE = 3
 
 def account_text(account: Account, width: int, *, colour: bool) -> str:
     """Causes first, then what they were found from."""
-    parts = [f"{account.run_dir}: layout {account.layout}, {account.ranks} rank(s)\n", _causes(account),
+    parts = [cleaned(f"{account.run_dir}: layout {account.layout}, {account.ranks} rank(s)\n\n{_causes(account)}"),
              _absent(account)]
     if account.split is not None:
         parts += [_bars(account.split, width, colour), _window(account.split, rich=colour),
@@ -36,7 +37,7 @@ def account_text(account: Account, width: int, *, colour: bool) -> str:
         parts.append(_counterfactual(account.counterfactual, rich=colour))
     if account.memory:
         parts.append(memory_text(account.memory, rich=colour))
-    parts.append(checks_text(account.checks))
+    parts.append(cleaned(checks_text(account.checks)))
     if account.wall:
         parts.append(_wall(account, rich=colour))
     return "\n".join(part for part in parts if part)

@@ -7,8 +7,6 @@ device both are kernels on its streams, and the phase of a kernel is that in whi
 
 from __future__ import annotations
 
-import gzip
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from ezpz_llm.explain.events import (
 )
 from ezpz_llm.explain.flight import Flight, named
 from ezpz_llm.explain.intervals import Interval, bridge, union
+from ezpz_llm.explain.trace_file import load_trace
 from ezpz_llm.observe.history import PHASES
 
 BETWEEN = ("evaluation", "logging", "sampling", "checkpoints")
@@ -66,13 +65,12 @@ def read_trace(path: Path) -> RankTrace:
     Raises:
         UserError: it is damaged, or not written by this trainer.
     """
+    loaded = load_trace(path)
     try:
-        with gzip.open(path, "rt") as file:
-            loaded = json.load(file)
-    except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"the trace cannot be read: {error}", where=str(path),
-                        instead="trace the run again") from error
-    return rank_trace(loaded, where=str(path))
+        return rank_trace(loaded, where=str(path))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise UserError(f"what the trace says of its run is not what the trainer writes ({error!r})",
+                        where=str(path), instead="trace the run again") from error
 
 
 def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:

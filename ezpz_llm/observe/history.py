@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeVar
 
+import numpy as np
+
+from ezpz_llm.base.outside import shown
+from ezpz_llm.base.schema import as_type
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, write_atomic
 
-Row = TypeVar("Row")
+Rows = TypeVar("Rows", bound="Sequence[Any] | History")
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """What a step is made of; collectives run inside them, overlapped, and cannot be told apart by spans."""
@@ -30,24 +36,94 @@ class Spread:
     high: float
 
 
-def read_history(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, in order of their steps."""
-    return list(read_lines(run_dir.metrics))
+ON_EACH_LINE = ("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
+                *(f"{phase}_s" for phase in (*PHASES, OTHER)))
+ON_SOME_LINES = ("mfu", "val_loss", "val_tokens", "skipped")
+"""What is read of a line, besides its step."""
 
 
-def steady(rows: Sequence[Row]) -> list[Row]:
+@dataclass(frozen=True)
+class History:
+    """The lines of metrics.jsonl by columns, one value a step in order of the steps: 130 MB for a million of them.
+
+    What a line lacks, and a null, is NaN. A slice of a history is a history.
+    """
+
+    steps: np.ndarray
+    columns: Mapping[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, part: slice | np.ndarray) -> History:
+        return History(self.steps[part], {name: values[part] for name, values in self.columns.items()})
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric of every step, or the steps themselves."""
+        return self.steps if name == "step" else self.columns[name]
+
+
+def read_history(run_dir: RunDir, waiting: Iterable[Mapping[str, Any]] = ()) -> History:
+    """The lines of metrics.jsonl, none where it is not there, and after them those that still wait to be written.
+
+    Of a step that was written twice the later line counts.
+
+    Raises:
+        UserError: it cannot be read, or a line is none of a run's.
+    """
+    return make_history(chain(read_lines(run_dir.metrics), waiting), str(run_dir.metrics))
+
+
+def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
+    """The same of lines that are read already, of `where` they came from."""
+    # Whole lines at a time, and values without a loop of ours: a million lines are seconds.
+    steps, values, of_each = array("q"), array("d"), itemgetter(*ON_EACH_LINE)
+    of_some: dict[str, dict[int, float]] = {name: {} for name in ON_SOME_LINES}
+    for line in lines:
+        number = len(steps)
+        try:
+            steps.append(line["step"])
+            try:
+                values.extend(of_each(line))
+            except (KeyError, TypeError):  # some are missing, or null
+                del values[number * len(ON_EACH_LINE):]
+                values.extend([_number(line.get(name)) for name in ON_EACH_LINE])
+            for name, found in of_some.items():
+                if name in line:
+                    found[number] = _number(line[name])
+        except (KeyError, TypeError, OverflowError) as error:
+            raise UserError(f"after {number} steps comes a line that is none of a run's ({error!r})", where=where,
+                            instead="remove that line") from error
+    table = np.asarray(values).reshape(-1, len(ON_EACH_LINE))
+    columns = dict(zip(ON_EACH_LINE, table.T, strict=True))
+    for name, found in of_some.items():
+        columns[name] = np.full(len(steps), math.nan)
+        columns[name][list(found)] = list(found.values())
+    found = History(np.asarray(steps), columns)
+    if np.all(found.steps[1:] > found.steps[:-1]):
+        return found
+    order = np.argsort(found.steps, kind="stable")
+    last = np.append(np.diff(found.steps[order]) > 0, True)
+    return found[order[last]]
+
+
+def _number(value: Any) -> float:
+    if value is not None and not isinstance(value, (int, float)):
+        raise TypeError(f"{shown(value)} is no number")
+    return math.nan if value is None else float(value)
+
+
+def steady(rows: Rows) -> Rows:
     """`rows` without the first (warm-up, compilation) and the last (closing work); up to three are kept whole."""
     if len(rows) <= 3:
-        return list(rows)
-    return list(rows[min(WARMUP_STEPS, max(1, len(rows) // 10)) : -1])
+        return rows
+    return rows[min(WARMUP_STEPS, max(1, len(rows) // 10)) : -1]
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float] | np.ndarray) -> Spread:
     """Median, 10 % and 90 % points of `values` (at least one)."""
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return Spread(statistics.median(values), tenths[0], tenths[-1])
+    low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
+    return Spread(float(median), float(low), float(high))
 
 
 def trim_history(run_dir: RunDir, last_step: int) -> int:
@@ -61,18 +137,36 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
     """
     if not run_dir.metrics.exists():
         return 0
-    lines = list(read_lines(run_dir.metrics))
-    if lines and last_step == 0:
-        raise UserError(f"the run directory already holds {len(lines)} steps of another run",
+    steps = [as_type(int, row.get("step"), str(run_dir.metrics), "step") for row in read_lines(run_dir.metrics)]
+    if steps and last_step == 0:
+        raise UserError(f"the run directory already holds {len(steps)} steps of another run",
                         where=str(run_dir.metrics),
                         instead="choose another --run-dir, or go on from its checkpoint with --resume")
-    raw = run_dir.metrics.read_bytes().splitlines(keepends=True)
-    # read_lines leaves out blank lines and a last line that a crash cut short, and so does the new file.
-    whole = [line for line in raw if line.endswith(b"\n") and line.strip()]
-    kept = [line for line, row in zip(whole, lines, strict=True) if row["step"] <= last_step]
-    if len(kept) < len(raw):
-        write_atomic(run_dir.metrics, b"".join(kept))
-    return len(raw) - len(kept)
+
+    def kept() -> Iterator[bytes]:
+        of_lines = iter(steps)
+        with run_dir.metrics.open("rb") as file:
+            for line in file:
+                # Like read_lines, without blank lines and a last line that a crash cut short.
+                if line.endswith(b"\n") and line.strip() and next(of_lines) <= last_step:
+                    yield line
+
+    with run_dir.metrics.open("rb") as file:
+        dropped = sum(1 for _ in file) - sum(1 for _ in kept())
+    if dropped:
+        write_atomic(run_dir.metrics, kept())
+    return dropped
+
+
+def last_loss(rows: History) -> float | None:
+    """The mean over the last tenth of the steps, at most 50; None if one of them is not a number."""
+    losses = rows.column("loss")[-max(1, min(50, len(rows) // 10)):]
+    return known(np.mean(losses)) if len(losses) else None
+
+
+def known(value: float) -> float | None:
+    """A value of a column; None where it is not a number."""
+    return float(value) if math.isfinite(value) else None
 
 
 def finite(value: float | None) -> bool:

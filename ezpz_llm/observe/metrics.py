@@ -11,7 +11,6 @@ JSON has no NaN.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +23,7 @@ from ezpz_llm.observe.straggler import Straggler, StragglerMeter
 from ezpz_llm.observe.throughput import StepWork
 from ezpz_llm.observe.timeline import StepTimeline, StepTimes
 from ezpz_llm.observe.trackers import Tracking
-from ezpz_llm.rundir import RunDir, append_lines
+from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -66,7 +65,6 @@ class MetricsLog:
         self._pending: list[tuple[int, float]] = []
         self._values: list[torch.Tensor] = []
         self._measured: dict[int, Measured] = {}
-        self._unwritten: list[dict[str, Any]] = []
         self._validations: dict[int, tuple[float, int]] = {}
         self._figures: dict[int, dict[str, float]] = {}
         self._straggler = StragglerMeter(dist)
@@ -116,10 +114,11 @@ class MetricsLog:
         return step % self._flush_every == 0 or step == self._first_step + 1
 
     def go_back(self, step: int) -> None:
-        """The run goes on after an earlier `step`: later lines are dropped. Nothing may wait to be written."""
+        """The run goes on after an earlier `step`: later lines are dropped."""
         self._first_step = step
         if self._dist.is_main:
-            trim_history(self._run_dir, step)
+            self._dist.side.attempt("metrics.jsonl without the steps that come again",
+                                    lambda: trim_history(self._run_dir, step))
         if self._tracking:
             self._tracking.go_back(step)
 
@@ -151,8 +150,7 @@ class MetricsLog:
         self._pending, self._values, self._validations = [], [], {}
         if not self._dist.is_main:
             return
-        self._unwritten += lines
-        self._write()
+        self._dist.side.append(self._run_dir.metrics, lines)
         if self._tracking:
             self._tracking.write(lines)
         if self._progress:
@@ -160,17 +158,6 @@ class MetricsLog:
         first_bad = next((line["step"] for line in lines if not finite(line["loss"])), None)
         if first_bad is not None:
             print(f"warning: the loss is not finite from step {first_bad} on", flush=True)
-
-    def _write(self) -> None:
-        """Append the lines that wait for it. On a full disk they wait for the next flush: it ends no run."""
-        try:
-            append_lines(self._run_dir.metrics, self._unwritten)
-            self._unwritten = []
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            print(f"warning: {error.strerror}: {len(self._unwritten)} line(s) of {self._run_dir.metrics} wait for "
-                  "room", flush=True)
 
     def _add_measured(self, lines: list[dict[str, Any]]) -> None:
         """Put what was measured besides on the lines of its steps, summed over ranks in one collective."""

@@ -49,11 +49,17 @@ _PARTS = (
     _Part(r"\bH100 (80GB|SXM)|\bGH200\b", 132, _tensor(989, 494, 67), _NVIDIA + "h100/"),
     _Part(r"\bH200 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h200/"),
     _Part(r"\bH200$", 132, _tensor(989, 494, 67), _NVIDIA + "h200/"),
+    # With sparsity the table of Blackwell parts gives 4,500 for one GPU of an HGX B200, 5,000 for one of a GB200.
+    _Part(r"\bB200\b", 148, _tensor(2250, 1100, 75), _NVIDIA + "hgx/"),
+    _Part(r"\bGB200\b", 148, _tensor(2500, 1250, 80), _NVIDIA + "gb200-nvl72/"),
     # Volta's tensor cores take fp16 only, and there is no tf32.
     _Part(r"\bV100-SXM2\b", 80, {"fp16": 125, "fp32": 15.7}, _NVIDIA + "v100/"),
     _Part(r"\bV100-PCIE\b", 80, {"fp16": 112, "fp32": 14}, _NVIDIA + "v100/"),
     _Part(r"\bL40S\b", 142, _tensor(362, 183, 91.6), _NVIDIA + "l40s/"),
     _Part(r"\bL4\b", 58, _tensor(121, 60, 30.3), _NVIDIA + "l4/"),
+    _Part(r"\bA40\b", 84, _tensor(149.7, 74.8, 37.4), _NVIDIA + "a40/"),
+    # With sums in fp32; half-precision sums, which torch does not ask for, are twice as fast.
+    _Part(r"\bRTX 4090$", 128, _tensor(165.2, 82.6, 82.6), "NVIDIA Ada GPU architecture white paper, RTX 4090"),
     _Part(r"\bA10\b", 72, _tensor(125, 62.5, 31.2), _NVIDIA + "products/a10-gpu/"),
     # torch's device is one of the card's two dies: half of 383 (half precision) and of 95.7 (fp32 matrix).
     _Part(r"\bMI250X\b", 110, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85},

@@ -6,14 +6,15 @@ import itertools
 import math
 import os
 import shutil
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
-from ezpz_llm.observe.history import finite, read_history, steady
-from ezpz_llm.rundir import RunDir, write_atomic
+import numpy as np
+
+from ezpz_llm.observe.history import History, read_history, steady
+from ezpz_llm.rundir import RunDir, SideFiles
 
 WIDTH_LIMIT = 100
 """Columns beyond which a plot no longer gets easier to read."""
@@ -21,7 +22,9 @@ _DEFAULT_WIDTH = 80
 _HUGE = 1e300
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
-Reduce = Callable[[Sequence[float]], float]
+Values = Sequence[float | None] | np.ndarray
+"""One value a step; None or NaN where there is none."""
+Reduce = Callable[[np.ndarray], float]
 
 
 def terminal_width() -> int:
@@ -35,14 +38,14 @@ def wants_colour(stream: TextIO | None = None) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
-def downsample(x: Sequence[float], y: Sequence[float], points: int,
-               reduce: Reduce = statistics.fmean) -> tuple[list[float], list[float]]:
+def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> tuple[list[float], list[float]]:
     """At most `points` points: neighbours in equal groups, each at its mean x and its reduced y."""
+    x, y = np.asarray(x, float), np.asarray(y, float)
     if len(x) <= points:
-        return list(x), list(y)
+        return x.tolist(), y.tolist()
     edges = [round(i * len(x) / points) for i in range(points + 1)]
     groups = [slice(a, b) for a, b in itertools.pairwise(edges)]
-    return [statistics.fmean(x[group]) for group in groups], [reduce(y[group]) for group in groups]
+    return [float(np.mean(x[group])) for group in groups], [float(reduce(y[group])) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Curve:
     """
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float | None]
+    x: Values
+    y: Values
     mark: str = ""
     lettered: bool = False
     colour: int = -1
@@ -64,10 +67,10 @@ class Curve:
         return not self.mark or self.lettered
 
 
-def series_plot(x: Sequence[float], y: Sequence[float | None], title: str, xlabel: str, ylabel: str,
+def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
                 width: int = _DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
-                reduce: Reduce = statistics.fmean, label: str = "",
-                points: tuple[str, Sequence[float], Sequence[float | None]] | None = None) -> str:
+                reduce: Reduce = np.mean, label: str = "",
+                points: tuple[str, Values, Values] | None = None) -> str:
     """A line plot of y over x, see curves_plot.
 
     Args:
@@ -83,7 +86,7 @@ def series_plot(x: Sequence[float], y: Sequence[float | None], title: str, xlabe
 
 
 def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = _DEFAULT_WIDTH,
-                height: int = 16, *, colour: bool = False, reduce: Reduce = statistics.fmean) -> str:
+                height: int = 16, *, colour: bool = False, reduce: Reduce = np.mean) -> str:
     """A plot of several series as text of `width` by `height` characters, ending in a newline.
 
     Values that are not finite (or None) are left out, long lines are reduced to two values a column.
@@ -94,9 +97,8 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
     drawn = []
     for curve in curves:
         x, y = _drawable(curve.x, curve.y)
-        if curve.is_line:
-            x, y = downsample(x, y, _DOTS_PER_COLUMN * width, reduce)
-        if x:
+        x, y = downsample(x, y, _DOTS_PER_COLUMN * width if curve.is_line else len(x), reduce)
+        if len(x):
             drawn.append((curve, x, y))
     if not drawn:
         return f"{heading}: nothing to draw\n"
@@ -140,29 +142,29 @@ def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = _DEFAU
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False) -> str:
+def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False, history: History | None = None,
+             side: SideFiles | None = None) -> str:
     """Draw loss, step time and tokens/s of a run: plain text to `plots/<metric>.txt`, and returned for the console.
 
     The first and last steps are left out of the two time plots, whose scale they would take for themselves.
+
+    Args:
+        history: the run's lines, where they are read already.
+        side: what writes the files of a training.
     """
-    width = terminal_width() if width is None else width
-    rows = read_history(run_dir)
-    evaluated = [row for row in rows if "val_loss" in row]
+    width, side = terminal_width() if width is None else width, side or SideFiles()
+    rows = read_history(run_dir) if history is None else history
+    evaluated = rows[np.isfinite(rows.column("val_loss"))]
     timed = steady(rows)
-
-    def column(lines: Sequence[dict[str, Any]], name: str, scale: float = 1.0) -> list[float | None]:
-        return [None if line[name] is None else line[name] * scale for line in lines]
-
-    steps, timed_steps = column(rows, "step"), column(timed, "step")
-    validation = ("validation", column(evaluated, "step"), column(evaluated, "val_loss")) if evaluated else None
+    validation = ("validation", evaluated.steps, evaluated.column("val_loss")) if len(evaluated) else None
 
     def draw_loss(colour: bool) -> str:
-        return series_plot(steps, column(rows, "loss"), "loss", "step", "nats/token", width, colour=colour,
+        return series_plot(rows.steps, rows.column("loss"), "loss", "step", "nats/token", width, colour=colour,
                            label="training", points=validation)
 
     def draw_timed(metric: str, title: str, unit: str, scale: float) -> Callable[[bool], str]:
-        return lambda colour: series_plot(timed_steps, column(timed, metric, scale), title, "step", unit, width,
-                                          colour=colour, reduce=statistics.median)
+        return lambda colour: series_plot(timed.steps, timed.column(metric) * scale, title, "step", unit, width,
+                                          colour=colour, reduce=np.median)
 
     drawings: dict[str, Callable[[bool], str]] = {
         "loss": draw_loss,
@@ -172,16 +174,17 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False)
     shown = []
     for metric, draw in drawings.items():
         plain = draw(False)
-        write_atomic(run_dir.plots / f"{metric}.txt", plain)
+        side.write(run_dir.plots / f"{metric}.txt", plain)
         shown.append(draw(True) if colour else plain)
     return "\n".join(shown)
 
 
-def _drawable(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float]]:
+def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:
     # A NaN makes plotext's C++ part abort the whole process, so it must never get there; and a range wider than a
     # float holds cannot be scaled.
-    pairs = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if finite(a) and finite(b) and abs(b) < _HUGE]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+    a, b = np.asarray(x, float), np.asarray(y, float)
+    usable = (np.abs(a) < _HUGE) & (np.abs(b) < _HUGE)
+    return a[usable], b[usable]
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ezpz_llm.rundir import RunDir, write_atomic, write_json
+from ezpz_llm.rundir import RunDir, SideFiles
 
 SKIP_STEPS = 5
 """Steps before a profile starts: the first ones build caches, optimizer state and kernels."""
@@ -59,8 +60,9 @@ class HostProfile:
     of pure Python calls can take several times as long, since each call is hooked.
     """
 
-    def __init__(self, run_dir: RunDir, window: Window) -> None:
+    def __init__(self, run_dir: RunDir, window: Window, side: SideFiles | None = None) -> None:
         self._run_dir = run_dir
+        self._side = side or SideFiles()
         self._window = window
         self._profiler: Any = None
         self.path: Path | None = None
@@ -74,6 +76,12 @@ class HostProfile:
             # async_mode is for coroutines; without them it only costs.
             self._profiler = Profiler(interval=0.001, async_mode="disabled")
             self._profiler.start()
+            # It must not be called any more when the interpreter comes apart, however the run ends.
+            atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        if self._profiler is not None and self._profiler.is_running:
+            self._profiler.stop()
 
     def after_step(self, step: int) -> None:
         """Stop and write after the window's last step."""
@@ -84,12 +92,14 @@ class HostProfile:
         """Write what there is, if the window was entered and not yet closed (a run that ends early)."""
         if self._profiler is None:
             return
-        self._profiler.stop()
+        self._stop()
+        atexit.unregister(self._stop)
         profiler, self._profiler = self._profiler, None
-        write_atomic(self._run_dir.profile / "host.txt", profiler.output_text(unicode=True, color=False))
         self.path = self._run_dir.profile / "host.html"
-        write_atomic(self.path, profiler.output_html())
-        write_json(self._run_dir.profile / "host.json", seconds_by_package(profiler.last_session.root_frame()))
+        self._side.write(self.path.with_suffix(".txt"), profiler.output_text(unicode=True, color=False))
+        self._side.write(self.path, profiler.output_html())
+        self._side.write_json(self.path.with_suffix(".json"),
+                              seconds_by_package(profiler.last_session.root_frame()))
 
 
 def seconds_by_package(root: Any) -> dict[str, float]:
@@ -117,8 +127,9 @@ class TraceProfile:
     """
 
     def __init__(self, run_dir: RunDir, rank: int, window: Window,
-                 notes: Callable[[], dict[str, Any]] = dict) -> None:
+                 notes: Callable[[], dict[str, Any]] = dict, side: SideFiles | None = None) -> None:
         self._target = run_dir.trace(rank)
+        self._side = side or SideFiles()
         self._window = window
         self._notes = notes
         self._profiler: torch.profiler.profile | None = None
@@ -143,6 +154,9 @@ class TraceProfile:
         self._profiler.add_metadata_json("ezpz_llm", json.dumps(self._notes()))
         self._profiler.stop()
         profiler, self._profiler = self._profiler, None
+        self._side.attempt(str(self._target), lambda: self._write(profiler))
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
         # Under another name until it is whole: `explain` may look while the run goes on.
         unfinished = self._target.with_name(f".{self._target.name}")
         profiler.export_chrome_trace(str(unfinished))

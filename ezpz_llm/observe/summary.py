@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ezpz_llm.observe.bubble import Bubble
-from ezpz_llm.observe.history import Spread, finite, read_history, spread, steady
+from ezpz_llm.observe.history import History, Spread, finite, known, last_loss, read_history, spread, steady
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.observe.straggler import Straggler
 from ezpz_llm.observe.tables import percentages, table
@@ -35,6 +37,7 @@ class Summary:
 
     steps: int
     timed_steps: int
+    skipped_steps: int
     first_loss: float | None
     last_loss: float | None
     val_loss: float | None
@@ -78,36 +81,38 @@ class Summary:
 
 def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
               unigram_entropy: float | None = None, straggler: Straggler | None = None,
-              bubble: Bubble | None = None) -> Summary | None:
+              bubble: Bubble | None = None, history: History | None = None) -> Summary | None:
     """Summarise the steps after `first_step` from metrics.jsonl; None where this process made no step.
 
     Args:
         wall: seconds by what they were spent on, adding up to the run's wall time.
         unigram_entropy: of the corpus, in nats a token.
         straggler, bubble: see MetricsLog.
+        history: the run's lines, where they are read already.
     """
-    history = read_history(run_dir)
-    rows = [row for row in history if row["step"] > first_step]
-    if not rows:
+    history = read_history(run_dir) if history is None else history
+    rows = history[history.steps > first_step]
+    if not len(rows):
         return None
     timed = steady(rows)
-    step_times = [row["step_time_s"] for row in timed]
-    phases = {phase: [row[f"{phase}_s"] for row in timed] for phase in (*PHASES, OTHER)}
+    step_times = timed.column("step_time_s")
+    phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
     rates = work.rates(step_time.median)
-    last_losses = [row["loss"] for row in rows[-max(1, min(50, len(rows) // 10)) :]]
-    evaluated = [row for row in rows if "val_loss" in row]
+    # The loss of an evaluation may be NaN; that it was made is known by its tokens.
+    evaluated = rows[np.isfinite(rows.column("val_tokens"))]
     return Summary(
-        steps=rows[-1]["step"],
+        steps=int(rows.steps[-1]),
         timed_steps=len(timed),
-        first_loss=history[0]["loss"],
-        last_loss=sum(last_losses) / len(last_losses) if all(map(finite, last_losses)) else None,
-        val_loss=evaluated[-1]["val_loss"] if evaluated else None,
-        val_step=evaluated[-1]["step"] if evaluated else None,
+        skipped_steps=int(np.sum(rows.column("skipped") > 0)),
+        first_loss=known(history.column("loss")[0]),
+        last_loss=last_loss(rows),
+        val_loss=known(evaluated.column("val_loss")[-1]) if len(evaluated) else None,
+        val_step=int(evaluated.steps[-1]) if len(evaluated) else None,
         unigram_entropy=unigram_entropy,
         step_time=step_time,
         phase_s={phase: spread(seconds) for phase, seconds in phases.items()},
-        phase_share={phase: sum(seconds) / sum(step_times) for phase, seconds in phases.items()},
+        phase_share={phase: float(np.sum(seconds) / np.sum(step_times)) for phase, seconds in phases.items()},
         tokens_per_second=rates.tokens_per_second,
         tokens_per_second_per_device=rates.tokens_per_second_per_device,
         flops_per_second_per_device=rates.flops_per_second_per_device,
@@ -155,6 +160,8 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -
                                f"(step {summary.steps})")]
     if summary.val_step is not None:
         lines.append(("validation loss", _validation(summary)))
+    if summary.skipped_steps:
+        lines.append(("skipped steps", f"{summary.skipped_steps}: they changed nothing"))
     lines.append(("step time", f"{spread_ms[0]} ms median, {spread_ms[1]} to {spread_ms[2]} ms from 10 % to 90 %"))
     lines.append(("tokens/s", f"{short_number(summary.tokens_per_second)}, "
                               f"{short_number(summary.tokens_per_second_per_device)} a device"))

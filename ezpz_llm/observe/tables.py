@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
+from ezpz_llm.base.clean import cleaned
+
 TABLE_WIDTH = 100
 
 
@@ -16,6 +18,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
         footer: a last row, for totals.
         rich: draw it for a terminal.
     """
+    # Names of runs, hosts and settings come from files, perhaps of others.
+    rows = [[cleaned(cell) for cell in row] for row in rows]
+    columns = [cleaned(name) for name in columns]
     return _rich(title, columns, rows, footer) if rich else _plain(title, columns, rows, footer)
 
 

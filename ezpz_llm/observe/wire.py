@@ -9,11 +9,12 @@ is divided, what is sent, always the whole buffer.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+from ezpz_llm.base.outside import read_json
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -145,7 +146,7 @@ def reason(backend: str, kind: str) -> str | None:
 def measured(backend: str) -> dict[str, Any] | None:
     """A backend's table as it was written, with its date, versions, link and command; None without one."""
     path = _FOLDER / f"wire_{backend}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 @functools.cache

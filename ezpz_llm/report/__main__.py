@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
     options = parser.parse_args(argv)
     runs = load_runs(options.run_dir or [newest_run(Path("runs"), "ezpz-llm report RUN_DIR").path])
-    if not any(run.rows for run in runs):
+    if not any(len(run.rows) for run in runs):
         raise UserError("no step has been written yet", where=", ".join(str(run.path) for run in runs),
                         instead="again after the first line of its progress, or ezpz-llm why if there is none")
     if len(runs) > DRAWABLE:

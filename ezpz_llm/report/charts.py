@@ -8,13 +8,13 @@ a script; `page.js` adds a cursor that reads values.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ezpz_llm.observe.history import finite
-from ezpz_llm.observe.plots import downsample, round_ticks
+import numpy as np
+
+from ezpz_llm.observe.plots import Reduce, Values, downsample, round_ticks
 from ezpz_llm.observe.progress import short_number
 
 _UNITS = 1000
@@ -23,16 +23,15 @@ _POINTS = 300
 _TABLE_ROWS = 8
 
 Form = Callable[[float], str]
-Reduce = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One series. Values of None leave a gap; `number` chooses colour and dashes; `dots` are not joined."""
+    """One series. Values of None or NaN leave a gap; `number` chooses colour and dashes; `dots` are not joined."""
 
     name: str
-    x: Sequence[float]
-    y: Sequence[float | None]
+    x: Values
+    y: Values
     number: int
     dots: bool = False
 
@@ -46,7 +45,7 @@ class Axis:
     log: bool = False
 
 
-def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce = statistics.fmean) -> str:
+def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce = np.mean) -> str:
     """A figure with a title, a key, the drawing, and a table of some of its numbers.
 
     Args:
@@ -111,17 +110,17 @@ class _Scale:
 
 
 def _thinned(one: Series, log: bool, reduce: Reduce) -> Series:
-    usable = [(a, b if finite(b) and (b > 0 or not log) else None) for a, b in zip(one.x, one.y, strict=True)]
-    first = next((i for i, (_, b) in enumerate(usable) if b is not None), len(usable))
-    last = next((i for i in range(len(usable), 0, -1) if usable[i - 1][1] is not None), 0)
-    x, y = [a for a, _ in usable[first:last]], [b for _, b in usable[first:last]]
+    x, y = np.asarray(one.x, float), np.asarray(one.y, float)
+    usable = np.isfinite(y) & (y > 0) if log else np.isfinite(y)
+    there = np.flatnonzero(usable)
+    part = slice(there[0], there[-1] + 1) if len(there) else slice(0)
 
-    def reduced(values: Sequence[float | None]) -> float | None:
-        there = [value for value in values if value is not None]
-        return reduce(there) if there else None
+    def reduced(values: np.ndarray) -> float:
+        values = values[np.isfinite(values)]
+        return reduce(values) if len(values) else math.nan
 
-    x, y = downsample(x, y, _POINTS, reduced)
-    return Series(one.name, x, y, one.number, one.dots)
+    x, y = downsample(x[part], np.where(usable, y, math.nan)[part], _POINTS, reduced)
+    return Series(one.name, x, [None if math.isnan(value) else value for value in y], one.number, one.dots)
 
 
 def _path(one: Series, x: _Scale, y: _Scale) -> str:

@@ -55,16 +55,17 @@ def describe_layout(run: Run) -> str:
     sizes = {"dp": (run.layout.get("batch") or {}).get("dp_size", 1),
              **{axis: layout.get(axis, 1) for axis in ("tp", "pp", "sp")}}
     degrees = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    return f"{layout['name']} ({degrees})" if degrees else layout["name"]
+    name = layout.get("name", "-")
+    return f"{name} ({degrees})" if degrees else name
 
 
 def describe_batch(run: Run) -> str:
     """Sequences of a step and how they are divided."""
-    batch = run.layout.get("batch")
-    if not batch:
+    batch = run.layout.get("batch") or {}
+    sizes = [batch.get(name) for name in ("global_batch", "micro_batch", "accumulation", "dp_size")]
+    if None in sizes:
         return "-"
-    return (f"{batch['global_batch']} ({batch['micro_batch']} x {batch['accumulation']} micro-steps "
-            f"x {batch['dp_size']} ranks)")
+    return "{} ({} x {} micro-steps x {} ranks)".format(*sizes)
 
 
 def describe_device(run: Run) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from html import escape
 
-from ezpz_llm.observe.history import finite, steady
+import numpy as np
+
+from ezpz_llm.observe.history import steady
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.report.charts import Axis, Series, bars, chart, table
 from ezpz_llm.report.compare import differences, verdict
 from ezpz_llm.report.page import page, views
 from ezpz_llm.report.results import RESULTS, SETTINGS, comments, phase_seconds, result_row, setting_row
 from ezpz_llm.report.runs import Run
+from ezpz_llm.rundir.secrets import redact_words
 
 X = Callable[[Run], Sequence[float]]
 
@@ -24,7 +26,7 @@ _LOSS = Axis("nats a token", lambda value: f"{value:.4g}")
 
 def report_page(runs: Sequence[Run], now: float | None = None) -> str:
     """The page for one or several runs, of which at least one has steps."""
-    drawn = [run for run in runs if run.rows]
+    drawn = [run for run in runs if len(run.rows)]
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     results = table("The loss is the mean over the last tenth of the steps, at most 50; times and rates are "
@@ -52,7 +54,7 @@ def _loss_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
                            _loss_series(runs, x, begin=0))) for name, label, x in over]
     half = max(run.tokens[-1] for run in runs) / 2
     late = _loss_series(runs, lambda run: run.tokens, begin=half)
-    if any(one.x for one in late):
+    if any(len(one.x) for one in late):
         panels.append(("tokens, second half", chart("Training loss, and validation loss as dots, from half of the "
                                                     "longest run on", Axis("tokens"), _LOSS, late)))
     return panels
@@ -62,15 +64,13 @@ def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
     """Loss and validation of each run, where x is at least `begin`."""
     series = []
     for number, run in enumerate(runs):
-        both = list(zip(x(run), run.column("loss"), run.column("val_loss"), strict=True))
-        part = [point for point in both if point[0] >= begin]
-        evaluated = [(at, value) for at, _, value in part if finite(value)]
+        part = x(run) >= begin
+        evaluated = part & np.isfinite(run.column("val_loss"))
         name = run.name if len(runs) > 1 else "training"
-        series.append(Series(name, [point[0] for point in part], [point[1] for point in part], number))
-        if evaluated:
-            series.append(Series(f"{run.name}, validation" if len(runs) > 1 else "validation",
-                                 [at for at, _ in evaluated], [value for _, value in evaluated],
-                                 number if len(runs) > 1 else 1, dots=True))
+        series.append(Series(name, x(run)[part], run.column("loss")[part], number))
+        if evaluated.any():
+            series.append(Series(f"{run.name}, validation" if len(runs) > 1 else "validation", x(run)[evaluated],
+                                 run.column("val_loss")[evaluated], number if len(runs) > 1 else 1, dots=True))
     return series
 
 
@@ -82,11 +82,11 @@ def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
     panels = []
     for name, metric, axis, scale in shown:
         series = [Series(run.name, steady(run.column("step")),
-                         [None if value is None else value * scale for value in steady(run.column(metric))], number)
+                         steady(run.column(metric)) * scale, number)
                   for number, run in enumerate(runs)]
-        if metric != "mfu" or any(finite(value) for one in series for value in one.y):
+        if metric != "mfu" or any(np.isfinite(one.y).any() for one in series):
             panels.append((name, chart(f"{name}, without the first and last steps", Axis("step"), axis, series,
-                                       statistics.median)))
+                                       np.median)))
     return panels
 
 
@@ -122,6 +122,6 @@ def _commands(runs: Sequence[Run]) -> str:
     said = ""
     for run in runs:
         words = (run.record.get("launch") or {}).get("typed")
-        command = f"<br><code>{escape(shlex.join(words))}</code>" if words else ""
+        command = f"<br><code>{escape(shlex.join(redact_words(words)))}</code>" if words else ""
         said += f"<li>{escape(str(run.path))}{command}</li>"
     return f"<ul>{said}</ul>"

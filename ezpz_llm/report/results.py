@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ezpz_llm.observe.history import OTHER, PHASES, finite, steady
+import numpy as np
+
+from ezpz_llm.observe.history import OTHER, PHASES, steady
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.report.compare import describe_batch, describe_device, describe_layout
 from ezpz_llm.report.runs import Run
@@ -19,7 +21,7 @@ def result_row(run: Run) -> list[str]:
     """A row under RESULTS. The loss is the mean over the last tenth of the steps (at most 50)."""
     validation = run.validation
     step_time = run.median("step_time_s")
-    reached = (str(run.rows[-1]["step"]), short_number(run.tokens[-1])) if run.rows else ("-", "-")
+    reached = (str(run.rows.steps[-1]), short_number(run.tokens[-1])) if len(run.rows) else ("-", "-")
     return [run.name, *reached,
             _fixed(run.last_loss), _fixed(validation[1] if validation else None),
             f"{step_time * 1e3:.1f}" if step_time is not None else "-", _short(run.median("tokens_per_second")),
@@ -33,7 +35,7 @@ def setting_row(run: Run) -> list[str]:
     started = (record.get("launch") or {}).get("started")
     return [run.name, str((record.get("config") or {}).get("model", "-")), _short(record.get("parameters")),
             describe_layout(run), str(run.world_size or "-"), str(record.get("precision", "-")),
-            describe_batch(run), f"{run.step_tokens[-1]:,}" if run.rows else "-", describe_device(run),
+            describe_batch(run), f"{run.step_tokens[-1]:,}" if len(run.rows) else "-", describe_device(run),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "-"]
 
 
@@ -41,9 +43,9 @@ def phase_seconds(run: Run) -> dict[str, float]:
     """Mean seconds a steady step spends in each phase (rank 0's); empty where a run has no such record."""
     rows = steady(run.rows)
     names = {phase: f"{phase}_s" for phase in (*PHASES, OTHER)}
-    if not rows or not all(finite(row.get(name)) for row in rows for name in names.values()):
+    if not len(rows) or not all(np.isfinite(rows.column(name)).all() for name in names.values()):
         return {}
-    return {phase: sum(row[name] for row in rows) / len(rows) for phase, name in names.items()}
+    return {phase: float(np.mean(rows.column(name))) for phase, name in names.items()}
 
 
 def comments(runs: Sequence[Run]) -> list[tuple[str, str]]:

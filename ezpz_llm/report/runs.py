@@ -6,71 +6,76 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ezpz_llm.errors import UserError
-from ezpz_llm.observe.history import finite, spread, steady
-from ezpz_llm.rundir import RunDir, read_json, read_lines, read_record
+from ezpz_llm.observe.history import History, last_loss, read_history, steady
+from ezpz_llm.rundir import RunDir, read_layout, read_record
 
 _SILENT_AFTER_S = 600.0
 """Besides three times what it took to write the last lines: an evaluation or a save may come between."""
+
+
+_MOST_TOKENS = 2**53
+"""Of one step, as far as a float counts: more is a damaged line."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One run directory, read once.
 
-    `rows` are the lines of metrics.jsonl, one a step in order; `name` tells the run from the others of a report;
-    `state` says in words how it stands or ended; `notes` what a reader of its curves should know.
+    `rows` are the lines of metrics.jsonl by columns; `name` tells the run from the others of a report; `state`
+    says in words how it stands or ended; `notes` what a reader of its curves should know.
     """
 
     path: Path
     name: str
     record: dict[str, Any]
     layout: dict[str, Any]
-    rows: list[dict[str, Any]]
+    rows: History
     state: str
     notes: tuple[str, ...]
 
-    def column(self, metric: str) -> list[float | None]:
-        """A metric of every step, None where it is missing or not a number."""
-        values = [row.get(metric) for row in self.rows]
-        return [value if finite(value) else None for value in values]
+    def column(self, metric: str) -> np.ndarray:
+        """A metric of every step, NaN where it is missing or not a number."""
+        return self.rows.column(metric)
 
     @cached_property
-    def step_tokens(self) -> list[int]:
+    def step_tokens(self) -> np.ndarray:
         """Tokens of each step: they change when a run is resumed with another batch."""
-        return [round((row.get("tokens_per_second") or 0) * (row.get("step_time_s") or 0)) for row in self.rows]
+        tokens = np.nan_to_num(self.column("tokens_per_second") * self.column("step_time_s"), posinf=0, neginf=0)
+        return np.rint(tokens.clip(0, _MOST_TOKENS)).astype(np.int64)
 
     @cached_property
-    def tokens(self) -> list[float]:
+    def tokens(self) -> np.ndarray:
         """Tokens consumed after each step. Steps before the first line are taken to have been as large as it."""
-        before = (self.rows[0]["step"] - 1) * self.step_tokens[0] if self.rows else 0
-        return [before + done for done in accumulate(self.step_tokens)]
+        before = (float(self.rows.steps[0]) - 1) * self.step_tokens[0] if len(self.rows) else 0
+        return before + np.cumsum(self.step_tokens, dtype=float)
 
     @cached_property
-    def hours(self) -> list[float]:
+    def hours(self) -> np.ndarray:
         """Hours of training after each step: step times alone, of the steps that have a line."""
-        return list(accumulate((row.get("step_time_s") or 0.0) / 3600 for row in self.rows))
+        return np.cumsum(np.nan_to_num(self.column("step_time_s"), posinf=0, neginf=0)) / 3600
 
     def median(self, metric: str) -> float | None:
         """The median of a metric over the steady steps, None where it was never measured."""
-        values = [row[metric] for row in steady(self.rows) if finite(row.get(metric))]
-        return spread(values).median if values else None
+        values = steady(self.column(metric))
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
 
     @property
     def last_loss(self) -> float | None:
         """The mean over the last tenth of the steps, at most 50; None if one of them is not a number."""
-        losses = [row.get("loss") for row in self.rows[-max(1, min(50, len(self.rows) // 10)) :]]
-        return sum(losses) / len(losses) if losses and all(map(finite, losses)) else None
+        return last_loss(self.rows)
 
     @property
     def validation(self) -> tuple[int, float] | None:
         """The last step that evaluated, and its loss."""
-        found = [(row["step"], row["val_loss"]) for row in self.rows if finite(row.get("val_loss"))]
-        return found[-1] if found else None
+        found = np.flatnonzero(np.isfinite(self.column("val_loss")))
+        return (int(self.rows.steps[found[-1]]), float(self.column("val_loss")[found[-1]])) if len(found) else None
 
     @property
     def world_size(self) -> int | None:
@@ -96,22 +101,11 @@ def _load(path: Path, name: str, now: float) -> Run:
         inside = sorted(path.glob("*/metrics.jsonl")) if path.is_dir() else []
         raise UserError("this is no run directory: it has neither run.json nor metrics.jsonl", where=str(path),
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
-    rows = _rows(run_dir)
-    layout = read_json(run_dir.layout) or {}
-    written = run_dir.metrics.stat().st_mtime if rows else run_dir.record.stat().st_mtime
+    rows = read_history(run_dir)
+    layout = read_layout(run_dir.layout) or {}
+    written = run_dir.metrics.stat().st_mtime if len(rows) else run_dir.record.stat().st_mtime
     run = Run(path, name, record, layout, rows, _state(record, rows, now - written), ())
     return replace(run, notes=tuple(_notes(run)))
-
-
-def _rows(run_dir: RunDir) -> list[dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    try:
-        for row in read_lines(run_dir.metrics):
-            rows[row["step"]] = row  # of a step written twice, the later attempt's line
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"after {len(rows)} steps comes a line that is none of a run's ({error})",
-                        where=str(run_dir.metrics), instead="remove that line") from error
-    return [rows[step] for step in sorted(rows)]
 
 
 def _names(places: Sequence[Path]) -> list[str]:
@@ -123,10 +117,10 @@ def _names(places: Sequence[Path]) -> list[str]:
     return [str(path) for path in places]
 
 
-def _state(record: dict[str, Any], rows: Sequence[dict[str, Any]], silent_s: float) -> str:
+def _state(record: dict[str, Any], rows: History, silent_s: float) -> str:
     """How the run stands. What run.json says of an end counts only if it is of the latest attempt."""
     planned = (record.get("config") or {}).get("steps")
-    last = rows[-1]["step"] if rows else 0
+    last = int(rows.steps[-1]) if len(rows) else 0
     reached = f"step {last} of {planned}" if planned else f"step {last}"
     ended = record.get("exit") or {}
     if ended.get("ended", 0) < (record.get("launch") or {}).get("started", 0):
@@ -139,8 +133,8 @@ def _state(record: dict[str, Any], rows: Sequence[dict[str, Any]], silent_s: flo
         return f"finished, {reached}"
     if ended:
         return f"ended after {reached}: {ended.get('cause')}"
-    lately = [row.get("step_time_s") or 0.0 for row in rows[-(record.get("config") or {}).get("log_every", 50) :]]
-    if silent_s < _SILENT_AFTER_S + 3 * sum(lately):
+    lately = rows.column("step_time_s")[-max(1, (record.get("config") or {}).get("log_every", 50)):]
+    if silent_s < _SILENT_AFTER_S + 3 * np.nansum(lately):
         return f"running, {reached} written {max(0, silent_s):.0f} s ago"
     return f"no word of an end; {reached} was written {_ago(silent_s)} ago"
 
@@ -154,21 +148,25 @@ def _ago(seconds: float) -> str:
 
 def _notes(run: Run) -> list[str]:
     notes, rows = [], run.rows
-    if not rows:
+    if not len(rows):
         return ["no step has been written yet"]
-    if rows[0]["step"] > 1:
+    first, steps = int(rows.steps[0]), rows.steps
+    if first > 1:
         origin = (run.record.get("config") or {}).get("resume")
         resumed = f": it goes on from {origin}" if origin else ""
-        notes.append(f"its lines begin at step {rows[0]['step']}{resumed}; "
+        notes.append(f"its lines begin at step {first}{resumed}; "
                      "steps before them are taken to have had as many tokens each, and no time")
-    changes = [(row["step"], was, now) for row, (was, now) in zip(rows[1:], pairwise(run.step_tokens), strict=True)
-               if was != now]
-    notes += [f"from step {step} on a step has {now:,} tokens, before {was:,}" for step, was, now in changes[:3]]
+    changes = np.flatnonzero(np.diff(run.step_tokens)) + 1
+    notes += [f"from step {steps[i]} on a step has {run.step_tokens[i]:,} tokens, before {run.step_tokens[i - 1]:,}"
+              for i in changes[:3]]
     if len(changes) > 3:
         notes.append(f"the tokens of a step change {len(changes) - 3} more times")
-    if missing := sum(after["step"] - before["step"] - 1 for before, after in pairwise(rows)):
+    if missing := int(steps[-1]) - first + 1 - len(rows):
         notes.append(f"{missing} steps between the first and the last have no line")
-    bad = [row["step"] for row in rows if not finite(row.get("loss"))]
-    if bad:
+    skipped = steps[rows.column("skipped") > 0]
+    if len(skipped):
+        notes.append(f"{len(skipped)} step(s) were skipped and changed nothing, first step {skipped[0]}")
+    bad = steps[~np.isfinite(rows.column("loss"))]
+    if len(bad):
         notes.append(f"the loss is not a number at {len(bad)} step(s), first at step {bad[0]}")
     return notes

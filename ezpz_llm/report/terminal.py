@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
+from ezpz_llm.base.clean import cleaned
 from ezpz_llm.observe.history import steady
 from ezpz_llm.observe.plots import Curve, curves_plot
 from ezpz_llm.observe.tables import table
@@ -26,12 +28,12 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
     """The report as text, with escape codes only if `colour`."""
     found = differences(runs)
     parts = [table("Runs", RESULTS, [result_row(run) for run in runs], rich=colour),
-             "".join(f"{name}: {text}\n" for name, text in comments(runs))]
+             "".join(cleaned(f"{name}: {text}\n") for name, text in comments(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
         rows = [[name, *(_short(value) for value in values)]
                 for name, values in found.items()]
-        parts.append((table("What differs", columns, rows) if found else "") + verdict(found) + "\n")
+        parts.append((table("What differs", columns, rows) if found else "") + cleaned(verdict(found)) + "\n")
     parts += [_plot(runs, "loss", "loss", "nats/token", width, colour),
               _plot(runs, "tokens_per_second", "tokens/s", "", width, colour)]
     return "\n".join(parts)
@@ -44,19 +46,18 @@ def _short(value: str) -> str:
 
 def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, colour: bool) -> str:
     """A metric over tokens; speeds without the first and last steps, whose scale they would take."""
-    drawn = [run for run in runs if run.rows]
+    drawn = [run for run in runs if len(run.rows)]
     curves = []
     for i, run in enumerate(drawn):
         timed = metric != "loss"
-        place = steady if timed else list
-        x, y = place(run.tokens), place(run.column(metric))
+        x, y = (steady(values) if timed else values for values in (run.tokens, run.column(metric)))
         lettered = len(drawn) > 1 and not colour
-        curves.append(Curve(run.name, [tokens / 1e6 for tokens in x], y, mark=_LETTERS[i] if lettered else "",
+        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=_LETTERS[i] if lettered else "",
                             lettered=lettered, colour=_COLOURS[i % len(_COLOURS)] if len(drawn) > 1 else -1))
     if len(drawn) == 1 and metric == "loss" and drawn[0].validation:
         curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark="o"))
         title += ", o: validation"
-    reduce = statistics.median if metric != "loss" else statistics.fmean
+    reduce = np.median if metric != "loss" else np.mean
     text = curves_plot(curves, title, "million tokens", unit, width, colour=colour, reduce=reduce)
     if len(drawn) < 2:
         return text

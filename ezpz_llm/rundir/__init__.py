@@ -1,18 +1,29 @@
 """The run directory: the only way in which one command tells another anything (standard library only)."""
 
-from ezpz_llm.rundir.files import append_line, append_lines, read_json, read_lines, write_atomic, write_json
+from ezpz_llm.rundir.files import (
+    append_line,
+    append_lines,
+    read_json,
+    read_layout,
+    read_lines,
+    write_atomic,
+    write_json,
+)
 from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir, newest_run
 from ezpz_llm.rundir.record import read_record, update_record
 from ezpz_llm.rundir.secrets import redact
+from ezpz_llm.rundir.side_files import SideFiles
 
 __all__ = [
     "RUN_DIR_VARIABLE",
     "RunDir",
+    "SideFiles",
     "append_line",
     "append_lines",
     "default_run_dir",
     "newest_run",
     "read_json",
+    "read_layout",
     "read_lines",
     "read_record",
     "redact",

@@ -10,20 +10,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base import outside
+from ezpz_llm.base.schema import as_type
+from ezpz_llm.rundir.shape import Resolved
+
+_MODE = 0o644
+"""Of a new file, but for what the umask takes away: nobody else writes our records."""
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Replace `path` by `content` in one step: a reader sees the old file or the new one, never a part.
 
     Raises:
         OSError: nothing was changed (a full disk leaves the old file as it was).
     """
-    data = content.encode() if isinstance(content, str) else content
+    content = content.encode() if isinstance(content, str) else content
+    parts = [content] if isinstance(content, bytes) else content
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
+        with open(temporary, "xb", opener=ours) as file:
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -33,9 +39,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+def ours(path: str, flags: int) -> int:
+    """An `opener` of `open` for a file that nobody else may write; a link is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, in one step."""
-    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_atomic(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """`value` as indented JSON."""
+    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -50,7 +66,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         OSError: nothing was appended (a full disk).
     """
     lines = "".join(f"{json.dumps(value, default=str)}\n" for value in values).encode()
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    handle = ours(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         written = os.write(handle, lines)
         if written < len(lines):
@@ -68,29 +84,24 @@ def read_json(path: Path) -> Any:
         UserError: it is damaged, or cannot be read.
     """
     try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
+        return outside.read_json(path)
+    except outside.NoFile:
         return None
-    except OSError as error:
-        raise UserError(f"cannot read it: {error.strerror}", where=str(path)) from error
-    except ValueError as error:
-        raise UserError(f"this is not JSON ({error})", where=str(path),
-                        instead="another run directory, or remove the file") from error
+
+
+def read_layout(path: Path) -> dict[str, Any] | None:
+    """What layout.json holds; None where there is none. Raises as `read_json`, and for wrong types."""
+    stored = read_json(path)
+    return None if stored is None else as_type(Resolved, stored, str(path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line cut short by a crash is left out.
+    """The objects of a JSON-lines file, none where there is no file; a last line cut short by a crash is left out.
 
     Raises:
         UserError: another line is damaged.
     """
-    if not path.exists():
+    try:
+        yield from outside.read_json_lines(path)
+    except outside.NoFile:
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n") and line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"this is not JSON ({error})", where=f"{path}, line {number}",
-                                    instead="remove that line") from error

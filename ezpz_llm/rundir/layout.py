@@ -8,12 +8,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.clean import is_one_line
+from ezpz_llm.base.private import make_private
 from ezpz_llm.errors import UserError
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
 """How `launch` tells every rank which run directory it made."""
 
-_FOLDERS = ("logs", "heartbeat", "errors", "control", "stacks", "plots", "profile", "checkpoints")
+_PRIVATE = ("heartbeat", "errors", "control")
+"""What launch and the nodes believe: closed to all other users, whatever the umask."""
+_FOLDERS = ("logs", "stacks", "plots", "profile", "checkpoints")
+_MODE = 0o755
+"""Of a run directory and its other folders, but for what the umask takes away: whether others may read logs and
+metrics is the umask's to say, and nobody else may write there, since a link in the place of a log would be written
+through."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,11 @@ class RunDir:
     """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        if not is_one_line(str(self.path)):
+            raise UserError("the name of a run directory has control characters", where=str(self.path),
+                            instead="another name (--run-dir)")
 
     @property
     def record(self) -> Path:
@@ -90,13 +103,18 @@ class RunDir:
     def rank_error(self, rank: int) -> Path:
         return self.errors / f"rank{rank:04d}.json"
 
+    @property
+    def heartbeat(self) -> Path:
+        """Reports of the nodes."""
+        return self.path / "heartbeat"
+
     def rank_heartbeat(self, rank: int) -> Path:
-        return self.path / "heartbeat" / f"rank{rank:04d}"
+        return self.heartbeat / f"rank{rank:04d}"
 
     def node_report(self, first_rank: int) -> Path:
         """What the agent of one node gathers; numbered by the node's first rank, which is unique however ranks are
         placed."""
-        return self.path / "heartbeat" / f"node{first_rank:04d}.json"
+        return self.heartbeat / f"node{first_rank:04d}.json"
 
     @property
     def control(self) -> Path:
@@ -128,10 +146,14 @@ class RunDir:
             UserError: the place is not writable, or a file stands there.
         """
         try:
+            self.path.mkdir(_MODE, parents=True, exist_ok=True)
             for folder in _FOLDERS:
-                (self.path / folder).mkdir(parents=True, exist_ok=True)
+                (self.path / folder).mkdir(_MODE, exist_ok=True)
+            for folder in _PRIVATE:
+                make_private(self.path / folder).close()
         except OSError as error:
-            raise UserError(f"cannot make the run directory: {error.strerror}", where=str(self.path),
+            raise UserError(f"cannot make the run directory: {error.strerror}",
+                            where=error.filename or str(self.path),
                             instead="name a writable place with --run-dir DIR") from error
         return self
 

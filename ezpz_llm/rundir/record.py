@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from ezpz_llm.base import outside
+from ezpz_llm.base.schema import as_type
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir.files import write_json
 from ezpz_llm.rundir.layout import RunDir
-from ezpz_llm.rundir.secrets import hide, redact, secret_values
+from ezpz_llm.rundir.secrets import without_secrets
+from ezpz_llm.rundir.shape import Record
 
 _LOCK_TRIES = 100
+_OTHER = "another run directory, or remove the file"
 
 
 def read_record(run_dir: RunDir) -> dict[str, Any]:
@@ -25,25 +28,21 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
         UserError: it cannot be read, or is not what we write there.
     """
     try:
-        record = json.loads(run_dir.record.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+        record = outside.read_json(run_dir.record)
+    except outside.NoFile:
         return {}
-    except OSError as error:
-        raise UserError(f"cannot read run.json: {error.strerror}", where=str(run_dir.record)) from error
-    except ValueError as error:
-        raise UserError(f"run.json is not JSON ({error})", where=str(run_dir.record),
-                        instead="another run directory, or remove the file") from error
+    except UserError as error:
+        raise UserError(error.found, where=error.where, instead=_OTHER) from error
     if not isinstance(record, dict):
-        raise UserError("run.json is not a run's record", where=str(run_dir.record),
-                        instead="another run directory, or remove the file")
-    return record
+        raise UserError("run.json is not a run's record", where=str(run_dir.record), instead=_OTHER)
+    return as_type(Record, record, str(run_dir.record))
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:
     """Set top-level members of run.json. `launch` writes before and after, rank 0 between; `submit` may still be
     writing when its job begins."""
     with _alone(run_dir):
-        write_json(run_dir.record, {**read_record(run_dir), **hide(redact(members), secret_values(os.environ))})
+        write_json(run_dir.record, {**read_record(run_dir), **without_secrets(members, os.environ)})
 
 
 @contextlib.contextmanager

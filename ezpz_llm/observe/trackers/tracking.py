@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.observe.trackers.base import Opening, Row, Tracker, flat
 from ezpz_llm.observe.trackers.choice import Choice
-from ezpz_llm.rundir import RunDir, read_record, update_record
+from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 CLOSE_WITHIN_S = 60.0
 """How long the end of a run waits for trackers that are still sending."""
@@ -37,7 +35,7 @@ class Tracking:
         self._thread = threading.Thread(target=self._hand_on, name="trackers", daemon=True)
         self._failed = False
 
-    def open(self, run_dir: RunDir, first_step: int) -> None:
+    def open(self, run_dir: RunDir, first_step: int, side: SideFiles | None = None) -> None:
         """Open the chosen trackers, each in its folder of the run directory; the run goes on after `first_step`.
 
         Raises:
@@ -48,13 +46,13 @@ class Tracking:
         record = read_record(run_dir)
         earlier = record.get("trackers", {}) if first_step else {}
         settings = {name: record[name] for name in _SETTINGS if name in record}
-        if run_dir.layout.exists():
-            settings["layout"] = json.loads(run_dir.layout.read_text())
+        if layout := read_layout(run_dir.layout):
+            settings["layout"] = layout
         for choice in self._choices:
-            self._open[choice.name] = _opened(choice, Opening(
-                _folder(run_dir, choice.name), run_dir.path.name, settings, first_step,
-                earlier.get(choice.name, {}).get("run_id"), choice.online))
-        update_record(run_dir, trackers={
+            opening = Opening(run_dir.tracker(choice.name), run_dir.path.name, settings, first_step,
+                              earlier.get(choice.name, {}).get("run_id"), choice.online)
+            self._open[choice.name] = _opened(choice, opening)
+        (side or SideFiles()).update_record(run_dir, trackers={
             choice.name: {"online": choice.online, "run_id": self._open[choice.name].run_id,
                           "folder": str(run_dir.tracker(choice.name))} for choice in self._choices})
         self._thread.start()
@@ -100,15 +98,10 @@ class Tracking:
             del self._open[name]
 
 
-def _folder(run_dir: RunDir, name: str) -> Path:
-    folder = run_dir.tracker(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _opened(choice: Choice, opening: Opening) -> Tracker:
     module = importlib.import_module(f"ezpz_llm.observe.trackers.{choice.name}")
     try:
+        opening.folder.mkdir(parents=True, exist_ok=True)
         return module.open_tracker(opening)
     except UserError:
         raise
