@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ezpz_llm.base.clean import show
 from ezpz_llm.checkpoint.describe import as_text, describe, parameter_lines
 from ezpz_llm.checkpoint.fetch import fetch
 from ezpz_llm.checkpoint.verify import folders_of, verify_folder
@@ -51,9 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> int:
     source = find_source(options.source, "SOURCE")
     facts = describe(source)
-    print(json.dumps(facts, indent=2) if options.json else as_text(facts))
+    show(json.dumps(facts, indent=2) if options.json else as_text(facts))
     if options.parameters and source.kind == "checkpoint":
-        print("\n".join(["", *parameter_lines(source.folder)]))
+        show("\n".join(["", *parameter_lines(source.folder)]))
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
+from ezpz_llm.base.outside import read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.hf.source import CONFIG, WANTED, hub_library
@@ -21,7 +21,7 @@ def fetch(hub_id: str, revision: str | None) -> Path:
     print(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr, flush=True)
     try:
         config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))
-        from_hf(json.loads(config.read_text()), f"{hub_id}/{CONFIG}")
+        from_hf(read_json(config), f"{hub_id}/{CONFIG}")
         return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=WANTED))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise UserError(f"the download failed: {str(error).splitlines()[0]}", where=hub_id,

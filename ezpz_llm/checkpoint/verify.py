@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ezpz_llm.engine.checkpoint.folder import LATEST, MANIFEST, STATE, complete, latest
+from ezpz_llm.engine.checkpoint.folder import LATEST, MANIFEST, complete, latest
 from ezpz_llm.engine.checkpoint.index import check_model, read_index
-from ezpz_llm.engine.checkpoint.manifest import read_json, read_manifest, verify
+from ezpz_llm.engine.checkpoint.manifest import read_manifest, read_state, verify
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.shapes import parameter_shapes
@@ -43,6 +43,6 @@ def verify_folder(folder: Path) -> int:
     """
     records = read_manifest(folder)
     verify(folder, records)
-    model = ModelConfig(**read_json(folder / STATE)["model"])
+    model = ModelConfig(**read_state(folder)["model"])
     check_model(read_index(folder), parameter_shapes(model), folder)
     return sum(record.size for record in records)

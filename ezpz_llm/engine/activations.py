@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ezpz_llm.engine.layout import Layout
+from ezpz_llm.engine.memory import cast_bytes
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.partition import stage_bounds
 
@@ -46,11 +47,11 @@ def _stage(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage:
     whole = tokens * block_bytes(model, layout.tp, work) + work.score_bytes // layout.tp
     again = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
     kept = (len(blocks) - again) * whole + again * 4 * model.n_embd * tokens
+    if work.precision in ("bf16", "fp16"):
+        kept += cast_bytes(layout, model, len(blocks) - again)
     kept *= min(layout.pp - stage, work.accumulation)
     if again:
         kept += whole  # the block that is being computed again
-    if work.precision in ("bf16", "fp16"):
-        kept += (len(blocks) - again) * 2 * _matrices(model) // layout.tp  # autocast's copies of the weights
     return kept + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
 
 
@@ -90,10 +91,3 @@ def _norm_bytes(model: ModelConfig, work: Pass) -> int:
 
 def _itemsize(precision: str) -> int:
     return 2 if precision in ("bf16", "fp16") else 4
-
-
-def _matrices(model: ModelConfig) -> int:
-    """Elements of a block's weight matrices."""
-    width = model.n_embd
-    ways = 3 if model.mlp == "swiglu" else 2
-    return width * (2 * width + 2 * model.kv_width) + ways * width * model.intermediate_size

@@ -6,7 +6,6 @@ reductions, its optimizer and its norms are fp32 for each stage, and a loss scal
 
 from __future__ import annotations
 
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,7 @@ class DeepSpeedEngine(MicroStepEngine):
         self.layout, self.batch = resolved.layout, resolved.batch
         self._clip = resolved.clip
         self._mesh = dist.mesh
-        self._scale = LossScale() if resolved.precision == "fp16" else None
+        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
         dist.ensure_group()
         deepspeed = import_deepspeed(dist.device.type)
         for name in needed_ops(self.layout):
@@ -53,7 +52,7 @@ class DeepSpeedEngine(MicroStepEngine):
         self.gate = StepGate(dist.device)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)
-        config = deepcopy(resolved.deepspeed)
+        config = resolved.for_deepspeed(dist.run_dir)
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
         if self.layout.offload_param is not None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
-from torch.distributed.distributed_c10d import _world
-
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
+from ezpz_llm.private_names import WORLD, check_deepspeed, find
 
 _SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
 
@@ -29,14 +29,17 @@ def import_deepspeed(device_type: str) -> ModuleType:
     with _not_installed("mlflow"):  # which DeepSpeed's autotuner imports, unused: a second and 1,500 modules
         import deepspeed
         import deepspeed.ops.adam
-    _import_muon(deepspeed)
+    _import_muon()
+    check_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Else the first process group on CPUs compiles this op; nothing in training uses it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Else the first process group compiles them, on every rank; nothing in training uses them. Where Intel's oneCCL
+    # bindings are installed, DeepSpeed takes its own backend "ccl", whatever torch's process group is of.
+    deepspeed.ops.__compatible_ops__.update(deepspeed_shm_comm=False, deepspeed_ccl_comm=False)
+    deepspeed.accelerator.get_accelerator()._communication_backend_name = DEVICES[device_type].collectives
     # Left by an engine that this process built before: its layout, and the group of a world that is no more.
     groups = deepspeed.utils.groups
     groups.mpu = None
-    if groups._WORLD_GROUP not in _world.pg_map:
+    if groups._WORLD_GROUP not in WORLD.pg_map:
         groups._WORLD_GROUP = None
     return deepspeed
 
@@ -54,14 +57,15 @@ def _not_installed(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-def _import_muon(deepspeed: ModuleType) -> None:
+def _import_muon() -> None:
     """Import DeepSpeed's Muon optimizer with its kernels left as plain functions.
 
     Every ZeRO engine imports it, whatever the optimizer is; there is no way to choose it here. To decorate its
     kernels for compilation DeepSpeed would load all of torch's compiler, which takes a second.
     """
-    compiler = deepspeed.runtime.compiler
-    usual, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    plain = find("deepspeed.runtime.compiler", "dummy_decorator")
+    usual, compiler.compile = find("deepspeed.runtime.compiler", "compile"), lambda: plain
     try:
         with suppress(ModuleNotFoundError):  # another release may have it elsewhere
             importlib.import_module("deepspeed.runtime.zero.muon.original_muon")

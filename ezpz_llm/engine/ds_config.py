@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.engine.deepspeed_keys import DEEPSPEED_KEYS, OUR_KEYS, REMOVED, Keys
+from ezpz_llm.base.outside import read_commented_json
+from ezpz_llm.engine.deepspeed_keys import OUR_KEYS, REMOVED, Keys, convert, newer_deepspeed, table
 from ezpz_llm.errors import UserError, unknown
-from ezpz_llm.resources import data_dir
+from ezpz_llm.resources import data_dir, user_path
 
 OUR_BLOCK = "ezpz_llm"
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A parsed file: DeepSpeed's own keys, and the block that is ours."""
+    """A parsed file: DeepSpeed's own keys, and the block that is ours; `warnings` are keys it may not know."""
 
     name: str
     path: Path
     values: dict[str, Any]
     ours: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def names() -> list[str]:
@@ -35,62 +38,94 @@ def load(name_or_path: str) -> DsConfig:
 
     Raises:
         UserError: no such name or file, JSON that does not parse (with line and column), a key that occurs twice or
-            that DeepSpeed does not know (with the nearest one that it does).
+            that DeepSpeed does not know (with the nearest one that it does), a value that it refuses.
     """
     path = data_dir("ds_configs") / f"{name_or_path}.json"
     if name_or_path not in names():
-        path = Path(name_or_path).expanduser()
-        if not path.is_file():
+        path = user_path(name_or_path)
+        if not os.path.isfile(path):  # also False for what is too long for a path
             if path.suffix == ".json" or len(path.parts) > 1:
                 raise UserError(f"there is no file {path}", where="--ds-config",
                                 instead=f"a path to a JSON file, or one of: {', '.join(names())}")
             raise unknown("ds_config", name_or_path, names(), where="--ds-config")
     values = _parse(path)
     ours = values.pop(OUR_BLOCK, {})
-    _check_keys(values, DEEPSPEED_KEYS, path, "")
-    _check_block(ours, OUR_KEYS, path, OUR_BLOCK)
-    return DsConfig(path.stem, path, values, ours)
+    warnings: list[str] = []
+    values = _checked(values, table().keys, path, "", warnings)
+    _block(ours, OUR_KEYS, path, OUR_BLOCK, warnings)
+    return DsConfig(path.stem, path, values, ours, tuple(warnings))
+
+
+def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
+    """A number of a ds_config.
+
+    Raises:
+        UserError: it is none, or not a whole one.
+    """
+    if whole and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise UserError(f"{key} is {json.dumps(value)}, not a {'whole ' if whole else ''}number",
+                        where=str(config.path))
+    return value
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(), object_pairs_hook=lambda pairs: _unique(pairs, path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"not JSON: {error.msg}", where=f"{path}, line {error.lineno}, column {error.colno}",
-                        instead="JSON has no comments and no comma before a closing bracket") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    values = read_commented_json(path)
     if not isinstance(values, dict):
         raise UserError("a ds_config is a JSON object", where=str(path),
                         instead='{"zero_optimization": {"stage": 1}}')
     return values
 
 
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise UserError(f"the key {key!r} occurs twice in one block", where=str(path),
-                            instead="keep one of them")
-        values[key] = value
-    return values
-
-
-def _check_keys(values: Mapping[str, Any], known: Keys, path: Path, prefix: str) -> None:
-    for key, value in values.items():
+def _checked(values: Mapping[str, Any], known: Keys, path: Path, prefix: str,
+             warnings: list[str]) -> dict[str, Any]:
+    """The block under DeepSpeed's first names of its keys, with values as DeepSpeed takes them."""
+    aliases = table().aliases.get(prefix.rstrip("."), {})
+    found: dict[str, Any] = {}
+    for written, value in values.items():
+        key = aliases.get(written, written)
         place = prefix + key
+        if key in found:
+            names = sorted(name for name in values if aliases.get(name, name) == key)
+            raise UserError(f"{' and '.join(names)} are two names of one setting", where=f"{place} in {path}",
+                            instead="keep one of them")
         if place in REMOVED:
             raise UserError(f"DeepSpeed 0.19 has removed {REMOVED[place]}", where=f"{place} in {path}",
                             instead="delete the key")
         if key not in known:
-            everywhere = [*known, *(() if prefix else (OUR_BLOCK,))]
-            raise unknown("key", key, everywhere, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
-        if known[key] is not None:
-            _check_block(value, known[key], path, place)
+            _unknown_key(key, known, path, prefix, warnings)
+            found[key] = value
+        elif isinstance(known[key], str):
+            found[key] = _value(value, known[key], path, place)
+        elif value is not None:  # null is no block, as if the key were not there
+            found[key] = _block(value, known[key], path, place, warnings)
+    return found
 
 
-def _check_block(value: Any, known: Keys, path: Path, place: str) -> None:
+def _unknown_key(key: str, known: Keys, path: Path, prefix: str, warnings: list[str]) -> None:
+    """Raise the error for a key that DeepSpeed does not read; warn where a newer DeepSpeed may."""
+    everywhere = [*known, *(() if prefix else (OUR_BLOCK,))]
+    error = unknown("key", key, everywhere, where=f"{prefix.rstrip('.') or 'top level'} in {path}")
+    newer = newer_deepspeed()
+    if newer is None or prefix.startswith(OUR_BLOCK):
+        raise error
+    warnings.append(f"{prefix}{key} of {path.name} is not known to DeepSpeed {table().version}; {newer} is "
+                    f"installed, and gets it as it is ({error.instead})")
+
+
+def _value(value: Any, kind: str, path: Path, place: str) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return convert(value, kind)
+    except ValueError as error:
+        raise UserError(f"{place} is {json.dumps(value)}; DeepSpeed takes {error}", where=str(path)) from None
+
+
+def _block(value: Any, known: Keys, path: Path, place: str, warnings: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{place} is {json.dumps(value)}, not a block", where=str(path),
-                        instead=f'"{place}": {{…}}')
-    _check_keys(value, known, path, place + ".")
+                        instead='"zero_optimization": {"stage": 1}' if place == "zero_optimization" else
+                        f'"{place}": {{…}}')
+    return _checked(value, known, path, place + ".", warnings)

@@ -1,7 +1,8 @@
 """What a user's own ds_config says about the run: taken over, or refused with the reason (imports no torch).
 
 A ds_config of ours is a layout and says nothing of the run. One written for another trainer also holds batch
-numbers, clipping, precision, an optimizer and a scheduler, often as "auto".
+numbers, clipping, precision, an optimizer and a scheduler, often as "auto". No key is dropped: each one is used,
+translated with a note, left to DeepSpeed, or refused.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.engine.ds_config import DsConfig
+from ezpz_llm.engine.ds_config import DsConfig, number
+from ezpz_llm.engine.optimizer_block import Given, read_optimizer, read_scheduler
+from ezpz_llm.engine.precision_block import Precision, read_precision
 from ezpz_llm.errors import UserError
 
 BATCH_KEYS = {"global_batch": "train_batch_size", "micro_batch": "train_micro_batch_size_per_gpu",
               "accumulation": "gradient_accumulation_steps"}
-_OPTIMIZERS = ("adamw", "adam")
 _DEGREES = {"tp": ("tensor_parallel.autotp_size", "our own tensor-parallel layers and not AutoTP's"),
             "pp": ("pipeline.stages", "stages of our own blocks"),
             "sp": ("sequence_parallel_size", "sequence parallel over the mesh and not by DeepSpeed's own groups")}
 """DeepSpeed's names of our degrees, and what a run does in place of what DeepSpeed would."""
-_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
-           "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ _RULES = (
     _Rule("data_types.param_dtype", ("fp32", None), "parameters are fp32 in every precision"),
     _Rule("bf16.bf16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
     _Rule("fp16.fp16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
-    _Rule("fp16.loss_scale", (0, None), "fp16 needs a dynamic loss scale, which DeepSpeed writes as 0"),
+    _Rule("bf16.bf16_optimizer_states", _OFF, "moments are fp32 in every precision"),
     _Rule("zero_optimization.compute_grad_norm", (True,), "the gradient norm of each step is logged"),
     _Rule("zero_optimization.zero_quantized_weights", _OFF, "it needs an op that is compiled during the run"),
     _Rule("zero_optimization.zero_quantized_nontrainable_weights", _OFF,
@@ -62,7 +62,7 @@ _RULES = (
     _Rule("aio.use_gds", _OFF, "it needs an op that is compiled during the run"),
     _Rule("tensor_parallel.tp", (None,), "the degree is tensor_parallel.autotp_size, or tp in \"ezpz_llm\""),
     _Rule("data_parallel_size", (None,), "it follows from the number of ranks and the other degrees"),
-    _Rule("pipeline.partition", ("parameters", "best", None),
+    _Rule("pipeline.partition", ("parameters", "uniform", "best", None),
           "stages are divided evenly by parameters, or by \"partition\": \"time\" in \"ezpz_llm\""),
     _Rule("pipeline.seed_layers", _OFF, "first values are those of a single process in every layout"),
     _Rule("pipeline.pipe_partitioned", _OFF, "tensor-parallel ranks hand on whole activations"),
@@ -74,11 +74,24 @@ _RULES = (
     *(_Rule(f"activation_checkpointing.{key}", _OFF, "recomputed blocks keep their input, whole and on the device")
       for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
                   "synchronize_checkpoint_boundary", "profile")),
+    _Rule("wandb.enabled", _OFF, "--track wandb writes the loss as well, and into the run directory"),
+    _Rule("comet.enabled", _OFF, "--track has tensorboard, wandb and mlflow, in the run directory"),
     _Rule("hybrid_engine.enabled", _OFF, "it is for generation during training"),
     _Rule("autotuning.enabled", _OFF, "it starts runs of its own"),
     _Rule("expert_parallel.enabled", _OFF, "the models have no experts"),
     _Rule("checkpoint.load_universal", _OFF, "checkpoints have their own, layout-neutral form"),
 )
+
+
+_WITHOUT_EFFECT = {
+    "checkpoint": "checkpoints have their own, layout-neutral form",
+    "datastates_ckpt": "checkpoints have their own, layout-neutral form",
+    "dataloader_drop_last": "a step always takes a whole global batch",
+    "seq_parallel_communication_data_type": "gradients are reduced in fp32 over sequence-parallel ranks too",
+    "weight_quantization": "weights are quantized for inference only",
+    "vocabulary_size": "the vocabulary is the model's",
+}
+"""Keys that change nothing here: they are left out of what DeepSpeed gets, with a note."""
 
 
 @dataclass
@@ -88,8 +101,9 @@ class Wishes:
     rest: dict[str, Any]
     batch: dict[str, int] = field(default_factory=dict)
     clip: float | None = None
-    precision: str | None = None
-    adam: dict[str, float] = field(default_factory=dict)
+    precision: Precision = field(default_factory=Precision)
+    optimizer: Given = field(default_factory=Given)
+    scheduler: Given = field(default_factory=Given)
     recompute: int | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -109,18 +123,31 @@ def read_wishes(config: DsConfig) -> Wishes:
     rest = wishes.rest
     for name, key in BATCH_KEYS.items():
         if (value := rest.pop(key, None)) is not None:
-            wishes.batch[name] = _number(value, key, config, whole=True)
+            wishes.batch[name] = number(value, key, config, whole=True)
     if (clip := rest.pop("gradient_clipping", None)) is not None:
-        wishes.clip = _number(clip, "gradient_clipping", config)
-    wishes.precision = _precision(rest, wishes, config)
-    _optimizer(rest.pop("optimizer", None) or {}, wishes, config)
-    _scheduler(rest.pop("scheduler", None) or {}, wishes, config)
-    wishes.recompute = rest.get("pipeline", {}).pop("activation_checkpoint_interval", None)
+        wishes.clip = number(clip, "gradient_clipping", config)
+    wishes.precision = read_precision(rest, autos, config)
+    wishes.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
+    wishes.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
+    wishes.notes += [*wishes.precision.notes, *wishes.optimizer.notes, *wishes.scheduler.notes]
+    pipeline = rest.get("pipeline", {})
+    wishes.recompute = pipeline.get("activation_checkpoint_interval")
+    if pipeline.get("partition") == "uniform":
+        wishes.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are divided evenly by "
+                            "parameters, which for equal blocks is the same number of them")
+    wishes.notes += [f"{key} of {config.path.name}: {what}" for key, what in _WITHOUT_EFFECT.items()
+                     if rest.pop(key, None) not in (None, False, {})]
+    for name, key in (("csv_monitor", "output_path"), ("tensorboard", "output_path"),
+                      ("flops_profiler", "output_file")):
+        if rest.get(name, {}).get("enabled") and (path := rest[name].get(key)):
+            wishes.notes.append(f"{name} of {config.path.name} writes to {path}, outside the run directory; "
+                                f"without {key} it would not")
     for name, value in translated_degrees(config).items():
         key, what = _DEGREES[name]
         wishes.notes.append(f"{key} {value} of {config.path.name} is our {name} {value}: {what}")
-    for key in ("activation_checkpointing", "communication_data_type", "data_types", "pipeline", "tensor_parallel",
-                "sequence_parallel_size"):
+    for key in ("activation_checkpointing", "bf16", "bfloat16", "communication_data_type", "data_types", "fp16",
+                "optimizer", "pipeline", "scheduler", "sequence_parallel_size", "tensor_parallel",
+                "torch_autocast"):
         rest.pop(key, None)  # what passed the rules says what is done anyhow, or is our own layers' to do
     return wishes
 
@@ -136,7 +163,7 @@ def translated_degrees(config: DsConfig) -> dict[str, int]:
         value = _look_up(config.values, key)
         if value in (_ABSENT, None, "auto") or (value == 0 and name == "tp"):
             continue
-        value = _number(value, key, config, whole=True)
+        value = number(value, key, config, whole=True)
         ours = config.ours.get(name, value)
         if value < 1 or ours != value:
             other = "" if ours == value else f', and {name} in "ezpz_llm" is {ours}'
@@ -183,62 +210,3 @@ def _drop_autos(values: dict[str, Any], prefix: str) -> list[str]:
         elif isinstance(value, dict):
             found += _drop_autos(value, f"{prefix}{key}.")
     return found
-
-
-def _number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise UserError(f"{key} is {json.dumps(value)}, not a {'whole ' if whole else ''}number",
-                        where=str(config.path))
-    return value
-
-
-def _precision(rest: dict[str, Any], wishes: Wishes, config: DsConfig) -> str | None:
-    blocks = {name: rest.pop(name, None) or {} for name in ("bf16", "bfloat16", "fp16", "torch_autocast")}
-    asked = {name: name.replace("bfloat16", "bf16") for name in ("bf16", "bfloat16", "fp16")
-             if blocks[name].get("enabled")}
-    if blocks["torch_autocast"].get("enabled"):
-        dtype = str(blocks["torch_autocast"].get("dtype"))
-        if dtype not in _DTYPES:
-            raise UserError(f"torch_autocast.dtype is {dtype!r}", where=str(config.path), instead='"bfloat16"')
-        asked["torch_autocast"] = _DTYPES[dtype]
-    if len(set(asked.values())) > 1:
-        raise UserError(f"both bf16 and fp16 are enabled ({', '.join(asked)})", where=str(config.path),
-                        instead="enable one of them")
-    if not asked:
-        return None
-    precision = next(iter(asked.values()))
-    wishes.notes.append(f"{', '.join(asked)} in {config.path.name} selects {precision}: the forward pass under "
-                        "autocast, parameters, gradients and optimizer in fp32")
-    return precision
-
-
-def _optimizer(block: dict[str, Any], wishes: Wishes, config: DsConfig) -> None:
-    if not block:
-        return
-    kind, params = str(block.get("type", "AdamW")), block.get("params") or {}
-    if kind.lower() not in _OPTIMIZERS or params.get("adam_w_mode") is False:
-        mode = params.get("adam_w_mode", True)
-        raise UserError(f"the optimizer is {kind} with adam_w_mode {mode}; supported: AdamW",
-                        where=f"optimizer in {config.path}", instead='"type": "AdamW", or no optimizer block')
-    betas = params.get("betas")
-    if betas is not None:
-        if not isinstance(betas, list) or len(betas) != 2:
-            raise UserError(f"optimizer.params.betas is {json.dumps(betas)}", where=str(config.path),
-                            instead="[0.9, 0.95]")
-        params = {**params, "beta1": betas[0], "beta2": betas[1]}
-    for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
-        if name in params:
-            wishes.adam[name] = float(_number(params[name], f"optimizer.params.{name}", config))
-
-
-def _scheduler(block: dict[str, Any], wishes: Wishes, config: DsConfig) -> None:
-    if not block:
-        return
-    params = block.get("params") or {}
-    if "warmup_num_steps" in params:
-        key = "scheduler.params.warmup_num_steps"
-        wishes.adam["warmup_steps"] = _number(params["warmup_num_steps"], key, config, whole=True)
-    if "warmup_max_lr" in params:
-        wishes.adam["lr"] = float(_number(params["warmup_max_lr"], "scheduler.params.warmup_max_lr", config))
-    wishes.notes.append(f"the schedule is linear warm-up and cosine; of scheduler {block.get('type', '')} in "
-                        f"{config.path.name} only the warm-up steps and the peak rate are used")

@@ -56,9 +56,10 @@ class Fsdp2Engine(TorchEngine):
 
     def _norm_and_clip(self, scale: float) -> Tensor:
         for name, parameter in self._divided.items():
-            self._rows[name].grad = parameter.grad.to_local()
+            # A parameter that no loss reached has none; what a run checks of its first step names it.
+            self._rows[name].grad = None if parameter.grad is None else parameter.grad.to_local()
             parameter.grad = None
-        grads = [rows.grad for rows in self._rows.values()]
+        grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
         return divided_norm_and_clip(grads, self._mesh, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.model.placement import placement_of
+from ezpz_llm.private_names import foreach_div_, foreach_norm
 
 
 def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
@@ -22,7 +23,7 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
     grads = [parameter.grad for _, parameter in named]
     mine = [parameter.grad for name, parameter in named if placement_of(name, parameter).primary]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(mine)))
+    norm = torch.linalg.vector_norm(torch.stack(foreach_norm(mine)))
     if mesh.size("pp", "tp") > 1:
         square = norm.square()
         torch.distributed.all_reduce(square, group=mesh.group("pp", "tp"))
@@ -35,7 +36,7 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
 def divided_norm_and_clip(grads: list[Tensor], mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
                           loss_scale: float = 1.0) -> Tensor:
     """The same for gradients that are divided over data-parallel ranks. Collective over them."""
-    square = torch.stack(torch._foreach_norm(grads)).square().sum()
+    square = torch.stack(foreach_norm(grads)).square().sum()
     if mesh.size("dp", "sp") > 1:
         torch.distributed.all_reduce(square, group=mesh.group("dp", "sp"))
     norm = square.sqrt() / loss_scale
@@ -55,4 +56,4 @@ def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, 
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale = divisor
     elif divisor is not None:
-        torch._foreach_div_(grads, divisor)
+        foreach_div_(grads, divisor)

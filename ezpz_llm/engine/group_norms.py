@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.private_names import foreach_norm
 
 if TYPE_CHECKING:
     from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
@@ -31,6 +32,7 @@ class GroupNorms:
     group as the optimizer had it, are there after the step. Gradients may have been scaled, by one number for all.
     `elements` and `decays` are this rank's share of the elements that were stepped, and their weight decays, by
     GROUPS. `strangers` counts gradients, other than 0, that the optimizer has of what is no parameter of the model.
+    `gradients` are the norms of this rank's pieces, in the order of the names beside them.
     """
 
     def __init__(self, state: EngineState, device: torch.device) -> None:
@@ -39,6 +41,7 @@ class GroupNorms:
         self.elements = [0.0, 0.0]
         self.decays: list[set[float]] = [set(), set()]
         self.strangers = torch.zeros((), device=device)
+        self.gradients: list[tuple[list[str], Tensor]] = []
         self._by_storage: dict[int, list[Slice]] = {}
         for piece in _slices(state):
             found = self._by_storage.setdefault(piece.tensors["weight"].untyped_storage().data_ptr(), [])
@@ -103,7 +106,10 @@ class GroupNorms:
     def _add(self, kind: str, pieces: list[Slice], values: list[Tensor]) -> None:
         if not pieces:
             return
-        squares = torch.stack(torch._foreach_norm(values)).square()
+        norms = torch.stack(foreach_norm(values))
+        if kind == "grad":
+            self.gradients.append(([piece.name for piece in pieces], norms))
+        squares = norms.square()
         shares = torch.zeros(len(pieces), len(GROUPS))
         for number, piece in enumerate(pieces):
             shares[number, GROUPS.index(_group(piece))] = 1 / piece.replicas

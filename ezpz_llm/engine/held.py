@@ -8,10 +8,10 @@ import mmap
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.private_names import FakeTensor
 
 
 def living_storages() -> dict[int, int]:
@@ -21,9 +21,16 @@ def living_storages() -> dict[int, int]:
         # Not isinstance: it would wake lazy modules and proxies that imitate classes.
         if not issubclass(type(thing), torch.Tensor):
             continue
-        for tensor in (thing, thing.grad if thing.is_leaf else None):
+        for tensor in (thing, _gradient_of(thing)):
             _add(found, tensor)
     return found
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:
+        return None  # undefined: what autograd of torch 2.6 leaves in the place of a gradient that nobody needs
 
 
 def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:

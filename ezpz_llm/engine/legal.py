@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.layout import Layout
+from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 
 LINEAR_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_gate", "mlp.c_proj")
@@ -245,6 +248,35 @@ RULES: tuple[Callable[[Case], Problem | Repair | None], ...] = (
     sequences_divide,
     pipelines_want_micro_batches,
 )
+
+
+def check_zero(values: Mapping[str, Any], layout: Layout, world_size: int, where: str) -> None:
+    """Refuse what DeepSpeed would refuse on every rank, once they have started, or compute wrongly.
+
+    Args:
+        values: a ds_config's keys that are DeepSpeed's to read.
+
+    Raises:
+        UserError: names the key and what to write instead.
+    """
+    zero = values.get("zero_optimization", {})
+    group = zero.get("zero_hpz_partition_size") or 1
+    if layout.zero_stage == 3 and group > 1:
+        if layout.tp > 1:
+            raise UserError(f"zero_hpz_partition_size is {group}, with tp {layout.tp}: DeepSpeed's second "
+                            "partition is over neighbouring ranks, which hold parts of other weights then",
+                            where=where, instead="--tp 1, or no zero_hpz_partition_size")
+        if world_size % min(group, world_size):
+            fitting = [str(size) for size in range(2, world_size + 1) if world_size % size == 0]
+            raise UserError(f"zero_hpz_partition_size {group} does not divide the {world_size} ranks", where=where,
+                            instead=f"zero_hpz_partition_size {' or '.join(fitting)}, the ranks of a node")
+    # Stage 1 all-reduces; a scatter cannot scale before it reduces.
+    if (layout.zero_stage or 0) >= 2 and zero.get("reduce_scatter", True):
+        for key, neutral in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+            if values.get(key, neutral) != neutral:
+                raise UserError(f"{key} is {json.dumps(values[key])}, and ZeRO stage {layout.zero_stage} reduces "
+                                "by scattering: DeepSpeed does not scale gradients before that", where=where,
+                                instead=f"no {key}, or \"reduce_scatter\": false in \"zero_optimization\"")
 
 
 def _above_one(layout: Layout, *names: str) -> tuple[str, ...]:

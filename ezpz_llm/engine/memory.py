@@ -1,7 +1,8 @@
 """What parameters, gradients and optimizer take on a rank, by arithmetic (imports no torch).
 
-In fp32, as every precision keeps them: 4 bytes a parameter, 4 its gradient, 8 Adam's two moments. Activations,
-buckets, gathered layers and what libraries keep for themselves come on top.
+In fp32, as every precision keeps them: 4 bytes a parameter, 4 its gradient, 8 Adam's two moments. Under autocast
+the blocks' matrices have a copy in 2 bytes from forward to backward pass. Activations, buckets, gathered layers and
+what libraries keep for themselves come on top.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ezpz_llm.engine.layout import Layout
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.partition import stage_bounds
 
-Kind = Literal["parameters", "gradients", "optimizer", "copy"]
+Kind = Literal["parameters", "gradients", "optimizer", "copy", "cast"]
 Where = Literal["device", "host", "files"]
 
 _DEEPSPEEDS_BUCKET = 500_000_000
@@ -24,7 +25,8 @@ _DEEPSPEEDS_BUCKET = 500_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """`bytes` of one kind on the rank that has most. "copy" is DeepSpeed's own of the parameters that it steps."""
+    """`bytes` of one kind on the rank that has most. "copy" is DeepSpeed's own of the parameters that it steps,
+    "cast" autocast's of matrices."""
 
     kind: Kind
     where: Where
@@ -57,6 +59,32 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     if layout.engine == "deepspeed" and stage:
         parts.append(Part("copy", moments, 4 * share(1)))
     return tuple(parts)
+
+
+def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
+    """Autocast's copies of the matrices on the rank that has most of them, where no block is recomputed.
+
+    A pipeline's stage has as many micro batches on their way as stages are left, and copies for each.
+    """
+    bounds = stage_bounds(model, layout.pp, layout.partition)
+    most = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
+    return Part("cast", "device", cast_bytes(layout, model, most))
+
+
+def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
+    """Autocast's copies of so many blocks' matrices, which autograd keeps from forward to backward pass.
+
+    fully_shard frees the gathered fp32 weights, not these. Under stage 3 there are none: DeepSpeed's linear layer
+    keeps the weight itself, and casts it again.
+    """
+    return 0 if layout.zero_stage == 3 else 2 * blocks * matrix_elements(model) // layout.tp
+
+
+def matrix_elements(model: ModelConfig) -> int:
+    """Elements of a block's weight matrices."""
+    width = model.n_embd
+    ways = 3 if model.mlp == "swiglu" else 2
+    return width * (2 * width + 2 * model.kv_width) + ways * width * model.intermediate_size
 
 
 def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], device: str) -> int:

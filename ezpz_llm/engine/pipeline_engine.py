@@ -31,6 +31,7 @@ from ezpz_llm.model.pipeline import PipelineStage
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
     from ezpz_llm.dist.mesh import Mesh
+    from ezpz_llm.rundir import RunDir
 
 _PHASES = {"ForwardPass": "forward", "BackwardPass": "backward",
            "ReduceTiedGrads": "optimizer", "ReduceGrads": "optimizer", "OptimizerStep": "optimizer"}
@@ -49,7 +50,7 @@ class PipelineEngine(Engine):
         self.layout, self.batch = resolved.layout, resolved.batch
         self._mesh = dist.mesh
         self._stages = dist.mesh.degrees.peers(dist.rank, "pp")
-        self._scale = LossScale() if resolved.precision == "fp16" else None
+        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
         self._targets: Tensor | None = None
         mark_divided(model)
         deepspeed = import_deepspeed(dist.device.type)
@@ -60,7 +61,7 @@ class PipelineEngine(Engine):
         optimizer = make_adamw(groups, adam, fused=dist.device.type != "cpu" or not model.config.tied)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                             model=pipeline, optimizer=optimizer,
-                                            config=_config(resolved, model))[0]
+                                            config=_config(resolved, dist.run_dir, model))[0]
         zero = self._engine.optimizer
         self.gate = StepGate(dist.device)
         self.gate.guard(optimizer, lambda: zero._global_grad_norm)
@@ -135,14 +136,14 @@ class PipelineEngine(Engine):
         return state
 
 
-def _config(resolved: Resolved, stage: PipelineStage) -> dict[str, Any]:
+def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[str, Any]:
     """What DeepSpeed gets, with buckets that keep both copies of a tied table the same to the last bit.
 
     They start equal and get the same summed gradient, which each stage then reduces over its data-parallel ranks.
     In which order a backend adds depends on an element's place in its bucket; a bucket of the table's size holds
     the table alone, in both stages.
     """
-    config = dict(resolved.deepspeed)
+    config = resolved.for_deepspeed(run_dir)
     if stage.table is not None:
         config["zero_optimization"] = {**config["zero_optimization"],
                                        "reduce_bucket_size": stage.table.weight.numel()}

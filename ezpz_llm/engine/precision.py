@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.engine.precision_block import DynamicScale
 from ezpz_llm.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,37 +78,51 @@ def rounds_products(device: torch.device) -> bool:
 
 
 class LossScale:
-    """A dynamic loss scale for fp16, with torch.amp.GradScaler's constants.
+    """fp16's dynamic loss scale, which moves as DeepSpeed's does.
 
-    Kept apart from GradScaler because its verdict must be one for all ranks: it is taken on the global gradient
-    norm, which every rank has, and not on the gradients a rank happens to hold. After Micikevicius et al. 2018,
-    arXiv:1710.03740.
+    Kept apart from DeepSpeed's and torch's because its verdict must be one for all ranks: it is taken on the global
+    gradient norm, which every rank has, and not on the gradients a rank happens to hold. After Micikevicius et al.
+    2018, arXiv:1710.03740.
     """
 
-    GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+    FACTOR = 2.0
 
-    def __init__(self, scale: float = 65536.0) -> None:
-        self.scale = scale
-        self.good_steps = 0
+    def __init__(self, settings: DynamicScale) -> None:
+        self._settings = settings
+        self.scale = settings.start
+        self.good_steps = -1  # a window begins after the first good step
+        self._tolerated = settings.hysteresis - 1
 
     def update(self, finite: bool) -> None:
-        """Halve the scale after an overflow; double it after INTERVAL steps without one.
+        """Lower the scale after an overflow, raise it after a window of steps without one.
 
         Raises:
-            UserError: the gradients are not finite even without a scale.
+            UserError: the gradients are not finite even under the lowest scale.
         """
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.scale *= self.BACKOFF
-            if self.scale < 1:
-                raise UserError("fp16 gradients are not finite under any loss scale: the loss has diverged",
-                                instead="--precision bf16, a lower --lr, or --clip 1", exit_code=1)
-        elif self.good_steps == self.INTERVAL:
-            self.scale *= self.GROWTH
+        if finite:
+            self._settle()
+            return
+        self.good_steps = -1
+        if self._tolerated > 0:
+            self._tolerated -= 1
+            return
+        if self.scale <= self._settings.least:
+            raise UserError(f"fp16 gradients are not finite under a loss scale of {self.scale:g}: the loss has "
+                            "diverged", instead="--precision bf16, a lower --lr, or --clip 1", exit_code=1)
+        self.scale = max(self.scale / self.FACTOR, self._settings.least)
+
+    def _settle(self) -> None:
+        self.good_steps += 1
+        if self._settings.consecutive:
+            self._tolerated = self._settings.hysteresis - 1
+        if self.good_steps == self._settings.window:
+            self.scale *= self.FACTOR
             self.good_steps = 0
+            self._tolerated = self._settings.hysteresis - 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self._tolerated}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale, self.good_steps = state["scale"], state["good_steps"]
+        self._tolerated = state.get("tolerated", self._settings.hysteresis - 1)

@@ -6,11 +6,12 @@ Precedence: command line > the user's ds_config > YAML > preset > default.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine import offload
+from ezpz_llm.engine import legal, offload
 from ezpz_llm.engine.batch import Batch, solve_batch
 from ezpz_llm.engine.buckets import sized
 from ezpz_llm.engine.ds_config import DsConfig, load
@@ -20,10 +21,11 @@ from ezpz_llm.engine.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.engine.legal import Case
 from ezpz_llm.engine.nearest import settle
 from ezpz_llm.engine.ops import needed_ops, refuse_unbuilt
+from ezpz_llm.engine.precision_block import DynamicScale
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.resources import data_dir
-from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir import RunDir, SideFiles
 
 COMMAND_LINE = "command line"
 DEFAULT_MICRO_BATCH = 4
@@ -36,8 +38,9 @@ class Resolved:
 
     `precision` is "auto" as long as the device that decides it is not known. `clip` is the largest gradient norm, 0
     for none. `deepspeed` is what DeepSpeed gets, None where it is not used. `adam` holds what the user's ds_config
-    says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, warmup_steps) and the command line does
-    not; `recompute` likewise which blocks' activations it wants recomputed. `nvme_path` is the folder that was
+    says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, schedule, warmup_steps, …) and the
+    command line does not, `of_peak` what it says as shares of the peak learning rate; `recompute` likewise which
+    blocks' activations it wants recomputed. `loss_scale` is how fp16's moves. `nvme_path` is the folder that was
     named for offloaded files; None leaves them in the run directory.
     """
 
@@ -46,20 +49,32 @@ class Resolved:
     precision: str
     clip: float
     deepspeed: dict[str, Any] | None
-    adam: dict[str, float] = field(default_factory=dict)
+    adam: dict[str, Any] = field(default_factory=dict)
+    of_peak: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     recompute: int | None = None
     optimizer: Optimizer = "adamw"
     nvme_path: str | None = None
+    loss_scale: DynamicScale = field(default_factory=DynamicScale)
 
-    def write(self, run_dir: RunDir) -> None:
+    def write(self, run_dir: RunDir, side: SideFiles | None = None) -> None:
         """Write layout.json, and deepspeed.json where DeepSpeed is used."""
-        write_json(run_dir.layout, {
+        side = side or SideFiles()
+        side.write_json(run_dir.layout, {
             "layout": asdict(self.layout), "batch": asdict(self.batch), "precision": self.precision,
             "clip": self.clip, "optimizer": self.adam, "sources": self.sources, "notes": list(self.notes)})
         if self.deepspeed is not None:
-            write_json(run_dir.deepspeed, self.deepspeed)
+            side.write_json(run_dir.deepspeed, self.for_deepspeed(run_dir))
+
+    def for_deepspeed(self, run_dir: RunDir) -> dict[str, Any]:
+        """Exactly what DeepSpeed gets, with a place in the run directory for its own curves where none is named."""
+        config = deepcopy(self.deepspeed)
+        for name in ("csv_monitor", "tensorboard"):
+            if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
+                config[name]["output_path"] = str(run_dir.tracker(f"deepspeed-{name}"))
+        return config
 
     def explain(self) -> str:
         """What was decided and by whom, a line each."""
@@ -124,16 +139,18 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
     chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
-                                                  wishes.precision, config, sources)
+                                                  wishes.precision.name, config, sources)
     check_precision(chosen_precision, used["precision"], device)
-    adam = {name: value for name, value in wishes.adam.items() if sources.get(name) != COMMAND_LINE}
-    used.update(dict.fromkeys(adam, str(config.path)))
+    adam, of_peak, more = _hyperparameters(wishes, config, sources)
+    notes += (*more, *_unsaid_precision(wishes, config, chosen_precision, used["precision"]))
+    used.update({name: source for name, (_, source) in adam.items()})
     recompute = wishes.recompute if sources.get("recompute") != COMMAND_LINE else None
     if recompute is not None:
         used["recompute"] = str(config.path)
     deepspeed = None
     if layout.engine == "deepspeed":
         refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
+        legal.check_zero(wishes.rest, layout, world_size, str(config.path))
         deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
         deepspeed["zero_optimization"] = offload.complete(deepspeed["zero_optimization"], layout, model, world_size,
                                                           str(config.path))
@@ -146,8 +163,50 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         deepspeed["zero_allow_untested_optimizer"] = True
     nvme_path, used["nvme_path"] = _choose("nvme_path", nvme_path, offload.wished_path(config), config, sources)
     notes += offload.place(layout, nvme_path, used["nvme_path"])
-    return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed, adam, used,
-                    notes, recompute, optimizer, nvme_path)
+    return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed,
+                    {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
+                    recompute, optimizer, nvme_path, wishes.precision.scale)
+
+
+def _hyperparameters(wishes: Wishes, config: DsConfig, sources: Mapping[str, str],
+                     ) -> tuple[dict[str, tuple[Any, str]], dict[str, float], list[str]]:
+    """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
+
+    DeepSpeed's default for what they leave out comes after what a YAML file says: somebody wrote that.
+    """
+    blocks, notes = [wishes.optimizer], []
+    if wishes.scheduler.values and sources.get("schedule") == COMMAND_LINE:
+        notes.append(f"scheduler of {config.path.name} gives way to --schedule")
+    else:
+        blocks.append(wishes.scheduler)
+    found: dict[str, tuple[Any, str]] = {}
+    for block in blocks:
+        found.update({name: (value, f"DeepSpeed's default, left out of {config.path}")
+                      for name, value in block.defaults.items()
+                      if sources.get(name, "default").startswith(_BELOW_A_DEFAULT)})
+        found.update({name: (value, str(config.path)) for name, value in block.values.items()})
+    found = {name: found[name] for name in found if sources.get(name) != COMMAND_LINE}
+    of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
+               if sources.get(name) != COMMAND_LINE}
+    left_out = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                for name, (value, source) in found.items() if source.startswith("DeepSpeed's default")]
+    if left_out:
+        notes.append(f"left out of the optimizer or scheduler in {config.path.name}, so DeepSpeed's defaults: "
+                     f"{', '.join(left_out)}")
+    return found, of_peak, notes
+
+
+_BELOW_A_DEFAULT = ("default", "preset ", "recipe ")
+
+
+def _unsaid_precision(wishes: Wishes, config: DsConfig, precision: str | None, source: str) -> tuple[str, ...]:
+    """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
+    theirs = config.path.parent != data_dir("ds_configs") and not config.ours
+    if wishes.precision.blocks or not theirs or precision == "fp32":
+        return ()
+    takes = precision or "auto, bf16 where the device computes in it"
+    return (f"{config.path.name} has no bf16 or fp16 block, and DeepSpeed would compute in fp32; this run's "
+            f"precision is {takes} ({source}): --precision fp32 for the same",)
 
 
 def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:

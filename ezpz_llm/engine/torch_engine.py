@@ -34,7 +34,7 @@ class TorchEngine(MicroStepEngine):
         self._optimizer = make_adamw(groups, adam)
         self.gate = StepGate(dist.device)
         self.gate.guard(self._optimizer)
-        self._scale = LossScale() if resolved.precision == "fp16" else None
+        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
         self._wrapped = self._wrap(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from ezpz_llm.private_names import compile_times
+
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block in place: names and parameters stay, and all blocks share one compiled graph.
@@ -25,7 +27,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 def seconds_compiling() -> float:
     """What torch.compile has taken in this process so far, for forward and backward passes."""
-    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+    return compile_times().get("total_wall_time", 0.0)
 
 
 def eager() -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from ezpz_llm.base.outside import shown
 from ezpz_llm.errors import UserError, unknown
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -17,8 +18,9 @@ Init = Literal["gpt2", "llama"]
 
 _CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_args(Mlp),
             "init": get_args(Init)}
-_COUNTS = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_size", "vocab_multiple",
-           "intermediate_size")
+_COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2**20, "block_size": 2**24,
+           "vocab_size": 2**24, "vocab_multiple": 2**20, "intermediate_size": 2**24}
+"""Whole numbers from 1 on, and the most that a check can go through in a second."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,19 @@ class ModelConfig:
             object.__setattr__(self, "n_kv_head", self.n_head)
         if self.intermediate_size == 0:
             object.__setattr__(self, "intermediate_size", _intermediate_size(self.mlp, self.n_embd))
-        for name in _COUNTS:
+        for name, most in _COUNTS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name} is {value!r}: it must be a whole number of at least 1", where="model")
+                raise UserError(f"{name} is {shown(value)}: it must be a whole number of at least 1", where="model")
+            if value > most:
+                raise UserError(f"{name} is {shown(value)}: it must be {most:,} at most", where="model")
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise unknown(f"{name} of a model", str(getattr(self, name)), known, where="model")
+        for name in ("dropout", "norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+                raise UserError(f"{name} is {shown(value)}: it must be a number from 0 to 1e12", where="model")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must lie in 0 <= dropout < 1", where="model")
         if self.n_embd % self.n_head:
@@ -114,7 +122,8 @@ _LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False,
 _TINY = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257, "vocab_multiple": 64}
 
 # GPT-2: Radford et al. 2019, with the vocabulary padded. GPT-3's 125M: Brown et al. 2020, table 2.1.
-# shakespeare-char: nanoGPT's published configuration. llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3.
+# shakespeare-char: nanoGPT's published configuration, with the tanh form of GELU (nanoGPT's own model has erf's).
+# llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3.
 _SHAPES: dict[str, dict[str, Any]] = {
     "tiny-gpt2": {**_TINY},
     "tiny-llama": {**_TINY, **_LLAMA, "n_kv_head": 2},

@@ -18,6 +18,12 @@ def decay_counts(config: ModelConfig) -> list[tuple[int, int]]:
     return [(len(group["params"]), sum(parameter.numel() for parameter in group["params"])) for group in groups]
 
 
+def parameter_names(config: ModelConfig) -> list[str]:
+    """Of the whole model, whatever a rank holds of it; a tied table is listed once."""
+    with torch.device("meta"):
+        return [name for name, _ in GPT(config).named_parameters()]
+
+
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two optimizer groups with keys "params", "names" and "weight_decay": first the decayed, then the others.
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.placement import Box, placement_of
@@ -50,10 +51,18 @@ def load_values(model: nn.Module, read: Callable[[str, Box], torch.Tensor]) -> N
 
 
 def initial_value(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The first value of the parameter `name`, fp32 on the host: biases 0, norms 1, matrices normal."""
+    """The first value of the parameter `name`, fp32 on the host: biases 0, norms 1, matrices normal.
+
+    Raises:
+        UserError: a vector that is neither. Zero, say, would take a gain out of the model without a word.
+    """
     if len(shape) < 2:
-        is_norm = ".ln_" in name and name.endswith(".weight")
-        return torch.full(shape, 1.0 if is_norm else 0.0)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        if ".ln_" in name and name.endswith(".weight"):
+            return torch.ones(shape)
+        raise UserError(f"no first value is known for the vector {name}: it is neither a bias nor a norm's weight",
+                        where="model/init.py", instead="a rule for it in initial_value", exit_code=1)
     draw = np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32)
     return torch.from_numpy(draw).mul_(initial_std(config, name, fan_in=shape[1]))
 

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend
 
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.row_attention import by_rows
+from ezpz_llm.private_names import fused_attention_choice
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
 
     keys = heads(config.n_kv_head)
     # The same question that scaled_dot_product_attention asks itself; torch has no public name for it.
-    choice = torch._fused_sdp_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
-                                     enable_gqa=config.n_head != config.n_kv_head)
+    choice = fused_attention_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
+                                    enable_gqa=config.n_head != config.n_kv_head)
     backend = SDPBackend.MATH if explicit else SDPBackend(choice)
     scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
     return AttentionKernel(backend.name.lower(), scores if backend == SDPBackend.MATH else 0)

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+from ezpz_llm.data.making import remarks as left_out
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.engine.precision import DTYPES
+from ezpz_llm.hf.reading import other_tokenizer
 from ezpz_llm.model.config import parameter_count
 from ezpz_llm.model.flops import FlopCount
 from ezpz_llm.model.kernel import attention_kernel
 from ezpz_llm.observe import StepWork, run_environment
-from ezpz_llm.rundir import update_record
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.settings import remarks, settings
 from ezpz_llm.trainer.work import describe
@@ -26,12 +27,12 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, d
     environment = run_environment(dist)
     if not dist.is_main:
         return
-    plan.resolved.write(dist.run_dir)
-    update_record(dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
-                  parameters=parameter_count(plan.model), precision=plan.resolved.precision,
-                  environment=environment, data=describe_data(data), unigram_entropy=data.unigram_entropy,
-                  flops_per_token=flops.as_record(), peak=asdict(work.peak) if work.peak else None,
-                  ceiling=work.ceiling.as_record())
+    plan.resolved.write(dist.run_dir, dist.side)
+    dist.side.update_record(
+        dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
+        parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
+        data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
+        peak=asdict(work.peak) if work.peak else None, ceiling=work.ceiling.as_record())
     print(settings(plan), description(plan, data, work, flops, dist), sep="\n", flush=True)
 
 
@@ -60,16 +61,24 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
                  f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
                  f"unigram entropy {data.unigram_entropy:.4f} nats"),
-        ("optimizer", f"AdamW, lr {config.lr:g} to {config.min_lr:g} over {config.steps} steps, "
+        ("optimizer", f"AdamW, lr {config.lr:g} to {config.min_lr:g} ({config.schedule}) over "
+                      f"{config.steps} steps, "
                       f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
         *describe(work, flops),
         ("saves", saves(plan, dist)),
-        *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes)),
-        *(("warning", remark) for remark in remarks(plan)),
+        *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
+                                      *left_out(data.manifest["source"], shown=0))),
+        *(("warning", remark) for remark in (*remarks(plan), *_other_tokens(plan, data))),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
+
+
+def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
+    if plan.begins_with is None:
+        return []
+    return [text] if (text := other_tokenizer(plan.begins_with, data.manifest["tokenizer"])) else []
 
 
 def saves(plan: RunPlan, dist: Dist) -> str:

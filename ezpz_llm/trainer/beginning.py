@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import PurePath
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.hf.reading import words_for
 from ezpz_llm.hf.source import Source, adapted, find_source
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
+from ezpz_llm.trainer.options import Options
 
 _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
 """What a named model may have otherwise than the weights: these win."""
+WEIGHTS = "weights to begin with"
+"""The source of a setting that the weights bring."""
 
 
 def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
@@ -36,3 +40,20 @@ def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, So
                                 instead="leave --model out: the weights bring their own")
     name = config.model if named else PurePath(config.init_from).name or str(source.folder)
     return adapted(source.model, str(source.folder), **overrides), name, source
+
+
+def with_tokenizer(options: Options) -> Options:
+    """The options, with the tokenizer that the weights to begin with bring.
+
+    Raises:
+        UserError: that is not known or not supported, or another is named and not asked for; see `words_for`.
+    """
+    config, source = options.config, options.sources["tokenizer"]
+    if config.init_from is None:
+        return options
+    words = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
+                      asked=not source.startswith(("default", "preset ", "recipe ")))
+    if words == config.tokenizer:
+        return options
+    return replace(options, config=replace(config, tokenizer=words),
+                   sources={**options.sources, "tokenizer": WEIGHTS})

@@ -10,7 +10,6 @@ from ezpz_llm.evaluate.sampling import sample
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.launch.phases import EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
-from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session
 
@@ -51,17 +50,18 @@ def end_early(session: Session, why: str) -> None:
 
 def flush(session: Session) -> None:
     """Write the lines that wait, look at them, and limit the gradient norm of the next steps accordingly."""
-    guard, limit, refused = session.guard, session.guard.limit, session.guard.refused
+    guard = session.guard
     with session.clock.span("logging"):
         session.metrics.flush(session.timeline, session.look)
         told = session.checks.conclude(session.dist)
     if told and session.dist.is_main:
         print("checks     " + "\n           ".join(told), flush=True)
-        note(session.dist.run_dir, checks=told)
+        session.dist.side.update_record(session.dist.run_dir, checks=told)
     session.engine.gate.limit = guard.limit
-    if guard.refused > refused and session.dist.is_main:
-        print(f"warning: {guard.refused - refused} step(s) up to step {session.step} changed nothing: their "
-              f"gradient norm is no number, or above {limit:.4g}", flush=True)
+    if session.dist.is_main:
+        for skipped in guard.untold:
+            print(f"warning: {skipped}", flush=True)
+    guard.untold = []
 
 
 def _due(step: int, every: int) -> bool:
@@ -90,7 +90,7 @@ def score_hellaswag(session: Session) -> None:
             items_at_once=max(1, session.batches.micro_batch // hellaswag.ENDINGS))
     session.metrics.record_task(session.step, hellaswag_acc=found.acc, hellaswag_acc_norm=found.acc_norm)
     if dist.is_main:
-        note(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
+        dist.side.update_record(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
         print(f"HellaSwag after step {session.step}: acc_norm {found.acc_norm:.4f}, acc {found.acc:.4f} "
               f"({found.items} items, normalised by tokens)", flush=True)
 

@@ -34,7 +34,10 @@ class TrainConfig:
 
     corpus: str = _value("stdlib", "stdlib, shakespeare, fineweb-edu, or a path: text, jsonl, parquet, a folder of "
                                    "shards; or several with weights, as A=0.7,B=0.3")
-    tokenizer: str | None = _value(None, "bytes, char or gpt2 (default: the corpus's own)")
+    tokenizer: str | None = _value(None, "bytes, char, gpt2, or a folder that has one of these (default: that of "
+                                         "the weights to begin with, else the corpus's own)")
+    text_key: str = _value("text", "the member of a JSON object, or the column of parquet or a data set, that has "
+                                   "a document's text")
 
     ds_config: str = _value("zero1", "parallel layout: a name in ds_configs/ or a path to a JSON file")
     tp: int | None = _value(None, "tensor-parallel degree, if not the ds_config's own")
@@ -50,17 +53,24 @@ class TrainConfig:
 
     steps: int = _value(1500, "optimizer steps in all")
     lr: float = _value(4e-3, "peak learning rate")
-    min_lr: float | None = _value(None, "learning rate at the end of the cosine (default: a tenth of the peak)")
-    warmup_steps: int | None = _value(None, "steps of linear warm-up (default: 100, or a tenth of a shorter run)")
-    decay_steps: int | None = _value(None, "step at which the cosine ends (default: the last)")
+    schedule: Literal["cosine", "linear", "wsd", "constant",
+                      "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = _value(
+        "cosine", "how the learning rate goes on after the warm-up: cosine or linear decay, wsd (warm-up, stable, "
+                  "decay), constant, or as DeepSpeed's scheduler of that name")
+    min_lr: float | None = _value(None, "learning rate at the end of the decay (default: a tenth of the peak)")
+    warmup_steps: int | None = _value(None, "steps of warm-up (default: 100, or a tenth of a shorter run)")
+    warmup_type: Literal["linear", "log"] = _value("linear", "shape of the warm-up")
+    warmup_min_lr: float = _value(0.0, "learning rate that the warm-up begins with")
+    decay_steps: int | None = _value(None, "step at which the decay ends (default: the last)")
+    wsd_decay_steps: int | None = _value(None, "steps of wsd's decay (default: a fifth of decay_steps)")
     beta1: float = _value(0.9, "AdamW's first moment decay")
     beta2: float = _value(0.95, "AdamW's second moment decay")
     eps: float = _value(1e-8, "AdamW's epsilon")
     weight_decay: float = _value(0.1, "decay of tensors with two or more dimensions")
     clip: float | None = _value(None, "largest gradient norm, 0 for no clipping (default: 1)")
 
-    spike_norm: float = _value(10.0, "skip a step whose gradient norm is more than this many times the median of "
-                                     "the last 128; 0: only one that is no number")
+    spike_norm: float = _value(0.0, "skip a step whose gradient norm is more than this many times the median of "
+                                    "the last 128; 0: only one that is no number")
     spike_loss: float = _value(1.0, "nats by which a step's loss may exceed the median of the last 128; a higher "
                                     "one is bad, as a skipped step is; 0: only one that is no number")
     bad_steps: int = _value(10, "bad steps in a row that are too many")
@@ -106,7 +116,8 @@ class TrainConfig:
 
     seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto is the best there is")
-    resume: str | None = _value(None, "a run directory or a checkpoint to go on from")
+    resume: str | None = _value(None, "a run directory or a checkpoint to go on from, with its settings where no "
+                                      "others are given; auto: --run-dir itself, or begin anew if it has none")
     run_dir: str | None = _value(None, "where everything this run writes goes (default: runs/<name>-<stamp>)")
 
 

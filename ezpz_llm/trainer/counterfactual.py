@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.stubbed import stubbed_collectives
 from ezpz_llm.observe import Window
-from ezpz_llm.rundir import write_json
 
 _TURN = 4
 """Steps between changes; the first of each pays for the change, and is not counted."""
@@ -46,8 +45,8 @@ class Counterfactual:
             self._seconds["stubbed" if self._is_stubbed(step) else "real"].append(seconds)
         self.close()
         if step == self._window.last:
-            write_json(self._dist.run_dir.counterfactual(self._dist.rank),
-                       {"rank": self._dist.rank, **self._seconds})
+            self._dist.side.write_json(self._dist.run_dir.counterfactual(self._dist.rank),
+                                       {"rank": self._dist.rank, **self._seconds})
 
     def close(self) -> None:
         """Collectives are real again, whatever ended the step."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
 
 SWITCHES = ("precision", "compile", "attention", "optimizer")
 """Settings that compute the same by other arithmetic: rounding shows whether they were at work."""
@@ -14,8 +13,9 @@ COMPARED = 10
 """Losses from the first on that have to be equal."""
 _NEWEST = 100
 _DECISIVE = ("layout", "batch", "clip")
-_REST = ("corpus", "tokenizer", "init_from", "lr", "min_lr", "warmup_steps", "decay_steps", "beta1", "beta2", "eps",
-         "weight_decay", "loss_chunk", "z_loss", "overfit_one_batch", "seed", "device")
+_REST = ("corpus", "tokenizer", "init_from", "lr", "schedule", "min_lr", "warmup_steps", "warmup_type",
+         "warmup_min_lr", "decay_steps", "wsd_decay_steps", "beta1", "beta2", "eps", "weight_decay",
+         "loss_chunk", "z_loss", "overfit_one_batch", "seed", "device")
 
 
 def without_effect(run_dir: RunDir) -> list[str]:
@@ -57,7 +57,7 @@ def _identity(run_dir: RunDir) -> _Run | None:
     """None for what is not the record of a run from its first step on, of enough steps."""
     lines: list[dict[str, Any]] = []
     try:
-        record, layout = read_record(run_dir), json.loads(run_dir.layout.read_text())
+        record, layout = read_record(run_dir), read_layout(run_dir.layout) or {}
         for line in read_lines(run_dir.metrics):
             lines.append(line)
             if len(lines) == COMPARED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.phases import ENDING
 from ezpz_llm.observe import (
     Bubble,
@@ -15,7 +16,8 @@ from ezpz_llm.observe import (
     wants_colour,
     where_time_went,
 )
-from ezpz_llm.rundir import update_record
+from ezpz_llm.observe.history import History, make_history, read_history
+from ezpz_llm.rundir import RunDir, SideFiles
 from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.memory_table import Memory, memory_table
 from ezpz_llm.trainer.saving import account
@@ -52,18 +54,34 @@ def finish(session: Session) -> int:
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory) -> None:
     """Print plots, tables and the closing block, and put the result into run.json."""
-    run_dir = session.dist.run_dir
+    run_dir, side = session.dist.run_dir, session.dist.side
+    history = whole_history(run_dir, side)
     summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
-                        unigram_entropy=session.data.unigram_entropy, straggler=straggler, bubble=bubble)
+                        unigram_entropy=session.data.unigram_entropy, straggler=straggler, bubble=bubble,
+                        history=history)
     colour = wants_colour()
     profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
-    print("\n" + plot_run(run_dir, colour=colour))
-    print(where_time_went(summary, session.dist.world_size, rich=colour))
+    print("\n" + plot_run(run_dir, colour=colour, history=history, side=side))
+    if summary is not None:
+        print(where_time_went(summary, session.dist.world_size, rich=colour))
     print(memory_table(memory, rich=colour))
-    print(final_text(summary, run_dir, profile), end="", flush=True)
+    if summary is None:
+        print(f"warning: nothing is left of {run_dir.metrics} to sum up")
+    else:
+        print(final_text(summary, run_dir, profile), end="", flush=True)
     for remark in without_effect(run_dir):
         print(f"note: {remark}", flush=True)
-    update_record(run_dir, val_loss=summary.val_loss, val_tokens=session.validation.predictions,
-                  steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
-                  sample_hash=session.position.sample_hash, checkpoints=account(session),
-                  summary=summary.as_record(), memory=memory.as_record())
+    side.update_record(
+        run_dir, val_loss=summary and summary.val_loss, val_tokens=session.validation.predictions,
+        steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
+        sample_hash=session.position.sample_hash, checkpoints=account(session),
+        summary=summary and summary.as_record(), memory=memory.as_record())
+
+
+def whole_history(run_dir: RunDir, side: SideFiles) -> History:
+    """The run's lines, with those that could not be written so far."""
+    waiting = side.waiting(run_dir.metrics)
+    try:
+        return read_history(run_dir, waiting)
+    except UserError:  # damaged, or a file system that fails
+        return make_history(waiting, str(run_dir.metrics))

@@ -25,14 +25,16 @@ LEAST = 32
 class Guard:
     """What is usual in a run, and how many steps in a row were not.
 
-    A step is refused (its update is not made) if its gradient norm is no number, or more than `spike_norm` times
-    the usual. It is bad if it is refused, or its loss is no number or more than `spike_loss` above the usual.
+    A step is refused (its update is not made) if its gradient norm is no number, or, where asked for, more than
+    `spike_norm` times the usual. It is bad if it is refused, or its loss is no number or more than `spike_loss`
+    above the usual.
 
     Attributes:
         limit: the largest gradient norm of the next steps. It changes only after multiples of `log_every`, so that
             it does not depend on what else flushes, and a resumed run has the same.
         streak: bad steps up to now without a good one between them.
         refused: steps that were refused in all.
+        untold: those that nobody has been told of yet, each as a sentence.
         first_bad: the step that began the streak.
         ends_in_nothing: whether the last step's loss is no number.
     """
@@ -42,6 +44,7 @@ class Guard:
         self.limit = math.inf
         self.streak = self.refused = 0
         self.first_bad: int | None = None
+        self.untold: list[str] = []
         self.ends_in_nothing = False
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._losses: deque[float] = deque(maxlen=WINDOW)
@@ -59,6 +62,8 @@ class Guard:
         if refused:
             line["skipped"] = True
             self.refused += 1
+            why = "no number" if norm is None else f"{norm:.4g}, above the limit of {self.limit:.4g} (--spike-norm)"
+            self.untold.append(f"step {line['step']} was skipped and changed nothing: its gradient norm is {why}")
         if refused or loss is None or self._spikes(loss):
             self.streak += 1
             self.first_bad = line["step"] if self.streak == 1 else self.first_bad
@@ -103,4 +108,6 @@ class Guard:
         self._losses.clear()
         self._losses.extend(state["losses"])
         self.streak, self.first_bad, self.refused = state["streak"], state["first_bad"], state["refused"]
-        self.limit = math.inf if state["limit"] is None else state["limit"]
+        # One that skipped only what is no number may go on as one that was asked for more, and the other way round.
+        is_limited = state["limit"] is not None and self._config.spike_norm
+        self.limit = state["limit"] if is_limited else math.inf

@@ -55,8 +55,7 @@ def train_step(session: Session, step: int) -> None:
     timeline synchronises, at the end of the step.
     """
     config, engine, timeline = session.config, session.engine, session.timeline
-    rate = learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
-                         max_steps=config.decay_steps)
+    rate = learning_rate(step, config)
     if session.metrics.is_due(step + 1) and not uses_nvme(engine.layout):
         engine.gate.measure(engine.training_state())
     with torch.profiler.record_function(f"step {step + 1}"):

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from ezpz_llm.base.outside import NoFile, read_yaml
 from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.trainer.config import FIELDS, TrainConfig
 from ezpz_llm.trainer.presets import FINE_TUNING, PRESETS, RECIPES
@@ -113,14 +114,13 @@ def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
 
 
 def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        loaded = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
+        loaded = read_yaml(path)
+    except NoFile:
         raise UserError("no such configuration file", where=f"--config {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read the configuration: {error}", where=f"--config {path}") from error
+    except UserError as error:
+        raise UserError(f"cannot read the configuration: {error.found}", where=f"--config {path}",
+                        instead=error.instead) from error
     if not isinstance(loaded, dict):
         raise UserError("the configuration is not a list of `name: value` lines", where=f"--config {path}")
     loaded = {str(name).replace("-", "_"): value for name, value in loaded.items()}

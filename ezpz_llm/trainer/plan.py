@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.limits import MOST_RANKS, MOST_STEPS, MOST_TOKENS
+from ezpz_llm.base.outside import shown
+from ezpz_llm.base.schema import Range
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import STATE
-from ezpz_llm.engine.checkpoint.manifest import read_json
-from ezpz_llm.engine.resolve import DEFAULT_MICRO_BATCH, Resolved, resolve
+from ezpz_llm.engine.checkpoint.manifest import read_state
+from ezpz_llm.engine.optimizer_block import COS_MIN_RATIO
+from ezpz_llm.engine.resolve import COMMAND_LINE, DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source
@@ -21,20 +25,28 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.beginning import choose_model
+from ezpz_llm.trainer.beginning import WEIGHTS, choose_model, with_tokenizer
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
+from ezpz_llm.trainer.resuming import RUN, TYPED
+from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
 
 _DEFAULT_CLIP = 1.0
-_AT_LEAST = {
-    **dict.fromkeys(("steps", "decay_steps", "keep_last", "bad_steps", "log_every"), 1),
-    **dict.fromkeys(("warmup_steps", "eval_every", "eval_tokens", "sample_every", "sample_tokens", "top_k",
-                     "keep_every", "hellaswag_every", "hellaswag_items", "trace_steps", "counterfactual_steps",
-                     "spike_norm", "spike_loss", "seed", "weight_decay", "clip", "min_lr", "recompute",
-                     "loss_chunk", "z_loss"), 0),
-    "save_every": -1,
+_STEPS, _NONE_OR_STEPS = Range(1, MOST_STEPS), Range(0, MOST_STEPS)
+_REAL = Range(0, 1e9)
+RANGES = {
+    **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
+    **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
+                     "hellaswag_every", "hellaswag_items", "trace_steps", "counterfactual_steps", "recompute",
+                     "loss_chunk"), _NONE_OR_STEPS),
+    "eval_tokens": Range(0, MOST_TOKENS), "save_every": Range(-1, MOST_STEPS),
+    **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MOST_STEPS)),
+    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MOST_RANKS)),
+    **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
+                     "clip", "min_lr", "warmup_min_lr", "z_loss"), _REAL),
 }
+"""Of every number of a configuration but the model's, which has its own."""
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 """What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
 
@@ -71,22 +83,27 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     config, sources = options.config, dict(options.sources)
     choose(config.track, os.environ)
+    _check_ranges(config, sources)
     model, name, begins_with = choose_model(config, named=sources["model"] != "default")
     if name != config.model:
-        config, sources["model"] = replace(config, model=name), "weights to begin with"
+        config, sources["model"] = replace(config, model=name), WEIGHTS
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
     # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
-    largest = config.micro_batch if sources["micro_batch"].startswith("preset ") else None
+    largest = config.micro_batch if sources["micro_batch"].startswith(("preset ", RUN)) else None
     resolved = resolve(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                        micro_batch=None if largest else config.micro_batch, accumulation=config.accumulation,
                        default_micro_batch=largest or DEFAULT_MICRO_BATCH,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
                        device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
-                       optimizer=config.optimizer, nvme_path=config.nvme_path, model=model, sources=sources)
+                       optimizer=config.optimizer, nvme_path=config.nvme_path, model=model,
+                       sources={name: COMMAND_LINE if source.endswith(TYPED) else source
+                                for name, source in sources.items()})
     check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
     config = replace(config, **resolved.adam)
     sources.update({name: resolved.sources[name] for name in resolved.adam})
+    config = replace(config, **{name: share * config.lr for name, share in resolved.of_peak.items()})
+    sources.update({name: f"a share of lr in {config.ds_config}" for name in resolved.of_peak})
     if resolved.recompute is not None:
         config = replace(config, recompute=resolved.recompute)
         sources["recompute"] = resolved.sources["recompute"]
@@ -95,9 +112,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
 
 
 def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
-    if config.min_lr is None:
-        config = replace(config, min_lr=config.lr / 10)
-        sources["min_lr"] = "a tenth of lr"
+    config = _with_floor(config, sources)
     if config.min_lr > config.lr:
         raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
                         where=f"min_lr ({sources['min_lr']})", instead=f"--min-lr {config.lr / 10:g}")
@@ -109,13 +124,48 @@ def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
             sources[name] = "follows from steps"
         elif whole and config.steps < whole["steps"]:
             # Part of a recipe for a longer run: it keeps its share of the run.
-            config = replace(config, **{name: max(_AT_LEAST[name], given * config.steps // whole["steps"])})
+            config = replace(config, **{name: max(RANGES[name].least, given * config.steps // whole["steps"])})
             sources[name] += f", in proportion to {config.steps} steps"
-    if config.warmup_steps > config.decay_steps:
-        raise UserError(f"a warm-up of {config.warmup_steps} steps does not end within {config.decay_steps} steps",
+    if config.schedule == "wsd" and config.wsd_decay_steps is None:
+        config = replace(config, wsd_decay_steps=max(1, config.decay_steps // 5))
+        sources["wsd_decay_steps"] = "follows from decay_steps"
+    _check_schedule(config, sources)
+    return config
+
+
+def _with_floor(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
+    """With the rate at the schedule's end; some schedules have no choice of it."""
+    forced = {**dict.fromkeys(ENDLESS, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
+    if forced is not None and config.min_lr != forced:
+        if sources["min_lr"] == COMMAND_LINE:
+            raise UserError(f"schedule {config.schedule} ends at {forced:g} and not at {config.min_lr:g}",
+                            where="--min-lr", instead="--schedule cosine, linear or wsd, or no --min-lr")
+        sources["min_lr"] = f"follows from schedule {config.schedule}"
+        return replace(config, min_lr=forced)
+    if config.min_lr is None:
+        share = COS_MIN_RATIO if config.schedule == "WarmupCosineLR" else 0.1
+        sources["min_lr"] = "a tenth of lr" if share == 0.1 else f"{share:g} of lr, as DeepSpeed's default"
+        # Not lr * 0.1, which is another number to the last digit.
+        return replace(config, min_lr=config.lr / 10 if share == 0.1 else config.lr * share)
+    return config
+
+
+def _check_schedule(config: TrainConfig, sources: dict[str, str]) -> None:
+    if config.warmup_min_lr > config.lr:
+        raise UserError(f"the warm-up would fall from {config.warmup_min_lr:g} to {config.lr:g}",
+                        where=f"warmup_min_lr ({sources['warmup_min_lr']})", instead="--warmup-min-lr 0")
+    if config.schedule in DEEPSPEEDS and config.warmup_steps < 1:
+        raise UserError(f"{config.schedule} with a warm-up of {config.warmup_steps} steps, which DeepSpeed refuses",
+                        where=f"warmup_steps ({sources['warmup_steps']})",
+                        instead="--warmup-steps 1, or --schedule constant or cosine")
+    decay = config.wsd_decay_steps if config.schedule == "wsd" else 0
+    # DeepSpeed's own schedules may end within their warm-up: the run is warned of that.
+    if config.schedule not in (*DEEPSPEEDS, *ENDLESS) and config.warmup_steps + decay > config.decay_steps:
+        what = f"a warm-up of {config.warmup_steps} steps"
+        what += f" and a decay of {decay} do not fit" if decay else " does not end"
+        raise UserError(f"{what} within {config.decay_steps} steps",
                         where=f"warmup_steps ({sources['warmup_steps']})",
                         instead=f"--warmup-steps {config.decay_steps // 10}, or more --steps")
-    return config
 
 
 def _whole_run(source: str) -> dict[str, Any]:
@@ -126,19 +176,38 @@ def _whole_run(source: str) -> dict[str, Any]:
     return {}
 
 
-def check_run(options: Options, world_size: int) -> RunPlan:
-    """Find what is wrong with a run before any rank starts: its numbers, layout, corpus and resume point."""
-    plan = plan_run(options, world_size)
-    check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size)
+def check_run(options: Options, world_size: int, device: str | None = None, *, puts_aside: bool = False) -> RunPlan:
+    """Find what is wrong with a run before any rank starts: its numbers, layout, corpus and resume point.
+
+    Args:
+        device: the type of the device that all ranks will have, where that is certain.
+        puts_aside: metrics in the run directory will be put aside.
+    """
+    options = with_tokenizer(options)
+    plan = plan_run(options, world_size, device=device if options.config.device == "auto" else None)
+    if plan.config.compile:
+        _check_compiler(plan.config.device, sources=plan.sources)
+    check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key)
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
         check_resume(plan)
-    elif folder and RunDir(Path(folder)).metrics.exists():
+    elif folder and not puts_aside and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
                         instead=f"another --run-dir, or --resume {folder} to go on with that run")
     return plan
+
+
+def _check_compiler(device: str, sources: dict[str, str]) -> None:
+    # torch.compile builds its kernels with g++ (or $CXX) on CPUs; on GPUs Triton builds a module with a C compiler.
+    wanted = [os.environ.get("CXX", "g++")]
+    if device != "cpu":
+        wanted += [os.environ.get("CC", "gcc"), "clang"]
+    if not any(map(shutil.which, wanted)):
+        raise UserError(f"torch.compile needs a compiler, and there is none: {', '.join(wanted)}",
+                        where=f"compile ({sources['compile']})",
+                        instead="install g++, load a module with a compiler, set CXX, or leave out --compile")
 
 
 def check_resume(plan: RunPlan) -> Path:
@@ -148,7 +217,7 @@ def check_resume(plan: RunPlan) -> Path:
         UserError: there is none, or it does not fit the run.
     """
     folder = find(Path(plan.config.resume))
-    check_state(plan, folder, read_json(folder / STATE))
+    check_state(plan, folder, read_state(folder))
     return folder
 
 
@@ -179,21 +248,25 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
                                                    f"{state['step']}")
 
 
-def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
-    def refuse(name: str, instead: str) -> UserError:
-        return UserError(f"{name} is {getattr(config, name)}", instead=instead,
-                         where=f"--{name.replace('_', '-')} ({sources[name]})")
+def _refused(config: TrainConfig, sources: dict[str, str], name: str, instead: str) -> UserError:
+    return UserError(f"{name} is {shown(getattr(config, name))}", instead=instead,
+                     where=f"--{name.replace('_', '-')} ({sources[name]})")
 
-    for name, least in _AT_LEAST.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise refuse(name, f"{least} or more")
+
+def _check_ranges(config: TrainConfig, sources: dict[str, str]) -> None:
+    for name, bounds in RANGES.items():
+        if (instead := bounds.beyond(getattr(config, name))) is not None:
+            raise _refused(config, sources, name, instead)
+
+
+def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
+    _check_ranges(config, sources)
     for name in ("lr", "eps", "temperature"):
         if not getattr(config, name) > 0:
-            raise refuse(name, "more than 0")
+            raise _refused(config, sources, name, "more than 0")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise refuse(name, "at least 0, less than 1")
+            raise _refused(config, sources, name, "at least 0, less than 1")
     seed_for(config.seed, "init")  # refuses a seed out of its range
     if config.on_bad_steps == "rollback" and config.save_every <= 0 and config.resume is None:
         raise UserError(f"with save_every {config.save_every} there is no checkpoint to go back to before the end",

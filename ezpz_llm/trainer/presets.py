@@ -5,8 +5,8 @@ A preset sits between a YAML file and the defaults; naming a model alone brings 
 Sources. Rates, batches, and warm-up and decay in tokens: Brown et al. 2020 (arXiv:2005.14165), table 2.1 and
 appendix B, as the public GPT-2 reproduction build-nanogpt uses them; its micro batch and its intervals.
 llama3-1b: batch, steps and intervals of a published run of that shape, and, as it states no rates, those of Touvron
-et al. 2023 (arXiv:2302.13971). shakespeare-char: nanoGPT's configuration, on CPUs its yardstick; wordplay's run has
-GPT-2's 124M shape on characters.
+et al. 2023 (arXiv:2302.13971). shakespeare-char: nanoGPT's configuration, on CPUs its yardstick, with the tanh form
+of GELU (nanoGPT's own model has erf's); wordplay's run has GPT-2's 124M shape on characters.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list
     config = plan.config
     wanted: list[StepWatch] = []
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
-        wanted.append(HostProfile(dist.run_dir, window))
+        wanted.append(HostProfile(dist.run_dir, window, dist.side))
     # After the host profile's steps: each would find the other's cost in its own. One step is for the census, and
     # the run's last is followed by all that ends a run.
     skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
@@ -27,7 +27,8 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list
     if not config.trace_steps or window is None:
         return wanted
     census = Census(window.first - 1, dist, engine, counts=not config.compile, products=_products(plan))
-    wanted += [census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census))]
+    wanted += [census, TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, census),
+                                    dist.side)]
     if config.counterfactual_steps and dist.world_size > 1:
         # Not right after the trace, which is written before the next step.
         wanted.append(Counterfactual(dist, Window(window.last + 2, config.counterfactual_steps)))

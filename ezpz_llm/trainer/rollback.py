@@ -8,8 +8,7 @@ from typing import Any
 
 from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.checkpoint.finding import candidates
-from ezpz_llm.rundir import read_record
-from ezpz_llm.trainer.noting import note
+from ezpz_llm.rundir import RunDir, read_record, update_record
 from ezpz_llm.trainer.plan import check_state
 from ezpz_llm.trainer.saving import settle
 from ezpz_llm.trainer.session import Session
@@ -69,6 +68,9 @@ def _go_back(session: Session, where: str | Path, why: str) -> None:
     if session.dist.is_main:
         print(f"warning: {why}\n  back from step {reached} to the checkpoint of step {session.step}; the "
               f"{passed_over} samples since then are passed over", file=sys.stderr, flush=True)
-        earlier = read_record(session.dist.run_dir).get("rollbacks", [])
-        note(session.dist.run_dir, rollbacks=[*earlier, {
-            "from_step": reached, "to_step": session.step, "samples_passed_over": passed_over, "why": why}])
+        session.dist.side.attempt("the rollback in run.json", lambda: _note(session.dist.run_dir, {
+            "from_step": reached, "to_step": session.step, "samples_passed_over": passed_over, "why": why}))
+
+
+def _note(run_dir: RunDir, rollback: dict[str, Any]) -> None:
+    update_record(run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback])

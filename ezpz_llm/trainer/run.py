@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.launch.phases import MEETING
+from ezpz_llm.rundir.side_files import print_whatever_happens
 from ezpz_llm.trainer.finish import finish
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.session import WallClock
-from ezpz_llm.trainer.start import start
+from ezpz_llm.trainer.start import settle_beginning, start
 
 
 def run(options: Options) -> int:
     """Train as `options` say; returns the exit code. Every rank calls it."""
+    print_whatever_happens()
     config = options.config
     clock, heartbeat = WallClock(), Heartbeat(os.environ)
     clock.passed("imports")
@@ -27,7 +30,10 @@ def run(options: Options) -> int:
         clock.passed("meeting")
     with dist:
         with clock.span("set-up"):
-            session = start(options, dist, clock, heartbeat)
+            begins = settle_beginning(options, dist)
+            if begins.complete:
+                return 0
+            session = start(begins.options, dist, clock, heartbeat)
             clock.passed("the rest")
         code = 1
         try:
@@ -35,4 +41,6 @@ def run(options: Options) -> int:
             code = finish(session)
         finally:
             session.tracking.close(failed=code != 0)
+            for lost in dist.side.close():
+                print(f"warning: {lost}", file=sys.stderr, flush=True)
         return code

@@ -11,7 +11,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.group_norms import GroupNorms
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.decay import decay_counts
+from ezpz_llm.model.decay import decay_counts, parameter_names
 from ezpz_llm.model.init import initial_std
 from ezpz_llm.trainer.plan import RunPlan
 
@@ -26,7 +26,8 @@ class SelfChecks:
 
     def __init__(self, plan: RunPlan, first_step: int) -> None:
         self._config, self._model = plan.config, plan.model
-        self._fresh = first_step == 0 and plan.begins_with is None
+        self._first = first_step == 0
+        self._loaded = plan.begins_with is not None
         self._stepped: GroupNorms | None = None
         self._first_line: dict[str, Any] | None = None
         self._concluded = False
@@ -45,17 +46,30 @@ class SelfChecks:
         """What is to be told, once, after the first step was flushed. Collective then.
 
         Raises:
-            UserError: the optimizer does not step the model's parameters.
+            UserError: the optimizer does not step the model's parameters, or no gradient reaches one of them.
         """
         if self._concluded or self._first_line is None:
             return []
         self._concluded = True
         made = self._first_line["grad_norm"] and not self._first_line.get("skipped")
-        told = [self._optimizer(dist)] if self._stepped is not None and made else []
+        told = [*self._gradients(dist), self._optimizer(dist)] if self._stepped is not None and made else []
         self._stepped = None
-        if self._fresh and self._first_line["loss"] is not None:
-            told.append(first_loss(self._model, self._first_line["loss"]))
+        if self._first and (loss := self._first_line["loss"]) is not None:
+            remark = first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
+            told += [remark] if remark else []
         return told
+
+    def _gradients(self, dist: Dist) -> list[str]:
+        names = parameter_names(self._model)
+        place = {name: number for number, name in enumerate(names)}
+        seen = torch.zeros(len(names), device=dist.device)
+        for found, norms in self._stepped.gradients:
+            seen.index_add_(0, torch.tensor([place[name] for name in found], device=dist.device),
+                            (norms != 0).to(seen))
+        if dist.world_size > 1:
+            torch.distributed.all_reduce(seen)
+        return check_reached([name for name, count in zip(names, seen.tolist(), strict=True) if not count],
+                             is_new=self._first and not self._loaded)
 
     def _optimizer(self, dist: Dist) -> str:
         seen = torch.tensor([*self._stepped.elements, float(self._stepped.strangers)], dtype=torch.float64)
@@ -76,6 +90,28 @@ class SelfChecks:
             return None
         return (f"one batch was not learnt by heart: its loss was {_show(first)} at first and is {_show(last)} "
                 f"after {self._config.steps} steps")
+
+
+def check_reached(without: list[str], is_new: bool) -> list[str]:
+    """What to say of parameters whose gradients are all zero, or missing, on all ranks.
+
+    Args:
+        is_new: the model has first values of ours, none of which keeps a gradient from another parameter. Given
+            weights may: behind a projection of zeros nothing arrives.
+
+    Raises:
+        UserError: there are some in a new model.
+    """
+    if not without:
+        return []
+    more = f" and {len(without) - 3} more" if len(without) > 3 else ""
+    text = (f"no gradient reaches {', '.join(without[:3])}{more} in the first step: it is zero or missing on every "
+            "rank")
+    if not is_new:
+        return [f"warning: {text}"]
+    raise UserError(text, where="the model's forward pass",
+                    instead="use it in what the loss is computed from (is it frozen, detached, or left out?)",
+                    exit_code=1)
 
 
 def check_stepped(model: ModelConfig, elements: list[int], strangers: int, decays: list[set[float]],
@@ -108,6 +144,15 @@ def first_loss(model: ModelConfig, loss: float) -> str:
         return text
     return (f"warning: {text}: more than {BAND} apart, so look at the initialisation, the vocabulary "
             f"({model.vocab_size} tokens) and the targets")
+
+
+def first_loss_of_weights(model: ModelConfig, loss: float) -> str | None:
+    """A warning where loaded weights predict worse than a guess."""
+    guess = math.log(model.vocab_size)
+    if loss <= guess:
+        return None
+    return (f"warning: first loss {loss:.4f} of the loaded weights is above ln V = {guess:.2f}, that of a guess "
+            f"among {model.vocab_size} tokens: look at the tokenizer, and whether the weights are the right ones")
 
 
 def expected_first_loss(model: ModelConfig) -> float:

@@ -8,10 +8,10 @@ from typing import Any
 
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
 from ezpz_llm.trainer.plan import RunPlan
-from ezpz_llm.trainer.schedule import learning_rate
+from ezpz_llm.trainer.schedule import ENDLESS, learning_rate
 
 _WIDTH = 110
-_ORDER = ("command line", "preset ", "recipe ", "model ", "follows from ", "a tenth ", "default")
+_ORDER = ("command line", "run ", "preset ", "recipe ", "model ", "follows from ", "a tenth ", "default")
 """Sources by their beginnings, as they are listed; a file, named by its path, comes after the command line."""
 
 
@@ -46,13 +46,15 @@ def effective(plan: RunPlan) -> dict[str, tuple[Any, str]]:
 
 def remarks(plan: RunPlan) -> list[str]:
     """What in the settings looks like a mistake."""
-    config = plan.config
-    if config.decay_steps <= config.steps:
-        return []
-    last = learning_rate(config.steps - 1, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
-                         max_steps=config.decay_steps)
-    return [f"the learning rate ends at {last:.3g} and not at {config.min_lr:.3g}: its cosine is over only after "
-            f"step {config.decay_steps}, the run after step {config.steps}"]
+    config, found = plan.config, list(plan.resolved.warnings)
+    if config.warmup_steps > config.steps:
+        found.append(f"the learning rate never reaches its peak: the warm-up takes {config.warmup_steps} steps, "
+                     f"the run {config.steps}")
+    elif config.decay_steps > config.steps and config.schedule not in ENDLESS:
+        last = learning_rate(config.steps - 1, config)
+        found.append(f"the learning rate ends at {last:.3g} and not at {config.min_lr:.3g}: its {config.schedule} "
+                     f"is over only after step {config.decay_steps}, the run after step {config.steps}")
+    return found
 
 
 def _show(value: Any) -> str:

@@ -21,7 +21,7 @@ from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.checkpoint.agree import raise_together
+from ezpz_llm.engine.checkpoint.agree import broadcast, raise_together
 from ezpz_llm.engine.checkpoint.retention import Keep
 from ezpz_llm.engine.checkpoint.saver import Saver
 from ezpz_llm.engine.precision import native_precision
@@ -37,8 +37,9 @@ from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking
 from ezpz_llm.observe.trackers import choose
-from ezpz_llm.resources import cache_dir, user_path
+from ezpz_llm.resources import user_path
 from ezpz_llm.trainer.announce import announce
+from ezpz_llm.trainer.beginning import with_tokenizer
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
 from ezpz_llm.trainer.guards import Guard
@@ -47,9 +48,34 @@ from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.profiling import profiles
+from ezpz_llm.trainer.resuming import Beginning, find_beginning, put_aside
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session, WallClock
 from ezpz_llm.trainer.work import step_work
+
+
+def settle_beginning(options: Options, dist: Dist) -> Beginning:
+    """How the run begins, found by rank 0 alone: others may not see yet what it sees. Collective.
+
+    Raises:
+        UserError: see `find_beginning`; the same on every rank.
+    """
+    found, error = None, None
+    if dist.is_main:
+        try:
+            found = find_beginning(options)
+        except UserError as wrong:
+            error = wrong
+    raise_together(dist, error)
+    begins = broadcast(dist, found)
+    if dist.is_main:
+        for note in begins.notes:
+            print(f"note: {note}", flush=True)
+        if begins.puts_aside:
+            print(f"note: the metrics of the earlier attempt are kept as {put_aside(dist.run_dir)}", flush=True)
+        if begins.complete:
+            print(begins.complete, flush=True)
+    return begins
 
 
 def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) -> Session:
@@ -59,7 +85,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
         UserError: whatever the user can mend; the same on every rank.
     """
     heartbeat.beat(LOADING)
-    data = open_corpus(options.config.corpus, options.config.tokenizer, dist)
+    options = with_tokenizer(options)
+    data = open_corpus(options.config.corpus, options.config.tokenizer, dist, options.config.text_key)
     plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
     if plan.resolved.precision == "auto":
         plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
@@ -106,7 +133,6 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     configure_head(model, config.loss_chunk, config.z_loss)
     recompute_blocks(model, config.recompute)
     if config.compile:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         compile_blocks(model)
     engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
                           eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
@@ -175,7 +201,7 @@ def open_trackers(tracking: Tracking, dist: Dist, first_step: int) -> None:
     """Open what `--track` names, on rank 0; a server that does not answer ends the run on every rank."""
     error = None
     try:
-        tracking.open(dist.run_dir, first_step)
+        tracking.open(dist.run_dir, first_step, dist.side)
     except UserError as found:
         error = found
     raise_together(dist, error)

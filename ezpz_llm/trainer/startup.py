@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -10,10 +11,10 @@ from typing import Any
 
 import psutil
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.rundir import read_record
-from ezpz_llm.trainer.noting import note
 from ezpz_llm.trainer.session import Session
 
 Marks = Sequence[tuple[str, float]]
@@ -51,13 +52,14 @@ def tell_startup(session: Session) -> None:
     session.clock.passed("first step")
     launched = None
     if RUN_ID_VARIABLE in os.environ:  # else the record may be of an earlier launch into the same run directory
-        record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
-        launched = record.get("started")
+        with contextlib.suppress(UserError):  # a record that cannot be read
+            record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
+            launched = record.get("started")
     found = stretches(session.clock.marks, process_began(), launched)
     if session.config.compile:
         found["compiling"] = seconds_compiling()
         found["first step"] -= found["compiling"]
     total = sum(found.values())
-    note(session.dist.run_dir, startup={"seconds": found, "total_s": total})
+    session.dist.side.update_record(session.dist.run_dir, startup={"seconds": found, "total_s": total})
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())
     print(f"start-up   {total:.1f} s to the end of the first step: {parts}", flush=True)

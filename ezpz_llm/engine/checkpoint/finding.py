@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ezpz_llm.engine.checkpoint.folder import MANIFEST, complete, folder_name, latest, step_of
-from ezpz_llm.engine.checkpoint.manifest import Damaged, check_size, read_manifest
+from ezpz_llm.engine.checkpoint.manifest import Damaged, check_size, none_whole, read_manifest
 from ezpz_llm.errors import UserError, nearest
 from ezpz_llm.rundir import RunDir
 
@@ -18,16 +18,25 @@ def find(where: str | Path) -> Path:
     Raises:
         UserError: there is none at that place, or only ones with a file missing or cut short.
     """
-    first: Damaged | None = None
+    passed_over: list[Damaged] = []
     for folder in candidates(where):
         try:
             for record in read_manifest(folder):
                 check_size(folder, record)
         except Damaged as damage:
-            first = first or damage
+            passed_over.append(damage)
         else:
             return folder
-    raise first or _none(Path(where))
+    raise none_whole(passed_over)
+
+
+
+def has_any(where: str | Path) -> bool:
+    """Whether there is a checkpoint at that place, whole or not."""
+    try:
+        return bool(candidates(where))
+    except UserError:
+        return False
 
 
 

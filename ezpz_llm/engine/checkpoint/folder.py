@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from ezpz_llm.rundir import write_atomic
+from ezpz_llm.rundir.remnants import sweep_checkpoints
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
 
@@ -53,8 +54,7 @@ def latest(checkpoints: Path) -> Path | None:
 def start_partial(checkpoints: Path, step: int) -> Path:
     """A new empty folder to write into; what killed runs left half written in `checkpoints` is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for left in [*checkpoints.glob(".step-*.partial"), *checkpoints.glob(".step-*.removed")]:
-        shutil.rmtree(left, ignore_errors=True)
+    sweep_checkpoints(checkpoints)
     partial = checkpoints / f".{folder_name(step)}.partial"
     partial.mkdir()
     return partial

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.checkpoint.writer import Shard
 
 _ALIGN = 64
@@ -25,7 +26,7 @@ def _aligned(tensor: torch.Tensor) -> int:
 class HostMemory:
     """The memory for such copies: taken for the first, used again for the next, when the one before is written.
 
-    For CUDA devices it is page-locked: copies run at the bus's full speed, all of them at once.
+    For GPUs it is page-locked: copies run at the bus's full speed, all of them at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +37,7 @@ class HostMemory:
         """The shard with its tensors as they are now; the engine may change its own when this returns."""
         needed = host_bytes(shard)
         if self._memory.numel() < needed:
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=DEVICES[self._device.type].pins)
         offsets = itertools.accumulate(map(_aligned, shard.outline.values()), initial=0)
         copies = []
         for at, tensor in zip(offsets, shard.tensors, strict=False):

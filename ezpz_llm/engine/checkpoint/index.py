@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ezpz_llm.base.outside import file_in
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.engine.checkpoint.folder import INDEX
-from ezpz_llm.engine.checkpoint.manifest import FORMAT, read_json
+from ezpz_llm.engine.checkpoint.manifest import FORMAT, damaged, read_json
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.placement import Box, size
 from ezpz_llm.rundir import write_json
@@ -65,16 +66,18 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
 
     Raises:
-        UserError: it is damaged.
+        Damaged: it is of another format than the manifest, or no JSON object.
     """
     stored = read_json(folder / INDEX)
-    parameters = {name: Parameter(tuple(entry["shape"]), tuple(_piece(piece) for piece in entry["pieces"]))
-                  for name, entry in stored["parameters"].items()}
-    return Index(tuple(stored["kinds"]), parameters)
-
-
-def _piece(stored: dict[str, Any]) -> Piece:
-    return Piece(**{**stored, "box": tuple(tuple(side) for side in stored["box"])})
+    if stored.get("format") != FORMAT:
+        raise damaged(folder, f"{INDEX} is of format {stored.get('format')!r}, the manifest of format {FORMAT}")
+    try:
+        index = as_dataclass(Index, {name: value for name, value in stored.items() if name != "format"}, INDEX)
+        for name in {piece.file for parameter in index.parameters.values() for piece in parameter.pieces}:
+            file_in(folder, name, INDEX)
+    except UserError as error:
+        raise damaged(folder, f"in {INDEX}, {error.found}") from error
+    return index
 
 
 def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

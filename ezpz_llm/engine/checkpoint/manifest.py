@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from ezpz_llm.engine.checkpoint.folder import MANIFEST, complete
+from ezpz_llm.base import outside
+from ezpz_llm.base.limits import MOST_STEPS
+from ezpz_llm.base.outside import file_in
+from ezpz_llm.base.schema import Range, as_type
+from ezpz_llm.engine.checkpoint.folder import MANIFEST, STATE, complete
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import write_json
 
 FORMAT = 1
 """Rises when a reader of the older number would misread the files."""
+_MOST_BYTES = 1 << 30
+"""An index names every piece of every parameter: 100 bytes each, of thousands of ranks."""
 
 
 class Damaged(UserError):
@@ -32,6 +37,44 @@ class FileRecord:
 
 
 
+@dataclass(frozen=True)
+class _Entry:
+    size: int
+    sha256: str
+
+
+class _Step(TypedDict):
+    step: Annotated[int, Range(0, MOST_STEPS)]
+
+
+class State(_Step, total=False):
+    """state.json: the step is always there, the rest after a training run."""
+
+    model: dict[str, Any]
+    seed: int
+    data: str | None
+    consumed: int
+    sample_hash: str
+    world_size: int
+    optimizer_step: int
+    loss_scale: dict[str, Any] | None
+    tokenizer: dict[str, Any] | None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's state.json holds.
+
+    Raises:
+        Damaged: it is missing, or holds other types.
+    """
+    try:
+        return as_type(State, read_json(folder / STATE), STATE)
+    except Damaged:
+        raise
+    except UserError as error:
+        raise damaged(folder, f"in {STATE}, {error.found}") from error
+
+
 def read_manifest(folder: Path) -> list[FileRecord]:
     """The files of a checkpoint.
 
@@ -45,9 +88,11 @@ def read_manifest(folder: Path) -> list[FileRecord]:
         raise UserError(f"the checkpoint has format {found}, this version reads {FORMAT}", where=str(folder),
                         instead="the version that saved it, or a later one")
     try:
-        records = [FileRecord(name, entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, f"{MANIFEST} lacks {error}") from error
+        files = as_type(dict[str, _Entry], manifest.get("files"), MANIFEST, "files")
+        records = [FileRecord(file_in(folder, name, MANIFEST).name, entry.size, entry.sha256)
+                   for name, entry in files.items()]
+    except UserError as error:
+        raise damaged(folder, f"in {MANIFEST}, {error.found}") from error
     if found != FORMAT or not records:
         raise damaged(folder, f"{MANIFEST} is of format {found!r} and names {len(records)} files")
     return records
@@ -68,12 +113,12 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is missing or damaged.
     """
     try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError as error:
+        value = outside.read_json(path, _MOST_BYTES)
+    except outside.NoFile as error:
         what = f"{path.name} is missing" if path.parent.is_dir() else "the folder is not there"
         raise damaged(path.parent, what) from error
-    except (OSError, ValueError) as error:
-        raise damaged(path.parent, f"{path.name} cannot be read: {error}") from error
+    except UserError as error:
+        raise damaged(path.parent, f"{path.name} cannot be read: {error.found}") from error
     if not isinstance(value, dict):
         raise damaged(path.parent, f"{path.name} is not a JSON object")
     return value
@@ -128,3 +173,13 @@ def damaged(folder: Path, what: str) -> Damaged:
     others = [path for path in complete(folder.parent) if path.name != folder.name]
     return Damaged(f"the checkpoint is damaged: {what}", where=str(folder),
                      instead=f"--resume {others[-1]}" if others else None)
+
+
+def none_whole(found: Sequence[Damaged]) -> Damaged:
+    """The error where each checkpoint that was tried, newest first, is damaged: none of them is suggested."""
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(Path(str(damage.where)).name for damage in found)
+    return Damaged(f"all {len(found)} checkpoints are damaged ({names}); of the newest: {found[0].found}",
+                   where=str(Path(str(found[0].where)).parent),
+                   instead="copy a whole step-… folder back from elsewhere, or begin again in another --run-dir")

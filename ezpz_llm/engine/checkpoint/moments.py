@@ -26,7 +26,7 @@ def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
     if not state:
         # torch counts steps in a tensor, on the device only where its kernel reads it there; DeepSpeed's own
         # optimizers (CPU Adam, fused Adam) count in an int.
-        if isinstance(optimizer, torch.optim.Adam):
+        if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             on_device = group.get("fused") or group.get("capturable")
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
         else:

@@ -15,9 +15,9 @@ from ezpz_llm.engine.checkpoint import rng
 from ezpz_llm.engine.checkpoint.agree import broadcast, raise_together
 from ezpz_llm.engine.checkpoint.boxes import common
 from ezpz_llm.engine.checkpoint.finding import candidates
-from ezpz_llm.engine.checkpoint.folder import STATE, shard_name
+from ezpz_llm.engine.checkpoint.folder import shard_name
 from ezpz_llm.engine.checkpoint.index import KINDS, Index, check_model, read_index
-from ezpz_llm.engine.checkpoint.manifest import Damaged, damaged, read_json, read_manifest, verify
+from ezpz_llm.engine.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, verify
 from ezpz_llm.engine.checkpoint.slices import Slice
 from ezpz_llm.errors import UserError
 
@@ -57,7 +57,7 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
             return Loaded(folder, load(folder, engine, dist, accept), tuple(passed_over))
         except Damaged as damage:
             passed_over.append(damage)
-    raise passed_over[0]
+    raise none_whole(passed_over)
 
 
 def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     # Settled before anything is read: what other ranks have found damaged says nothing.
     raise_together(dist, error)
     try:
-        state, index = read_json(folder / STATE), read_index(folder)
+        state, index = read_state(folder), read_index(folder)
         if accept is not None:
             accept(folder, state)
         check_model(index, training.shapes, folder)
