@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ezpz_llm.base.clean import show
 from ezpz_llm.errors import UserError
 
 # The rooms are imported where they are used: `--help` needs none of them.
@@ -29,10 +30,12 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser("prepare", help="text to token shards; prints the folder")
     add.add_argument("corpus", metavar="CORPUS",
                      help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), "
-                          "or the path of a text, .jsonl or .parquet file, of a folder of such, or of shards of "
-                          "build-nanogpt or nanoGPT; or several with weights, as A=0.7,B=0.3")
+                          "or the path of a file of text, JSON lines or parquet, plain, gzipped or zst, of a "
+                          "folder of such, or of shards of build-nanogpt or nanoGPT; or several with weights, as "
+                          "A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
-                     help="bytes, char or gpt2 (default: char for shakespeare, gpt2 for data sets, else bytes)")
+                     help="bytes, char, gpt2, or a folder that has one of these: token shards, a checkpoint or a "
+                          "tokenizer.json (default: char for shakespeare, gpt2 for data sets, else bytes)")
     add.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: one in the cache)")
     source = add.add_mutually_exclusive_group()
     source.add_argument("--file", type=Path, metavar="F", help="shakespeare only: its text, as a local file")
@@ -47,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
                      help="processes (default: one for each 16 MB, at most the cores there are)")
     add.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
                      help="tokens a shard file (default: %(default)s)")
+    add.add_argument("--text-key", default="text", metavar="K",
+                     help="the member of a JSON object, or the column of parquet or a data set, that has a "
+                          "document's text (default: %(default)s)")
+    add.add_argument("--max-broken", type=int, default=0, metavar="N",
+                     help="leave out up to N documents that cannot be read, and count them (default: the first one "
+                          "is an error)")
     add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer are there")
     # launch passes it with --check to every command; shards do not depend on it.
     add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
@@ -82,42 +91,45 @@ def _prepare(args: argparse.Namespace) -> int:
         raise UserError(f"--file is for shakespeare, not {args.corpus}", where="command line",
                         instead="prepare another text by its path: python3 -m ezpz_llm.data prepare PATH")
     if args.check:
-        check_corpus(args.corpus, args.tokenizer)
+        check_corpus(args.corpus, args.tokenizer, text_key=args.text_key)
         return 0
     print(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
                   val_tokens=args.val_tokens, workers=args.workers, shard_tokens=args.shard_tokens,
-                  download=args.download))
+                  download=args.download, text_key=args.text_key, max_broken=args.max_broken))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     from ezpz_llm.data.manifest import verify
 
-    print(f"{verify(args.folder)} shards, each as its manifest says: {args.folder}")
+    show(f"{verify(args.folder)} shards, each as its manifest says: {args.folder}")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.making import remarks
     from ezpz_llm.data.shards import TokenData
 
     data = TokenData.open(args.folder)
     facts = data.manifest
     source = facts["source"]
     python = f", {source['python']}" if "python" in source else ""
-    print(f"corpus       {source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})")
-    print(f"tokenizer    {facts['tokenizer']['name']}, vocabulary {facts['vocab_size']:,}, "
-          f"fingerprint {facts['tokenizer']['fingerprint'][:12]}")
-    print(f"documents    {facts['documents']:,}")
+    show(f"corpus       {source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})")
+    show(f"tokenizer    {facts['tokenizer']['name']}, vocabulary {facts['vocab_size']:,}, "
+         f"fingerprint {facts['tokenizer']['fingerprint'][:12]}")
+    show(f"documents    {facts['documents']:,}")
     for name, split in facts["splits"].items():
         shards = f" in {len(split['shards'])} shards of {facts['dtype']}" if not data.parts else ""
-        print(f"{name:12} {split['tokens']:,} tokens{shards}")
+        show(f"{name:12} {split['tokens']:,} tokens{shards}")
     if data.parts:
         counts = data.split("train").counts
         for (part, weight), count in zip(data.parts, counts, strict=True):
-            print(f"part         {weight:g} ({count} of {sum(counts)} samples): {part.folder}")
-    print(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "
-          f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}")
-    print(f"made by      {facts['command']}")
+            show(f"part         {weight:g} ({count} of {sum(counts)} samples): {part.folder}")
+    show(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "
+         f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}")
+    for remark in remarks(source):
+        show(f"note         {remark}")
+    show(f"made by      {facts['command']}")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import stat
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.public import PublicFile, reading
 from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.resources import user_path
 
 SHAKESPEARE = PublicFile(
     what="tiny Shakespeare", folder="corpora", name="tinyshakespeare.txt", size=1_115_394,
@@ -26,25 +28,26 @@ ONE_FILE_VAL_FRACTION = 0.1
 MANY_FILES_VAL_FRACTION = 0.02
 DATASET_VAL_TOKENS = 100_000_000
 """The first shard of a streamed data set: build-nanogpt's validation shard of FineWeb-Edu."""
+_FILES = "text, JSON lines or parquet"
+_BY_CONTENT = "formats by content"
+"""Part of a corpus's identity: shards that were made when names alone told the format are others."""
+_NO_FILES = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a character device",
+             stat.S_ISBLK: "a block device"}
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a corpus: its path, its name within the corpus, its size in bytes, its time stamp."""
+    """One file of a corpus: its path, its name within the corpus, its size in bytes, its time stamp.
+
+    `special` says what it is if it is no file, such as a FIFO.
+    """
 
     path: Path
     name: str
     size: int
     mtime_ns: int
-
-    @property
-    def is_jsonl(self) -> bool:
-        return self.path.suffix == ".jsonl"
-
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.suffix == ".parquet"
+    special: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Corpus:
         identity: what tells this content from any other, as JSON values.
         val_fraction, val_tokens, tokenizer: defaults; the one or the other of the first two.
         facts: what else the manifest records of the source.
+        plain: whether each file is one document of text, whatever it looks like.
+        left_out: what lies among the files and is none, such as a FIFO, in words.
         dataset: the data set, which has no files that are known beforehand.
     """
 
@@ -69,6 +74,8 @@ class Corpus:
     facts: dict[str, str] = field(default_factory=dict)
     val_tokens: int | None = None
     dataset: HubDataset | None = None
+    plain: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -85,12 +92,12 @@ def prepared_folder(corpus: str) -> Path | None:
     """The folder of shards that `corpus` names, if it names one."""
     if corpus in CORPORA:
         return None
-    path = Path(corpus).expanduser().absolute()
-    return path if (path / MANIFEST).is_file() else None
+    path = user_path(corpus).absolute()
+    return path if os.path.isfile(path / MANIFEST) else None
 
 
 def find_corpus(corpus: str) -> Corpus:
-    """The corpus of that name, or at a path: a text, .jsonl or .parquet file, or a folder of such.
+    """The corpus of that name, or at a path: a file of text, JSON lines or parquet, or a folder of such.
 
     Raises:
         UserError: no such name or path, nothing in it, or (shakespeare) not provided yet.
@@ -100,15 +107,14 @@ def find_corpus(corpus: str) -> Corpus:
     if corpus == "shakespeare":
         path = SHAKESPEARE.find()
         return Corpus("shakespeare", "shakespeare", (_source(path, path.name),), [SHAKESPEARE.sha256],
-                      ONE_FILE_VAL_FRACTION, "char")
+                      ONE_FILE_VAL_FRACTION, "char", plain=True)
     if dataset := find_dataset(corpus):
         return _streamed(dataset)
-    path = Path(corpus).expanduser().absolute()
-    if not path.exists():
+    path = user_path(corpus).absolute()
+    if not os.path.exists(path):  # also False for what is too long for a path
         if path.suffix or os.sep in corpus:
             raise UserError("no such corpus file or folder", where=str(path),
-                            instead="name a text, .jsonl or .parquet file, a folder, or one of "
-                                    + ", ".join(CORPORA))
+                            instead=f"name a file of {_FILES}, a folder, or one of " + ", ".join(CORPORA))
         raise unknown("corpus", corpus, CORPORA, where=f"neither a name nor a file in {Path.cwd()}")
     return _at_path(path)
 
@@ -118,15 +124,19 @@ def _at_path(path: Path) -> Corpus:
         found = [_source(file, file.relative_to(path).as_posix()) for file in _walk(path)]
     else:
         found = [_source(path, path.name)]
-    files = tuple(file for file in found if file.size)
+        if found[0].special:
+            raise UserError(f"the corpus is {found[0].special}, which can be read only once", where=str(path),
+                            instead="write it to a file, and name that")
+    files = tuple(file for file in found if file.size and not file.special)
     if not files:
         state = "empty" if path.is_file() else "a folder without a file that has text in it"
         raise UserError(f"nothing to read: the corpus is {state}", where=str(path),
-                        instead="name a text, .jsonl or .parquet file, or a folder of such")
+                        instead=f"name a file of {_FILES}, or a folder of such")
     return Corpus(
         name=path.stem, words=str(path), files=files,
-        identity=[str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
+        identity=[_BY_CONTENT, str(path), [[file.name, file.size, file.mtime_ns] for file in files]],
         val_fraction=MANY_FILES_VAL_FRACTION if path.is_dir() else ONE_FILE_VAL_FRACTION, tokenizer="bytes",
+        left_out=tuple(f"{file.path} ({file.special})" for file in found if file.special),
     )
 
 
@@ -149,7 +159,7 @@ def _stdlib() -> Corpus:
                         instead="name a text file or folder of your own with --corpus PATH")
     python = f"{platform.python_implementation()} {platform.python_version()}"
     return Corpus("stdlib", "stdlib", files, [python, [[file.name, file.size] for file in files]],
-                  MANY_FILES_VAL_FRACTION, "bytes", {"python": python})
+                  MANY_FILES_VAL_FRACTION, "bytes", {"python": python}, plain=True)
 
 
 def _walk(root: Path, left_out: frozenset[str] | set[str] = frozenset()) -> list[Path]:
@@ -168,5 +178,6 @@ def _walk(root: Path, left_out: frozenset[str] | set[str] = frozenset()) -> list
 
 def _source(path: Path, name: str) -> SourceFile:
     with reading(path):
-        stat = path.stat()
-    return SourceFile(path, name, stat.st_size, stat.st_mtime_ns)
+        found = path.stat()
+    special = next((name for is_it, name in _NO_FILES.items() if is_it(found.st_mode)), None)
+    return SourceFile(path, name, found.st_size, found.st_mtime_ns, special)

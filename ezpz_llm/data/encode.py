@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.data.journal import Interrupted
-from ezpz_llm.data.reader import Task, texts
+from ezpz_llm.data.reader import Piece, Task, texts
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
+from ezpz_llm.errors import UserError
 
 _WAITING_PER_WORKER = 2
 
@@ -32,6 +33,8 @@ class Encoded:
         documents: how many begin here.
         source_bytes: bytes read.
         after: the place in the corpus after the task.
+        broken: what is wrong with each document that was left out, and where.
+        marks: byte-order marks that were dropped.
     """
 
     tokens: np.ndarray
@@ -39,6 +42,8 @@ class Encoded:
     documents: int
     source_bytes: int
     after: dict[str, Any]
+    broken: tuple[UserError, ...] = ()
+    marks: int = 0
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -62,15 +67,17 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
     separator = [] if tokenizer.end_of_text is None else [np.array([tokenizer.end_of_text], np.uint32)]
     parts: list[np.ndarray] = [np.empty(0, np.uint32)]
     documents = 0
+    broken: list[UserError] = []
     for piece in task.pieces:
-        for begins, text in texts(piece):
+        for begins, text in texts(piece, task.reading, broken):
             if begins:
                 parts += separator
                 documents += 1
             parts.append(tokenizer.encode(text))
     tokens = pack(np.concatenate(parts), tokenizer.vocab_size)
     return Encoded(tokens, np.bincount(tokens, minlength=tokenizer.vocab_size), documents,
-                   task.source_bytes, task.after)
+                   task.source_bytes, task.after, tuple(broken),
+                   sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces))
 
 
 def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int) -> Iterator[Encoded]:

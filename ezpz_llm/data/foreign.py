@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import re
 import shlex
@@ -24,13 +25,15 @@ from ezpz_llm.data.progress import progress, say
 from ezpz_llm.data.public import reading
 from ezpz_llm.data.request import cached_folder
 from ezpz_llm.data.shard_writer import TRAIN, VAL
-from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, get_tokenizer, to_entry
+from ezpz_llm.data.tokenizer_choice import Choice, choose
+from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, to_entry
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import write_json
 
 # The split is a whole part of the name: "eval" is not "val".
 _NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})_\d+\.npy")
 _META = "meta.pkl"
+_DEFAULT = "gpt2"
 _AT_ONCE = 8 << 20
 
 
@@ -46,7 +49,7 @@ class ForeignShards:
     folder: Path
     written_by: str
     splits: dict[str, tuple[Path, ...]]
-    tokenizer: str | None
+    tokenizer: Choice | None
 
     @property
     def fingerprint(self) -> str:
@@ -55,7 +58,9 @@ class ForeignShards:
         if (self.folder / _META).is_file():
             files.append(self.folder / _META)
         stats = [(path.name, path.stat()) for path in files]
-        known = [str(self.folder), self.tokenizer, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+        # Which table of characters it is, the shards say themselves.
+        asked = self.tokenizer and self.tokenizer.name
+        known = [str(self.folder), asked, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
         return hashlib.sha256(json.dumps([FORMAT, "foreign", known]).encode()).hexdigest()
 
     @property
@@ -64,14 +69,14 @@ class ForeignShards:
         return cached_folder(self.folder.name, self.fingerprint)
 
 
-def find_foreign(corpus: str, tokenizer: str | None) -> ForeignShards | None:
+def find_foreign(corpus: str, tokenizer: Choice | None) -> ForeignShards | None:
     """The shards in the folder `corpus`, if that is one of another program's.
 
     Raises:
         UserError: there is no validation split, or no training split.
     """
     folder = Path(corpus).expanduser().absolute()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return None
     splits: dict[str, list[Path]] = {TRAIN: [], VAL: []}
     with reading(folder):
@@ -88,6 +93,8 @@ def find_foreign(corpus: str, tokenizer: str | None) -> ForeignShards | None:
         if not paths:
             raise UserError(f"these shards of {written_by} have no {name} split", where=str(folder),
                             instead=f"put the files of the {name} split there, too")
+    if tokenizer is not None and tokenizer.name == ("char" if (folder / _META).is_file() else _DEFAULT):
+        tokenizer = None  # so that they are read once, whether or not it was typed
     return ForeignShards(folder, written_by, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
 
 
@@ -140,13 +147,13 @@ def _tokenizer(shards: ForeignShards) -> Tokenizer:
     found: Tokenizer | None = None
     if shards.written_by == "nanoGPT" and meta.is_file():
         found = CharTokenizer(_characters(meta))
-        if shards.tokenizer not in (None, "char"):
-            raise UserError(f"these tokens are characters, not of the tokenizer {shards.tokenizer}",
+        if shards.tokenizer is not None and shards.tokenizer.name != "char":
+            raise UserError(f"these tokens are characters, not of the tokenizer {shards.tokenizer.name}",
                             where=str(meta), instead="leave --tokenizer out")
-    elif shards.tokenizer == "char":
+    elif shards.tokenizer is not None and shards.tokenizer.name == "char":
         raise UserError("which characters these tokens are is not known: there is no meta.pkl",
                         where=str(shards.folder), instead="leave --tokenizer out if they are gpt2's")
-    return found or get_tokenizer(shards.tokenizer or "gpt2")
+    return found or (shards.tokenizer or choose(_DEFAULT)).make()
 
 
 class _PlainUnpickler(pickle.Unpickler):

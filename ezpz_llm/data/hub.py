@@ -91,13 +91,14 @@ def resolve_revision(dataset: HubDataset) -> str | None:
         return HfApi().dataset_info(dataset.name, revision=dataset.revision).sha
 
 
-def read_dataset(dataset: HubDataset, revision: str | None, size: int,
-                 state: dict[str, Any] | None) -> Iterator[tuple[Documents, dict[str, Any]]]:
+def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: dict[str, Any] | None,
+                 key: str = TEXT) -> Iterator[tuple[Documents, dict[str, Any]]]:
     """Documents of together about `size` bytes, and the state to go on from after them.
 
     Args:
         revision: the commit to read; None for a local folder.
         state: what came with the documents before; None for the beginning.
+        key: the column that has the documents.
 
     Raises:
         UserError: `datasets` is not installed, or the data set cannot be read.
@@ -109,10 +110,10 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int,
     with _reaching(dataset):
         stream = datasets.load_dataset(dataset.name, dataset.config, split="train", streaming=True,
                                        revision=revision)
-        if stream.features is not None and TEXT not in stream.features:
-            raise UserError(f'no column "{TEXT}" among {", ".join(stream.features)}', where=dataset.words,
-                            instead=f'name a data set that has its documents in a column called "{TEXT}"')
-        stream = stream.select_columns([TEXT])
+        if stream.features is not None and key not in stream.features:
+            raise UserError(f'no column "{key}" among {", ".join(stream.features)}', where=dataset.words,
+                            instead="--text-key NAME, where NAME is the column that has the documents")
+        stream = stream.select_columns([key])
         number = state["documents"] if state else 0
         if state:
             stream.load_state_dict(state["stream"])
@@ -125,8 +126,8 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int,
 
         with contextlib.closing(iter(stream)) as rows:
             for row in rows:
-                texts.append(row[TEXT])
-                held += len((row[TEXT] or "").encode("utf-8", "surrogatepass"))
+                texts.append(row[key])
+                held += len((row[key] or "").encode("utf-8", "surrogatepass"))
                 if held >= size:
                     yield take()
                     number, texts, held = number + len(texts), [], 0

@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.outside import read_json
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import write_atomic
 
 JOURNAL = ".journal.json"
+_MOST_BYTES = 256 << 20
+"""It counts every id of a vocabulary."""
 
 
 class Interrupted(UserError):
@@ -34,6 +38,8 @@ class Journal:
         written: tokens and sha256 of the full shards of each split.
         read_all: the corpus is at its end, and the validation split has been copied out of the tokens.
         facts: what the source said of itself, such as the revision of a data set.
+        broken: documents that were left out so far; broken_first: what is wrong with the first hundred, and where.
+        marks: byte-order marks that were dropped so far.
     """
 
     request: str
@@ -45,13 +51,16 @@ class Journal:
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
     read_all: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
+    broken: int = 0
+    broken_first: list[str] = field(default_factory=list)
+    marks: int = 0
 
     @classmethod
     def load(cls, folder: Path, request: str) -> Journal | None:
         """The journal in `folder`, if there is one and it is of this request."""
         try:
-            found = cls(**json.loads((folder / JOURNAL).read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
+            found = as_dataclass(cls, read_json(folder / JOURNAL, _MOST_BYTES), JOURNAL)
+        except UserError:
             return None
         return found if found.request == request else None
 

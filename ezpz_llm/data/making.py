@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from ezpz_llm.data.encode import encode_all, token_dtype
 from ezpz_llm.data.hub import resolve_revision
 from ezpz_llm.data.journal import JOURNAL, Interrupted, Journal
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST
+from ezpz_llm.data.parquet import TEXT
 from ezpz_llm.data.progress import progress, say
-from ezpz_llm.data.reader import tasks, texts
+from ezpz_llm.data.reader import Reading, tasks, texts
 from ezpz_llm.data.request import Request
 from ezpz_llm.data.shard_writer import SHARD, TRAIN, VAL, ShardWriter
-from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, get_tokenizer, to_entry
+from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import write_json
 
 # What a kill can cost, at most: a save waits for the disk.
 _SECONDS_BETWEEN_SAVES = 2.0
+_BROKEN_NAMED = 100
+"""Broken documents that the manifest names."""
 
 
 @dataclass
@@ -95,9 +99,11 @@ def make(request: Request, folder: Path, workers: int, show: bool) -> None:
         UserError: text that cannot be read, and the like; nothing is kept.
         Interrupted: no room, no network, a killed process: the journal and its shards are kept.
     """
-    began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer})"
+    began, label = time.monotonic(), f"preparing {request.corpus.words} ({request.tokenizer.name})"
     if show:
         say(f"{label}: {_size(request)}, {workers} {'process' if workers == 1 else 'processes'}")
+        for name in request.corpus.left_out:
+            say(f"note: left out, since it is no file: {name}")
     try:
         work = _take_up(request, folder, show)
         _encode(work, workers, label, show)
@@ -113,6 +119,8 @@ def make(request: Request, folder: Path, workers: int, show: bool) -> None:
         (folder / JOURNAL).unlink(missing_ok=True)
         raise
     if show:
+        for remark in remarks(manifest["source"]):
+            say(f"note: {remark}")
         say(f"prepared {manifest['tokens']:,} tokens in {time.monotonic() - began:.1f} s: {request.folder}")
 
 
@@ -133,7 +141,7 @@ def _kept(folder: Path, found: str, where: str | None, instead: str, error: OSEr
 
 def _take_up(request: Request, folder: Path, show: bool) -> _Work:
     journal = Journal.load(folder, request.fingerprint)
-    if journal is not None:
+    if journal is not None and journal.broken <= request.max_broken:
         tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL))
         work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
         if work.go_on():
@@ -155,7 +163,8 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
     journal, corpus = work.journal, work.request.corpus
     saved = time.monotonic()
     if not journal.read_all:
-        waiting = tasks(corpus, journal.after, revision=journal.facts.get("revision"))
+        waiting = tasks(corpus, journal.after, revision=journal.facts.get("revision"),
+                        reading=_reading(work.request))
         with progress(label, corpus.size, show, journal.source_bytes) as advance:
             for encoded in encode_all(waiting, journal.tokenizer, workers):
                 work.write(encoded.tokens)
@@ -163,6 +172,8 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
                 journal.after = encoded.after
                 journal.documents += encoded.documents
                 journal.source_bytes += encoded.source_bytes
+                journal.marks += encoded.marks
+                _count_broken(work, encoded.broken)
                 advance(encoded.source_bytes)
                 if time.monotonic() - saved >= _SECONDS_BETWEEN_SAVES:
                     work.save()
@@ -172,13 +183,34 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
                         instead="name a corpus with text in it")
 
 
+def _reading(request: Request) -> Reading:
+    return Reading(request.text_key, skips=request.max_broken > 0)
+
+
+def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
+    """Count documents that were left out.
+
+    Raises:
+        Interrupted: they are more than may be.
+    """
+    journal, most = work.journal, work.request.max_broken
+    for error in broken:
+        if journal.broken >= most:
+            raise Interrupted(f"{error.found}; {most} broken documents were left out before it, as many as may be",
+                              where=error.where,
+                              instead=f"--max-broken {10 * most}: it goes on where it stopped")
+        journal.broken += 1
+        if len(journal.broken_first) < _BROKEN_NAMED:
+            journal.broken_first.append(f"{error.where}: {error.found}")
+
+
 def _tokenizer(request: Request, revision: str | None) -> Tokenizer:
-    if request.tokenizer != "char":
-        return get_tokenizer(request.tokenizer)
+    if request.tokenizer.name != "char" or request.tokenizer.entry is not None:
+        return request.tokenizer.make()
     found: set[str] = set()
-    for task in tasks(request.corpus, revision=revision):
+    for task in tasks(request.corpus, revision=revision, reading=_reading(request)):
         for piece in task.pieces:
-            for _, text in texts(piece):
+            for _, text in texts(piece, task.reading):
                 found.update(text)
     return CharTokenizer("".join(sorted(found)))
 
@@ -198,7 +230,7 @@ def _finish(work: _Work) -> dict[str, Any]:
         "request": request.fingerprint,
         "command": request.command,
         "source": {"corpus": corpus.words, "files": len(corpus.files), "bytes": journal.source_bytes,
-                   **corpus.facts, **journal.facts},
+                   **corpus.facts, **journal.facts, **_found(work)},
         "tokenizer": journal.tokenizer,
         "vocab_size": work.tokenizer.vocab_size,
         "end_of_text": work.tokenizer.end_of_text,
@@ -212,6 +244,30 @@ def _finish(work: _Work) -> dict[str, Any]:
     np.save(work.folder / COUNTS, work.counts)
     write_json(work.folder / MANIFEST, manifest)
     return manifest
+
+
+def _found(work: _Work) -> dict[str, Any]:
+    """What the manifest says of how the source was read, where that is not as usual."""
+    journal = work.journal
+    facts: dict[str, Any] = {"text_key": work.request.text_key} if work.request.text_key != TEXT else {}
+    if journal.broken:
+        facts["broken"] = {"documents": journal.broken, "first": journal.broken_first}
+    if journal.marks:
+        facts["byte_order_marks"] = journal.marks
+    return facts
+
+
+def remarks(source: Mapping[str, Any], shown: int = 5) -> list[str]:
+    """What a manifest's source says of documents that were left out, some of them named, and dropped marks."""
+    found = []
+    if "broken" in source:
+        first = source["broken"]["first"]
+        named = "".join(f"\n  {one}" for one in first[:shown])
+        rest = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
+        found.append(f"{source['broken']['documents']:,} broken documents were left out{named}{rest}")
+    if "byte_order_marks" in source:
+        found.append(f"{source['byte_order_marks']:,} byte-order marks at the beginning of files were dropped")
+    return found
 
 
 def entropy(counts: np.ndarray) -> float:

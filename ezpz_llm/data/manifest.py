@@ -20,11 +20,15 @@ Beside it lies `counts.npy`, int64: how often each id occurs.
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import shlex
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
+from ezpz_llm.base.limits import MOST_TOKENS
+from ezpz_llm.base.outside import file_in, read_json
+from ezpz_llm.base.schema import Range, as_type
 from ezpz_llm.data.public import reading
 from ezpz_llm.errors import UserError
 
@@ -32,6 +36,81 @@ MANIFEST = "manifest.json"
 COUNTS = "counts.npy"
 FORMAT = "ezpz_llm tokens 1"
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
+_MOST_BYTES = 256 << 20
+"""A shard takes 130 bytes."""
+Count = Annotated[int, Range(0, MOST_TOKENS)]
+
+
+class _Shard(TypedDict):
+    file: str
+    tokens: Annotated[int, Range(1, MOST_TOKENS)]
+    sha256: str
+
+
+class Shard(_Shard, total=False):
+    """A file of tokens."""
+
+    offset: Count
+
+
+class Split(TypedDict):
+    """The tokens of a split."""
+
+    tokens: Count
+    shards: list[Shard]
+
+
+class Splits(TypedDict):
+    """Both splits."""
+
+    train: Split
+    val: Split
+
+
+class Part(TypedDict):
+    """A part of a mixture."""
+
+    folder: str
+    weight: Annotated[float, Range(0, 1e12)]
+
+
+class _Source(TypedDict):
+    corpus: str
+    files: Count
+    bytes: Count
+
+
+class _Tokenizer(TypedDict):
+    name: str
+    fingerprint: str
+
+
+class TokenizerEntry(_Tokenizer, total=False):
+    """What a manifest keeps of a tokenizer."""
+
+    table: str
+
+
+class _Manifest(TypedDict):
+    format: str
+    request: str
+    command: str
+    source: _Source
+    tokenizer: TokenizerEntry
+    vocab_size: Annotated[int, Range(1, 2**32)]
+    end_of_text: int | None
+    dtype: Literal["uint16", "uint32"]
+    documents: Count
+    tokens: Count
+    unigram_entropy: float
+    splits: Splits
+
+
+class Manifest(_Manifest, total=False):
+    """What manifest.json holds."""
+
+    written_by: str
+    parts: list[Part]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -44,23 +123,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError("not a folder of token shards: it has no manifest.json", where=str(folder),
                         instead="make one with: python3 -m ezpz_llm.data prepare CORPUS --out DIR")
-    with reading(path):
-        text = path.read_text()
-    try:
-        manifest = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"broken JSON: {error}", where=str(path), instead="prepare the folder again") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    stored = read_json(path, _MOST_BYTES)
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         raise UserError("this manifest.json does not describe token shards of this version", where=str(path),
                         instead="prepare the corpus again with: python3 -m ezpz_llm.data prepare CORPUS")
-    for split in manifest["splits"].values():
-        for shard in split["shards"]:
-            _check_size(folder, manifest, shard)
+    manifest = as_type(Manifest, stored, str(path))
+    splits = manifest["splits"]
+    for shard in (*splits["train"]["shards"], *splits["val"]["shards"]):
+        _check_size(folder, manifest, shard)
     return manifest
 
 
 def _check_size(folder: Path, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
-    path = folder / shard["file"]
+    # Another program's shards lie where it wrote them.
+    path = (Path(shard["file"]) if "written_by" in manifest else
+            file_in(folder, shard["file"], str(folder / MANIFEST)))
     expected = shard["tokens"] * ITEM_BYTES[manifest["dtype"]] + shard.get("offset", 0)
     found = path.stat().st_size if path.is_file() else None
     if found != expected:
@@ -90,8 +167,12 @@ def verify(folder: Path) -> int:
 def _mend(folder: Path, manifest: dict[str, Any]) -> str:
     if "written_by" in manifest:
         return f"copy that file again from where {manifest['source']['corpus']} came from"
-    place = shlex.quote(str(folder.absolute()))
-    return f"make the folder again: rm -r {place} && {manifest['command']} --out {place}"
+    place, found = shlex.quote(str(folder.absolute())), (folder / MANIFEST).lstat()
+    if found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH:
+        return f"make the folder again: rm -r {place} && {manifest['command']} --out {place}"
+    # Not the command that it has: whoever wrote that could have anything typed.
+    return (f"remove the folder and make it again: python3 -m ezpz_llm.data prepare CORPUS … --out {place} "
+            '(its manifest has the corpus and options under "command": look before you type them)')
 
 
 def sha256_of(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     Raises:
         UserError: a corpus is named twice, or a weight is too small.
     """
-    if "," not in words or Path(words).exists():
+    if "," not in words or os.path.exists(words):  # also False for what is too long for a path
         return None
     matches = [_PART.fullmatch(part.strip()) for part in words.split(",")]
     if not all(matches):
@@ -68,7 +69,11 @@ def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: 
         if not (data.folder / COUNTS).is_file():
             raise UserError("this folder was prepared by a version that did not count its tokens",
                             where=str(data.folder), instead="remove it, and prepare it again")
-        counts = np.load(data.folder / COUNTS)
+        try:
+            counts = np.load(data.folder / COUNTS)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"the counts of its tokens cannot be read: {error}", where=str(data.folder / COUNTS),
+                            instead="remove the folder, and prepare it again") from error
         histogram += counts / counts.sum() * count / BLOCK
     first = opened[0].manifest
 

@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.data.building import building
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.foreign import find_foreign, index_shards
+from ezpz_llm.data.formats import find_format
 from ezpz_llm.data.hub import check_installed
 from ezpz_llm.data.making import make
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
 from ezpz_llm.data.mixing import check_same_tokenizer, find_mixture, mixture_folder, write_mixture
+from ezpz_llm.data.parquet import TEXT
 from ezpz_llm.data.progress import say
 from ezpz_llm.data.public import writing
 from ezpz_llm.data.request import Options, Request, make_request
 from ezpz_llm.data.samples import as_mixture, validation_windows, windows_per_epoch
 from ezpz_llm.data.shard_writer import SHARD_TOKENS, TRAIN, VAL
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizer_choice import Choice, choose, describe
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, check_entry
 from ezpz_llm.errors import UserError
 
 # Below this a further process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
 _MOST_WORKERS = 64
+_FILES_CHECKED = 200
+"""Files that a check opens, which is to take a second on any file system."""
 
 
 def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = None,
             val_fraction: float | None = None, val_tokens: int | None = None, shard_tokens: int = SHARD_TOKENS,
-            workers: int | None = None, download: bool = False, progress: bool = True) -> Path:
+            workers: int | None = None, download: bool = False, progress: bool = True, text_key: str = TEXT,
+            max_broken: int = 0) -> Path:
     """The folder of shards of `corpus`, made if it is not there yet. Safe against two at once.
 
     Args:
         corpus: "stdlib", "shakespeare", "fineweb-edu" or another data set (see `ezpz_llm.data.hub`); the path of a
-            text, .jsonl or .parquet file or of a folder of such; the path of a prepared folder, or of another
-            program's shards, which are used as they are; or several of these with weights, as A=0.7,B=0.3.
-        tokenizer: "bytes", "char" or "gpt2"; default: "char" for shakespeare, "gpt2" for data sets, else "bytes".
+            file of text, JSON lines, a JSON array or parquet, or of a folder of such; the path of a prepared
+            folder, or of another program's shards, which are used as they are; or several of these with weights, as
+            A=0.7,B=0.3.
+        tokenizer: "bytes", "char", "gpt2" or the folder of one of these (see `ezpz_llm.data.tokenizer_choice`);
+            default: "char" for shakespeare, "gpt2" for data sets, else "bytes".
         out: the folder to make; default: one in the cache.
         val_fraction: the last part of the token stream to validate on; default 0.1 for one file, 0.02 for many.
         val_tokens: or so many tokens at its beginning; default for data sets: 100 million, a shard.
@@ -44,29 +53,32 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         workers: processes; default: one for each 16 MB, at most the cores this process may use.
         download: whether a data set may be fetched from the network.
         progress: whether to report on stderr.
+        text_key: the member of a JSON object, or the column, that has a document's text.
+        max_broken: how many documents that cannot be read may be left out; each is counted.
 
     Raises:
         UserError: nothing to read, text that cannot be read, a tokenizer that is not there, no room.
     """
-    options = Options(tokenizer, val_fraction, val_tokens, shard_tokens, out)
+    options = Options(tokenizer, val_fraction, val_tokens, shard_tokens, out, text_key, max_broken)
     if workers is not None and workers < 1:
         raise UserError(f"{workers} workers", where="--workers", instead="give 1 or more")
     if parts := find_mixture(corpus):
-        _check_no_choice(corpus, options)
-        prepared = [(prepare(part, tokenizer, workers=workers, download=download, progress=progress), weight)
-                    for part, weight in parts]
+        _check_no_choice(corpus, replace(options, text_key=TEXT, max_broken=0))
+        prepared = [(prepare(part, tokenizer, workers=workers, download=download, progress=progress,
+                             **({} if _is_prepared(part) else {"text_key": text_key, "max_broken": max_broken})),
+                     weight) for part, weight in parts]
         folder, fingerprint = mixture_folder(prepared)
         return _made(folder, fingerprint, progress,
                      lambda hidden: write_mixture(corpus, prepared, fingerprint, hidden))
+    choice = None if tokenizer is None else choose(tokenizer)
     if folder := prepared_folder(corpus):
         _check_no_choice(corpus, options)
-        _check_prepared(folder, tokenizer)
-        return folder
-    if shards := find_foreign(corpus, tokenizer):
+        return _of_choice(folder, choice)
+    if shards := find_foreign(corpus, choice):
         _check_no_choice(corpus, options)
-        return _made(shards.index, shards.fingerprint, progress,
-                     lambda hidden: index_shards(shards, hidden, progress))
-    request = make_request(corpus, options)
+        return _of_choice(_made(shards.index, shards.fingerprint, progress,
+                                lambda hidden: index_shards(shards, hidden, progress)), choice)
+    request = _known(make_request(corpus, options))
     if not _ready(request, download):
         workers = workers or _default_workers(request)
         _made(request.folder, request.fingerprint, progress,
@@ -74,7 +86,8 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
     return request.folder
 
 
-def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None) -> None:
+def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
+                 text_key: str = TEXT) -> None:
     """Whether `prepare` would find what it needs, without doing it.
 
     Args:
@@ -84,7 +97,8 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         UserError: as `prepare`, for all that shows without reading the text; a truncated shard; too few tokens.
     """
     parts = find_mixture(corpus) or [(corpus, 1.0)]
-    folders = [_check_one(part, tokenizer) for part, _ in parts]
+    folders = [_check_one(part, tokenizer, TEXT if len(parts) > 1 and _is_prepared(part) else text_key)
+               for part, _ in parts]
     opened = [TokenData.open(folder) for folder in folders if folder]
     if len(opened) > 1:
         check_same_tokenizer(opened)
@@ -95,15 +109,34 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
             validation_windows(data.split(VAL), block_size)
 
 
-def _check_one(corpus: str, tokenizer: str | None) -> Path | None:
+def _is_prepared(corpus: str) -> bool:
+    return prepared_folder(corpus) is not None or find_foreign(corpus, None) is not None
+
+
+def _check_one(corpus: str, tokenizer: str | None, text_key: str) -> Path | None:
     """The folder of a corpus that is prepared already."""
+    options = Options(tokenizer, text_key=text_key)
+    choice = None if tokenizer is None else choose(tokenizer)
     if folder := prepared_folder(corpus):
-        _check_prepared(folder, tokenizer)
-        return folder
-    if shards := find_foreign(corpus, tokenizer):
-        return shards.index if _finished(shards.index, shards.fingerprint) else None
-    request = make_request(corpus, Options(tokenizer))
-    return request.folder if _ready(request, download=False) else None
+        _check_no_choice(corpus, options)
+        return _of_choice(folder, choice)
+    if shards := find_foreign(corpus, choice):
+        _check_no_choice(corpus, options)
+        return _of_choice(shards.index, choice) if _finished(shards.index, shards.fingerprint) else None
+    request = _known(make_request(corpus, options))
+    if _ready(request, download=False, most=_FILES_CHECKED):
+        return request.folder
+    _check_place(request.folder)
+    return None
+
+
+def _check_place(folder: Path) -> None:
+    """Can a folder be made there? Seen before any rank starts, not after seconds of one."""
+    there = next(parent for parent in folder.parents if os.path.exists(parent))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise UserError(f"the corpus is to be prepared in {folder}, which cannot be made: {there} is "
+                        f"{'not writable' if there.is_dir() else 'no folder'}", where="the cache",
+                        instead="EZPZ_LLM_CACHE=DIR, a folder that all hosts share and that you can write to")
 
 
 def _made(folder: Path, fingerprint: str, show: bool, make_in: Callable[[Path], None]) -> Path:
@@ -122,16 +155,30 @@ def _made(folder: Path, fingerprint: str, show: bool, make_in: Callable[[Path], 
 def _check_no_choice(corpus: str, options: Options) -> None:
     if options != Options(options.tokenizer):
         raise UserError("this is prepared already, or made of what is: its place and its splits are what they are",
-                        where=corpus, instead="leave --out, --val-fraction, --val-tokens and --shard-tokens out")
+                        where=corpus, instead="leave --out, --val-fraction, --val-tokens, --shard-tokens, "
+                                              "--text-key and --max-broken out")
 
 
-def _check_prepared(folder: Path, tokenizer: str | None) -> None:
+def _of_choice(folder: Path, choice: Choice | None) -> Path:
+    """A folder whose tokens are those of the tokenizer that was asked for."""
     entry = read_manifest(folder)["tokenizer"]
     check_entry(entry, str(folder / MANIFEST))
-    found = entry["name"]
-    if tokenizer is not None and tokenizer != found:
-        raise UserError(f"this folder was prepared with the tokenizer {found}, not {tokenizer}",
-                        where=str(folder), instead=f"leave --tokenizer out, or give --tokenizer {found}")
+    if choice is not None and not choice.fits(entry):
+        theirs = entry["name"] if choice.name != entry["name"] else describe(entry)
+        raise UserError(f"this folder was prepared with the tokenizer {theirs}, not {choice.describe()}",
+                        where=str(folder),
+                        instead=f"leave --tokenizer out, or prepare the text with --tokenizer {choice.words}")
+    return folder
+
+
+def _known(request: Request) -> Request:
+    """The request; of a given table of characters the one without, if that was prepared and has the same table."""
+    if request.tokenizer.table is None or request.out is not None:
+        return request
+    plain = replace(request, tokenizer=choose(request.tokenizer.name))
+    same = (_finished(plain.folder, plain.fingerprint)
+            and request.tokenizer.fits(read_manifest(plain.folder)["tokenizer"]))
+    return plain if same else request
 
 
 def _finished(folder: Path, fingerprint: str) -> bool:
@@ -151,11 +198,18 @@ def _finished(folder: Path, fingerprint: str) -> bool:
     raise UserError(found, where=str(folder), instead="name another folder with --out, or remove this one first")
 
 
-def _ready(request: Request, download: bool) -> bool:
-    """Whether there is nothing to do; else that what the work needs is there is made sure of."""
+def _ready(request: Request, download: bool, most: int | None = None) -> bool:
+    """Whether there is nothing to do; else that what the work needs is there is made sure of.
+
+    Args:
+        most: of how many files the formats are looked at; None for all.
+    """
     ready = _finished(request.folder, request.fingerprint)
-    if not ready and request.tokenizer == "gpt2":
+    if not ready and request.tokenizer.name == "gpt2":
         GPT2_VOCAB.find()
+    if not ready and not request.corpus.plain:
+        for file in request.corpus.files[:most]:
+            find_format(file.path)
     if not ready and request.corpus.dataset is not None:
         check_installed()
         if request.corpus.is_remote and not download:

@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from ezpz_llm.base.clean import cleaned
+
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 def say(text: str) -> None:
     """One line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(cleaned(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,22 +1,26 @@
 """Reading a corpus in pieces of bounded size that tokenise to the same ids as the whole would.
 
 A task says where the next one begins (`after`), so that reading can be taken up there by another process: for files
-the file's number, the offset in it (bytes, or rows of parquet) and the line; for a data set its own state.
+the file's number, the offset in its content (bytes, or rows of parquet and items of an array) and the line; for a
+data set its own state. What is packed is unpacked again up to that offset.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import codecs
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.outside import parse_json
+from ezpz_llm.data.array import read_array
 from ezpz_llm.data.corpora import Corpus, SourceFile
+from ezpz_llm.data.formats import BOM, Format, find_format, looks_like_text
 from ezpz_llm.data.hub import read_dataset
-from ezpz_llm.data.parquet import Documents, read_rows
-from ezpz_llm.data.public import reading
+from ezpz_llm.data.parquet import TEXT, Documents, read_rows
 from ezpz_llm.data.tokenizers import whole_characters
+from ezpz_llm.data.unpack import open_unpacked
 from ezpz_llm.errors import UserError
 
 PIECE_BYTES = 4 << 20
@@ -27,8 +31,10 @@ class Piece:
     """A part of one file.
 
     Attributes:
-        offset: of its first byte in the file.
+        is_jsonl: whether it is lines, each an object with a document in it.
+        offset: of its first byte in the file's content.
         line: number of its first line (jsonl only; 1 otherwise).
+        source_bytes: of the file, that were read for it.
     """
 
     path: Path
@@ -36,18 +42,46 @@ class Piece:
     data: bytes
     offset: int
     line: int
+    source_bytes: int
 
     @property
-    def source_bytes(self) -> int:
-        return len(self.data)
+    def has_mark(self) -> bool:
+        """Whether a byte-order mark stands before it, which is no part of the text."""
+        return self.offset == 0 and self.data.startswith(BOM)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that is one document, and is to be left out."""
+
+    found: str
+    where: str
+    source_bytes: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read.
+
+    Attributes:
+        key: the member, or column, that has a document's text.
+        skips: whether broken documents are left out and counted, and no error.
+    """
+
+    key: str = TEXT
+    skips: bool = False
+
+
+STRICT = Reading()
 
 
 @dataclass(frozen=True)
 class Task:
     """What one process encodes at once, and where the corpus goes on after it."""
 
-    pieces: list[Piece | Documents]
+    pieces: list[Piece | Documents | Unreadable]
     after: dict[str, Any] = field(default_factory=dict)
+    reading: Reading = STRICT
 
     @property
     def source_bytes(self) -> int:
@@ -55,7 +89,7 @@ class Task:
 
 
 def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PIECE_BYTES,
-          revision: str | None = None) -> Iterator[Task]:
+          revision: str | None = None, reading: Reading = STRICT) -> Iterator[Task]:
     """The corpus in order from the place `after`, in tasks of about `size` bytes: small files are taken together.
 
     Args:
@@ -65,83 +99,159 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
         UserError: a file or data set cannot be read.
     """
     if corpus.dataset is not None:
-        for documents, state in read_dataset(corpus.dataset, revision, size, (after or {}).get("dataset")):
-            yield Task([documents], {"dataset": state})
+        for documents, state in read_dataset(corpus.dataset, revision, size, (after or {}).get("dataset"),
+                                             reading.key):
+            yield Task([documents], {"dataset": state}, reading)
         return
-    pieces: list[Piece | Documents] = []
+    pieces: list[Piece | Documents | Unreadable] = []
     held, place = 0, {}
-    for piece, place in _located(corpus.files, after or {}, size):
+    for piece, place in _located(corpus, after or {}, size, reading):
         pieces.append(piece)
-        held += piece.source_bytes
+        held += _content_bytes(piece)
         if held >= size:
-            yield Task(pieces, place)
+            yield Task(pieces, place, reading)
             pieces, held = [], 0
     if pieces:
-        yield Task(pieces, place)
+        yield Task(pieces, place, reading)
 
 
-def texts(piece: Piece | Documents) -> Iterator[tuple[bool, str]]:
+def _content_bytes(piece: Piece | Documents | Unreadable) -> int:
+    """What a piece takes in memory, about: of what is packed, or parquet, more than was read for it."""
+    if isinstance(piece, Piece):
+        return len(piece.data)
+    return piece.source_bytes if isinstance(piece, Unreadable) else sum(len(text or "") for text in piece.texts)
+
+
+def texts(piece: Piece | Documents | Unreadable, reading: Reading = STRICT,
+          broken: list[UserError] | None = None) -> Iterator[tuple[bool, str]]:
     """The texts of a piece, each with whether a document begins with it; empty ones are left out.
 
+    Args:
+        broken: gets what is wrong with each document that is left out.
+
     Raises:
-        UserError: not UTF-8, or a jsonl line or a row without text; with file and byte, line or row number.
+        UserError: a document is broken (not UTF-8, not JSON, no text), and `reading` skips none; with file and
+            byte, line or row number.
     """
-    if isinstance(piece, Documents):
+    for begins, found in _found(piece, reading):
+        if not isinstance(found, UserError):
+            yield begins, found
+        elif not reading.skips:
+            raise found
+        elif broken is not None:
+            broken.append(found)
+
+
+def _found(piece: Piece | Documents | Unreadable, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
+    """Each text, or what is wrong with it."""
+    if isinstance(piece, Unreadable):
+        yield True, UserError(piece.found, where=piece.where)
+    elif isinstance(piece, Documents):
         for number, document in enumerate(piece.texts, start=piece.first):
             if document is None:
-                raise UserError(f'row {number} has no "text"', where=piece.where, instead="leave such rows out")
-            if document:
+                yield True, UserError(f'{piece.unit} {number} has no "{reading.key}"', where=piece.where,
+                                      instead=f"{_OTHER_KEY}, or {_SKIP}")
+            elif document:
                 yield True, whole_characters(document)
-        return
-    try:
-        text = piece.data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"not UTF-8 text: byte 0x{piece.data[error.start]:02x} at offset {piece.offset + error.start:,}",
-            where=str(piece.path), instead="leave the file out, or convert it: iconv -f LATIN1 -t UTF-8 FILE",
-        ) from error
-    if not piece.is_jsonl:
-        yield piece.offset == 0, text
-        return
-    for number, line in enumerate(text.split("\n"), start=piece.line):
-        if line.strip() and (document := _document(line, piece.path, number)):
-            yield True, document
-
-
-def _document(line: str, path: Path, number: int) -> str:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        found = f"line {number} is not JSON: {error}"
+    elif piece.is_jsonl:
+        yield from ((True, found) for found in _lines(piece, reading))
     else:
-        if isinstance(value, dict) and isinstance(value.get("text"), str):
-            return whole_characters(value["text"])
-        found = f'line {number} has no "text"'
-    raise UserError(found, where=f"{path}:{number}", instead='each line is an object like {"text": "…"}')
+        data = piece.data[len(BOM) * piece.has_mark:]
+        try:
+            if text := data.decode():
+                yield piece.offset == 0, text
+        except UnicodeDecodeError as error:
+            yield True, _not_utf8(piece.path, data, error.start,
+                                  piece.offset + len(BOM) * piece.has_mark + error.start)
 
 
-def _located(files: Iterable[SourceFile], after: Mapping[str, Any],
-             size: int) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
+_OTHER_KEY = "--text-key NAME if the text has another name there"
+_SKIP = "ezpz-llm data prepare … --max-broken N to leave out up to N such documents"
+
+
+def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
+    offset = piece.offset + len(BOM) * piece.has_mark
+    for number, data in enumerate(piece.data[len(BOM) * piece.has_mark:].split(b"\n"), start=piece.line):
+        try:
+            line = data.decode()
+        except UnicodeDecodeError as error:
+            yield _not_utf8(piece.path, data, error.start, offset + error.start, number)
+        else:
+            if line.strip() and (found := _document(line, piece.path, number, reading.key)):
+                yield found
+        offset += len(data) + 1
+
+
+def _document(line: str, path: Path, number: int, key: str) -> str | UserError:
+    try:
+        value = parse_json(line, f"{path}:{number}", len(line))
+    except UserError as error:
+        found = f"line {number} is not JSON: {error.found}"
+    else:
+        if isinstance(value, dict) and isinstance(value.get(key), str):
+            return whole_characters(value[key])
+        found = f'line {number} has no "{key}"'
+    return UserError(found, where=f"{path}:{number}",
+                     instead=f'each line is an object like {{"{key}": "…"}}; {_OTHER_KEY}, or {_SKIP}')
+
+
+def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None = None) -> UserError:
+    text = looks_like_text(data)
+    advice = "leave the file out" + (", or convert it, if it is LATIN1: iconv -f LATIN1 -t UTF-8 FILE > NEW"
+                                     if text else "")
+    return UserError(f"not UTF-8 text{'' if text else ', nor any other'}: byte 0x{data[place]:02x} at offset "
+                     f"{offset:,}", where=str(path) if line is None else f"{path}:{line}",
+                     instead=f"{advice}; or {_SKIP}")
+
+
+def _located(corpus: Corpus, after: Mapping[str, Any], size: int,
+             reading: Reading) -> Iterator[tuple[Piece | Documents | Unreadable, dict[str, Any]]]:
     """Each piece, and the place after it."""
     first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
-    for number, file in enumerate(files):
+    taken = after.get("taken", 0)
+    for number, file in enumerate(corpus.files):
         if number < first:
             continue
-        if file.is_parquet:
-            for rows in read_rows(file.path, offset, size):
-                yield rows, {"file": number, "offset": rows.first + len(rows.texts)}
+        form = Format("text") if corpus.plain else find_format(file.path)
+        if form.kind in ("parquet", "array"):
+            rows = (read_rows(file.path, offset, size, reading.key) if form.kind == "parquet" else
+                    read_array(file.path, form.packing, offset, size, reading.key))
+            for documents in rows:
+                yield documents, {"file": number, "offset": documents.first + len(documents.texts)}
+        elif form.kind == "text" and reading.skips and (found := _unreadable(file, form)):
+            yield found, {"file": number + 1}
         else:
-            for piece in _pieces(file, size, offset, line):
-                lines = piece.data.count(b"\n") if file.is_jsonl else 0
-                yield piece, {"file": number, "offset": piece.offset + len(piece.data), "line": piece.line + lines}
-        offset, line = 0, 1
+            for piece in _pieces(file, form, size, offset, line, taken):
+                lines = piece.data.count(b"\n") if piece.is_jsonl else 0
+                taken += piece.source_bytes
+                yield piece, {"file": number, "offset": piece.offset + len(piece.data), "line": piece.line + lines,
+                              "taken": taken}
+        offset, line, taken = 0, 1, 0
 
 
-def _pieces(file: SourceFile, size: int, offset: int, line: int) -> Iterator[Piece]:
-    cut = _after_last_line if file.is_jsonl else cut_text
+def _unreadable(file: SourceFile, form: Format) -> Unreadable | None:
+    """Why a file of text, one document, is to be left out: looked at whole before any of it is written."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    with open_unpacked(file.path, form.packing) as stream:
+        while True:
+            block = stream.read(PIECE_BYTES)
+            kept = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=len(block) < PIECE_BYTES)
+            except UnicodeDecodeError as error:
+                error = _not_utf8(file.path, error.object, error.start, offset - kept + error.start)
+                return Unreadable(error.found, str(error.where), file.size)
+            if len(block) < PIECE_BYTES:
+                return None
+            offset += len(block)
+
+
+def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, taken: int) -> Iterator[Piece]:
+    is_jsonl = form.kind == "lines"
+    cut = _after_last_line if is_jsonl else cut_text
     carry = b""
-    with reading(file.path), file.path.open("rb") as stream:
-        stream.seek(offset)
+    with open_unpacked(file.path, form.packing) as stream:
+        stream.skip(offset)
         while True:
             # Reading as much again as was carried over keeps the work linear where no place to cut is found.
             wanted = max(size, len(carry))
@@ -149,10 +259,13 @@ def _pieces(file: SourceFile, size: int, offset: int, line: int) -> Iterator[Pie
             data = carry + block
             end = cut(data) if len(block) == wanted else len(data)
             if end:
-                yield Piece(file.path, file.is_jsonl, data[:end], offset, line)
+                # So that the pieces of a file add up to its size, wherever the work was taken up in between.
+                read = end if form.packing is None else max(0, stream.taken - taken)
+                taken += read
+                yield Piece(file.path, is_jsonl, data[:end], offset, line, read)
             if len(block) < wanted:
                 return
-            line += data.count(b"\n", 0, end) if file.is_jsonl else 0
+            line += data.count(b"\n", 0, end) if is_jsonl else 0
             offset += end
             carry = data[end:]
 

@@ -10,12 +10,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tiktoken
 
+from ezpz_llm.base.outside import parse_json
 from ezpz_llm.data.public import PublicFile
 from ezpz_llm.errors import UserError, unknown
 
@@ -65,15 +67,24 @@ class EncodingTokenizer:
         self.vocab_size = len(ranks) + 1
         self.encoding = tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks,
                                           special_tokens={END_OF_TEXT: self.end_of_text})
-        # Each entry ends in a newline in hex, so no two tables give the same bytes.
-        table = "".join(f"{token.hex()}\n" for token in sorted(ranks, key=ranks.__getitem__))
-        self.fingerprint = hashlib.sha256(f"{name}\n{pieces}\n{table}".encode()).hexdigest()
+        self.fingerprint = _fingerprint(name, pieces, ranks)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
 
     def decode(self, ids: np.ndarray) -> str:
         return self.encoding.decode(np.asarray(ids).tolist())
+
+
+def _fingerprint(name: str, pieces: str, ranks: Mapping[bytes, int]) -> str:
+    # Each entry ends in a newline in hex, so no two tables give the same bytes.
+    table = "".join(f"{token.hex()}\n" for token in sorted(ranks, key=ranks.__getitem__))
+    return hashlib.sha256(f"{name}\n{pieces}\n{table}".encode()).hexdigest()
+
+
+def gpt2_fingerprint(ranks: Mapping[bytes, int]) -> str:
+    """The fingerprint of the gpt2 tokenizer, if these were its ranks."""
+    return _fingerprint("gpt2", _GPT2_PIECES, ranks)
 
 
 class CharTokenizer:
@@ -104,7 +115,7 @@ class CharTokenizer:
         if not known.all():
             bad = text[int(np.argmin(known))]
             raise UserError(
-                f"unknown character {bad!r} (U+{ord(bad):04X}), not one of the corpus's {self.vocab_size}",
+                f"unknown character {bad!r} (U+{ord(bad):04X}), not one of the tokenizer's {self.vocab_size}",
                 instead="leave it out, or use the tokenizer bytes, which knows every text",
             )
         return ids.astype(np.uint32)
@@ -120,29 +131,43 @@ def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
         UserError: unknown name, or gpt2's file is not on this machine.
     """
     if name == "bytes":
-        return EncodingTokenizer("bytes", _LINES, {bytes([value]): value for value in range(256)})
+        return _checked(EncodingTokenizer("bytes", _LINES, {bytes([value]): value for value in range(256)}))
     if name == "char":
         return CharTokenizer(characters)
     if name == "gpt2":
-        return EncodingTokenizer("gpt2", _GPT2_PIECES, read_merges(GPT2_VOCAB.find().read_text("utf-8")))
+        return _checked(EncodingTokenizer("gpt2", _GPT2_PIECES, read_merges(GPT2_VOCAB.find().read_text("utf-8"))))
     raise unknown("tokenizer", name, TOKENIZERS)
 
 
-def read_merges(text: str) -> dict[bytes, int]:
-    """Ranks from a `vocab.bpe`: the 256 bytes in GPT-2's order, then one per merge line.
+def _checked(tokenizer: EncodingTokenizer) -> EncodingTokenizer:
+    # Before 0.11 tiktoken's numpy call took no notice of which special tokens a text may have; the call without
+    # numpy, right in every version, takes 1.4 times (gpt2) to 2.5 times (bytes) as long.
+    if tokenizer.end_of_text in tokenizer.encode(END_OF_TEXT):
+        raise UserError(f"tiktoken {version('tiktoken')} takes {END_OF_TEXT} in a text for the end of a document",
+                        instead="pip install 'tiktoken>=0.11'")
+    return tokenizer
 
-    The file writes a byte as one printable character: the printable ones of Latin-1 stand for themselves, the
-    others are mapped to U+0100 onwards in order (GPT-2's encoder.py).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in set(printable)]
-    byte_of = {chr(value): value for value in printable}
-    byte_of |= {chr(0x100 + place): value for place, value in enumerate(others)}
-    ranks = {bytes([value]): rank for rank, value in enumerate([*printable, *others])}
+
+def read_merges(text: str) -> dict[bytes, int]:
+    """Ranks from a `vocab.bpe`: the 256 bytes in GPT-2's order, then one per merge line."""
+    alphabet = byte_alphabet()
+    byte_of = {character: value for value, character in alphabet.items()}
+    ranks = {bytes([value]): rank for rank, value in enumerate(alphabet)}
     for line in text.split("\n")[1:]:
         if line:
             ranks[bytes(byte_of[character] for character in line.replace(" ", ""))] = len(ranks)
     return ranks
+
+
+def byte_alphabet() -> dict[int, str]:
+    """The printable character that stands for each byte in GPT-2's files, in its order of bytes.
+
+    The printable ones of Latin-1 stand for themselves, the others are mapped to U+0100 onwards (GPT-2's
+    encoder.py).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in set(printable)]
+    return {value: chr(value) for value in printable} | {value: chr(0x100 + at) for at, value in enumerate(others)}
 
 
 def provide_gpt2(folder: Path) -> Path:
@@ -187,7 +212,7 @@ def from_entry(entry: Mapping[str, Any], where: str | None = None) -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _from_json(entry_json: str, where: str | None) -> Tokenizer:
-    entry = json.loads(entry_json)
+    entry = parse_json(entry_json, where or "a tokenizer")
     tokenizer = get_tokenizer(entry["name"], entry.get("table", ""))
     if tokenizer.fingerprint != entry["fingerprint"]:
         raise _another(entry, tokenizer.fingerprint, where)

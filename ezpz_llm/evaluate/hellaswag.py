@@ -10,7 +10,7 @@ Shapes: N items, B sequences of a batch, T tokens.
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ezpz_llm.base.outside import parse_json
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.errors import UserError
@@ -29,6 +31,16 @@ if TYPE_CHECKING:
     from ezpz_llm.dist.mesh import Mesh
 
 ENDINGS = 4
+_MOST_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A line of the published file, which has other members besides."""
+
+    ctx: str
+    endings: tuple[str, ...]
+    label: int | str
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,15 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     items = []
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE + 1), ""), 1):
                 if limit is not None and len(items) == limit:
                     break
+                if len(line) > _MOST_LINE:
+                    raise UserError("this line is longer than any item", where=f"{path}, line {number}",
+                                    instead="the published hellaswag_val.jsonl")
                 if line.strip():
                     items.append(_item(line, f"{path}, line {number}"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UserError(f"the HellaSwag file cannot be read: {getattr(error, 'strerror', None) or error}",
                         where=str(path),
                         instead="the published hellaswag_val.jsonl, as it is or gzipped") from error
@@ -85,10 +100,10 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
 
 def _item(line: str, where: str) -> Item:
     try:
-        stored = json.loads(line)
-        item = Item(stored["ctx"], tuple(stored["endings"]), int(stored["label"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"this is no HellaSwag item: {error!r}", where=where,
+        stored = as_dataclass(_Stored, parse_json(line, where, _MOST_LINE), where, drop_unknown=True)
+        item = Item(stored.ctx, stored.endings, int(stored.label))
+    except (UserError, ValueError) as error:
+        raise UserError(f"this is no HellaSwag item: {getattr(error, 'found', error)}", where=where,
                         instead="an object with ctx, endings and label") from error
     if len(item.endings) != ENDINGS or not 0 <= item.label < ENDINGS:
         raise UserError(f"{len(item.endings)} endings with label {item.label}", where=where,

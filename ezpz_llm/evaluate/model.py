@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
                         help="of the forward pass; auto is bf16 where the device computes in it (%(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
     parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
-                        help="bytes, gpt2, or a folder with token shards or a tokenizer.json (the source's own)")
+                        help="bytes, gpt2, or a folder that has one: token shards, a checkpoint, a tokenizer.json; "
+                             "another than the source's gives a warning (the source's own)")
     parser.add_argument("--run-dir", type=Path, metavar="D",
                         help="where to write (launch's, or a new one in runs/)")
     parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.data.manifest import MANIFEST
+from ezpz_llm.data.parquet import TEXT
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.evaluate.model import ModelPlan
-from ezpz_llm.hf.reading import tokenizer_of
+from ezpz_llm.hf.reading import given_warning, other_tokenizer, tokenizer_of, words_for
 from ezpz_llm.resources import user_path
 
 if TYPE_CHECKING:
@@ -24,8 +27,9 @@ class Corpus:
     """What a validation loss is measured on. `tokens` is None for the whole split."""
 
     corpus: str
-    tokenizer: str | None
+    tokenizer: str
     tokens: int | None
+    text_key: str
 
 
 def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
@@ -42,11 +46,10 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
     tokens = config.get("eval_tokens", 0) if options.tokens is None else options.tokens
     if tokens < 0:
         raise UserError(f"tokens is {tokens}", where="--tokens", instead="1 or more; 0 for the whole split")
-    name = options.tokenizer or (config.get("tokenizer") if options.corpus is None else None)
-    if name is None and plan.source.tokenizer is not None and options.corpus is not None:
-        name = plan.source.tokenizer["name"]
-    check_corpus(corpus, name, plan.model.block_size)
-    return Corpus(corpus, name, tokens or None)
+    words = words_for(plan.source, options.tokenizer, corpus, asked=options.tokenizer is not None)
+    text_key = config.get("text_key", TEXT) if corpus == config.get("corpus") else TEXT
+    check_corpus(corpus, words, plan.model.block_size, text_key)
+    return Corpus(corpus, words, tokens or None, text_key)
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
@@ -55,7 +58,7 @@ def _corpus_of_run(plan: ModelPlan) -> str | None:
     corpus = config.get("corpus")
     try:
         if corpus is not None:
-            check_corpus(corpus, config.get("tokenizer"))
+            check_corpus(corpus, config.get("tokenizer"), text_key=config.get("text_key", TEXT))
     except UserError:
         return shards if Path(shards, MANIFEST).is_file() else corpus
     return corpus
@@ -68,24 +71,28 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
     from ezpz_llm.evaluate.model import open_model
     from ezpz_llm.evaluate.validation import validation_loss
 
-    data = open_corpus(planned.corpus, planned.tokenizer, dist)
-    _check_tokenizer(plan, data)
+    data = open_corpus(planned.corpus, planned.tokenizer, dist, planned.text_key)
+    _check_vocabulary(plan, data)
+    _warn(dist, other_tokenizer(plan.source, data.manifest["tokenizer"]))
     windows = validation_windows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)
     with engine.evaluating():
         loss, tokens = validation_loss(engine.loss_sum, windows.batches(options.batch, dist.mesh.dp_rank,
                                                                         dist.mesh.dp_size),
                                        device=engine.device, mesh=dist.mesh)
+    if loss > (guess := math.log(plan.model.vocab_size)):
+        _warn(dist, f"the loss is above ln V = {guess:.4f}, that of a guess among {plan.model.vocab_size} tokens: "
+                    "look at the tokenizer, and whether the weights are the right ones")
     return {"val_loss": loss, "val_tokens": tokens, "corpus": planned.corpus,
             "tokenizer": data.manifest["tokenizer"]["name"]}
 
 
-def _check_tokenizer(plan: ModelPlan, data: Any) -> None:
-    ours, theirs = plan.source.tokenizer, data.manifest["tokenizer"]
-    if ours is not None and ours["fingerprint"] != theirs["fingerprint"]:
-        raise UserError(f"the model was trained on tokens of {ours['name']} ({ours['fingerprint'][:12]}), these "
-                        f"are of {theirs['name']} ({theirs['fingerprint'][:12]})", where=str(data.folder),
-                        instead="tokens of the same tokenizer")
+def _warn(dist: Dist, remark: str | None) -> None:
+    if remark is not None and dist.is_main:
+        print(f"warning: {remark}", file=sys.stderr, flush=True)
+
+
+def _check_vocabulary(plan: ModelPlan, data: Any) -> None:
     if data.vocab_size > plan.model.padded_vocab_size:
         raise UserError(f"the tokenizer has {data.vocab_size} tokens, the model {plan.model.vocab_size}",
                         where="--tokenizer", instead="the tokenizer that the model's data were made with")
@@ -111,6 +118,7 @@ def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Nam
     from ezpz_llm.evaluate.model import open_model
 
     tokenizer = tokenizer_of(plan.source, options.tokenizer)
+    _warn(dist, given_warning(plan.source, options.tokenizer))
     items = read_items(path, options.items)
     engine = open_model(plan, dist)
     with engine.evaluating():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ezpz_llm.base.schema import as_type
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.names import family_of
 from ezpz_llm.model.config import ModelConfig
@@ -51,13 +52,14 @@ def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         UserError: a kind of model, or a setting of one, that ours cannot compute.
     """
+    stored = as_type(dict[str, Any], stored, where)
     read = {"gpt2": _from_gpt2, "llama": _from_llama}.get(str(stored.get("model_type")))
     if read is None:
         raise UserError(f"model_type is {stored.get('model_type')!r}", where=where,
                         instead="a GPT-2 or Llama model (model_type gpt2 or llama)")
     try:
         return read(_Keys(stored, where))
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"a setting is not what such a model has: {error}", where=where,
                         instead="the config.json that belongs to the weights") from error
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ezpz_llm.base import outside
 from ezpz_llm.engine.checkpoint import Damaged, find
-from ezpz_llm.engine.checkpoint.folder import STATE
-from ezpz_llm.engine.checkpoint.manifest import read_json
+from ezpz_llm.engine.checkpoint.manifest import read_state
 from ezpz_llm.errors import UserError
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
@@ -56,6 +55,9 @@ def find_source(where: str, option: str) -> Source:
     path = user_path(where)
     if path.is_dir():
         return _hf_source(path) if (path / CONFIG).is_file() else _checkpoint_source(path, option)
+    # "runs/a" could be a hub id by its looks, but is a run that is not there.
+    if not path.is_absolute() and path.parent.name and (path.parent.is_dir() or path.parent == Path("runs")):
+        return _checkpoint_source(path, option)
     if path.exists() or not _HUB_ID.fullmatch(where):
         raise UserError(f"no folder at {path}", where=option,
                         instead="a run directory, a checkpoint, or a folder or hub id of Hugging Face's")
@@ -65,9 +67,9 @@ def find_source(where: str, option: str) -> Source:
 def _hf_source(folder: Path) -> Source:
     path = folder / CONFIG
     try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"config.json cannot be read: {error}", where=str(path)) from error
+        stored = outside.read_json(path)
+    except UserError as error:
+        raise UserError(f"config.json cannot be read: {error.found}", where=error.where) from error
     if not isinstance(stored, dict):
         raise UserError("config.json is not a JSON object", where=str(path),
                         instead="the config.json that belongs to the weights")
@@ -81,9 +83,9 @@ def _checkpoint_source(path: Path, option: str) -> Source:
         raise
     except UserError as error:
         raise UserError(error.found, where=option, instead=error.instead) from None
-    state = read_json(folder / STATE)
+    state = read_state(folder)
     try:
-        model = ModelConfig(**state["model"])
+        model = ModelConfig(**state["model"])  # it checks the types itself
     except (KeyError, TypeError) as error:
         raise UserError(f"state.json describes no model of this version ({error})", where=str(folder),
                         instead="the version that saved it") from error

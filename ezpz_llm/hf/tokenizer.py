@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.data.tokenizers import END_OF_TEXT, GPT2_VOCAB
+from ezpz_llm.data.tokenizers import END_OF_TEXT, GPT2_VOCAB, byte_alphabet
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import write_json
 
@@ -49,14 +49,14 @@ def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int,
 
 def _gpt2(entry: Mapping[str, Any]) -> dict[str, Any]:
     merges = [line for line in GPT2_VOCAB.find().read_text("utf-8").split("\n")[1:] if line]
-    alphabet = _alphabet()
+    alphabet = byte_alphabet()
     # The ranks of vocab.bpe: the bytes in the alphabet's order, then one a merge.
     tokens = [*alphabet.values(), *(line.replace(" ", "") for line in merges)]
     return _byte_level({token: rank for rank, token in enumerate(tokens)}, merges, use_regex=True)
 
 
 def _bytes(entry: Mapping[str, Any]) -> dict[str, Any]:
-    alphabet = _alphabet()
+    alphabet = byte_alphabet()
     return _byte_level({alphabet[value]: value for value in range(256)}, [], use_regex=False)
 
 
@@ -72,10 +72,3 @@ def _characters(entry: Mapping[str, Any]) -> dict[str, Any]:
     vocabulary = {character: number for number, character in enumerate(entry["table"])}
     return {"added_tokens": [], "pre_tokenizer": None, "decoder": {"type": "Fuse"},
             "model": {**_BPE, "vocab": vocabulary, "merges": []}}
-
-
-def _alphabet() -> dict[int, str]:
-    """The printable character that stands for each byte, in GPT-2's order of bytes (encoder.py of its release)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in set(printable)]
-    return {value: chr(value) for value in printable} | {value: chr(0x100 + at) for at, value in enumerate(others)}

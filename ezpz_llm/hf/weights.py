@@ -6,9 +6,9 @@ model with them and an export can write them tensor by tensor: nobody holds more
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ezpz_llm.base.outside import file_in, read_json
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.engine.checkpoint.agree import raise_together
 from ezpz_llm.engine.checkpoint.boxes import common
 from ezpz_llm.engine.checkpoint.index import KINDS, read_index
@@ -162,6 +164,11 @@ class CheckpointWeights(Weights):
         return result.view([stop - start for start, stop in box])
 
 
+@dataclass(frozen=True)
+class _IndexFile:
+    weight_map: dict[str, str]
+
+
 class HfWeights(Weights):
     """The weights of a GPT-2 or Llama as Hugging Face stores them, in safetensors of any floating-point type."""
 
@@ -201,11 +208,9 @@ class HfWeights(Weights):
 
     def _stored_names(self) -> list[tuple[str, str]]:
         if (self.where / _INDEX).is_file():
-            try:
-                index = json.loads((self.where / _INDEX).read_text())
-                return [(file, name) for name, file in index["weight_map"].items()]
-            except (ValueError, KeyError, AttributeError) as error:
-                raise UserError(f"{_INDEX} cannot be read: {error!r}", where=str(self.where)) from error
+            where = str(self.where / _INDEX)
+            index = as_dataclass(_IndexFile, read_json(self.where / _INDEX), where, drop_unknown=True)
+            return [(file_in(self.where, file, where).name, name) for name, file in index.weight_map.items()]
         if (self.where / _SINGLE).is_file():
             return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (it is no mapping)
         raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(self.where),

@@ -1,0 +1,154 @@
+"""What a file of a corpus holds, told by its content: text, JSON lines, a JSON array, parquet, plain or packed.
+
+A name helps where the content leaves a doubt: .json, .jsonl and .ndjson hold JSON, .csv and .tsv tables. What holds
+no documents is refused by its name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ezpz_llm.base.outside import parse_json
+from ezpz_llm.data.public import reading
+from ezpz_llm.data.unpack import GZIP, ZSTD, Packing, open_unpacked
+from ezpz_llm.errors import UserError
+
+BOM = b"\xef\xbb\xbf"
+_PACKED_NAMES = (".gz", ".zst", ".zstd")
+_HEAD = 1 << 16
+_LONGEST_LINE = 64 << 20
+_PACKED = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
+_PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"
+_ZIP = "a zip archive, as .docx, .xlsx, .npz and PyTorch files are"
+_OTHERS = {
+    b"\x89PNG\r\n\x1a\n": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF87a": "a GIF image",
+    b"GIF89a": "a GIF image", b"%PDF-": "a PDF document", b"{\\rtf": "an RTF document", b"PK\x03\x04": _ZIP,
+    b"PK\x05\x06": _ZIP, b"\xfd7zXZ\x00": "packed by xz", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a rar archive", b"\x04\x22\x4d\x18": "packed by lz4", b"\x1f\x9d": "packed by compress",
+    b"\x7fELF": "a program", b"\x89HDF\r\n\x1a\n": "an HDF5 file", b"SQLite format 3\x00": "an SQLite database",
+    b"ARROW1\x00\x00": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream", b"Obj\x01": "an Avro file",
+    b"\x93NUMPY": "a NumPy array", b"GGUF\x02\x00": "a GGUF model", b"GGUF\x03\x00": "a GGUF model",
+    b"\xd0\xcf\x11\xe0": "a Microsoft Office document", b"ID3\x03": "MP3 sound", b"ID3\x04": "MP3 sound",
+    b"OggS\x00": "Ogg sound", b"fLaC\x00": "FLAC sound", b"RIFF": "a RIFF file (WAV, AVI or WebP)",
+    **{bytes([0x80, number]): "a Python pickle" for number in (2, 3, 4, 5)},
+}
+_BZIP2 = re.compile(rb"BZh[1-9]1AY&SY")
+_OTHER_TEXT = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
+               b"\xfe\xff": "UTF-16"}
+_JSON_LINES, _JSON, _TABLES = (".jsonl", ".ndjson"), ".json", (".csv", ".tsv")
+_OBJECT, _ARRAY = re.compile(rb'\s*\{\s*["}]'), re.compile(rb"\s*\[\s*[{\]]")
+# Control characters that text has; others, if not very few, are no text's in any encoding.
+_NOT_TEXT = bytes(set(range(0x20)) - set(b"\t\n\r\f\b\x1b"))
+
+
+@dataclass(frozen=True)
+class Format:
+    """How to read a file.
+
+    Attributes:
+        kind: "text", a document; "lines", JSON objects, one a line; "array", a JSON array of objects; "parquet".
+        packing: None for none.
+    """
+
+    kind: Literal["text", "lines", "array", "parquet"]
+    packing: Packing | None = None
+
+
+def find_format(path: Path) -> Format:
+    """The format of a file.
+
+    Raises:
+        UserError: it holds no documents that can be read here; names what it is.
+    """
+    with reading(path), path.open("rb") as file:
+        head = file.read(_HEAD)
+        packing = next((packing for magic, packing in _PACKED.items() if head.startswith(magic)), None)
+    if packing is None:
+        if head.startswith(_PARQUET) or path.suffix.lower() == _PARQUET_NAME:
+            _check_pyarrow(path)
+            return Format("parquet")
+        return Format(_kind(path, head, None))
+    with open_unpacked(path, packing) as stream:
+        head = stream.read(_HEAD)
+    if head.startswith(_PARQUET):
+        raise _refused(path, f"parquet, packed once more by {packing.name}", f"unpack it: {packing.unpack} FILE")
+    return Format(_kind(path, head, packing), packing)
+
+
+def looks_like_text(data: bytes) -> bool:
+    """Whether bytes that are not UTF-8 may be text in another encoding."""
+    return len(data) - len(data.translate(None, _NOT_TEXT)) <= len(data) // 1000
+
+
+def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "lines", "array"]:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    suffix = next((suffix for suffix in reversed(suffixes) if suffix not in _PACKED_NAMES), "")
+    _check_content(path, head, packing)
+    if suffix in _TABLES:
+        raise _refused(path, f"a table ({suffix})", 'write its column of text as lines like {"text": "…"}; a file '
+                       "of another name is read as it stands")
+    body = head.removeprefix(BOM)
+    if suffix in _JSON_LINES:
+        return "lines"
+    if suffix == _JSON and _ARRAY.match(body):
+        return "array"
+    if _OBJECT.match(body) and all(map(_is_object, _first_lines(path, head, packing))):
+        return "lines"
+    if suffix == _JSON:
+        what = ("one JSON object over several lines" if body.lstrip().startswith(b"{") else
+                "JSON that is neither lines nor an array of objects")
+        raise _refused(path, what, 'lines like {"text": "…"}, or an array of such objects; a file of another name, '
+                                   "such as .txt, is read as it stands")
+    return "text"
+
+
+def _check_content(path: Path, head: bytes, packing: Packing | None) -> None:
+    inside = f", packed by {packing.name}" if packing is not None else ""
+    what = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
+    if head[257:262] == b"ustar":
+        what = "a tar archive"
+    elif head[4:8] == b"ftyp":
+        what = "MP4 video or sound"
+    elif _BZIP2.match(head):
+        what = "packed by bzip2"
+    elif head[:2] in _PACKED or head[:4] in _PACKED:
+        what = "packed twice"
+    if what is not None:
+        instead = "unpack it, or leave it out" if "packed" in what or "archive" in what else "leave it out"
+        raise _refused(path, what + inside, instead)
+    for mark, name in _OTHER_TEXT.items():
+        if head.startswith(mark):
+            raise UserError(f"{name} text{inside}, not UTF-8", where=str(path),
+                            instead=f"convert it: iconv -f {name} -t UTF-8 FILE > NEW")
+
+
+def _first_lines(path: Path, head: bytes, packing: Packing | None) -> list[bytes]:
+    """The first two lines that are not blank, or one if that is longer than the head of the file."""
+    lines = head.removeprefix(BOM).split(b"\n")
+    if len(head) == _HEAD:
+        lines.pop()  # it may be cut
+        if not any(line.strip() for line in lines):
+            with open_unpacked(path, packing) as stream:
+                lines = stream.read(_LONGEST_LINE).removeprefix(BOM).lstrip().split(b"\n")[:1]
+    return [line for line in lines if line.strip()][:2]
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line, "a line", len(line)), dict)
+    except UserError:
+        return False
+
+
+def _check_pyarrow(path: Path) -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError("reading parquet takes pyarrow, which is not installed", where=str(path),
+                        instead="pip install 'ezpz_llm[data]'")
+
+
+def _refused(path: Path, what: str, instead: str) -> UserError:
+    return UserError(f"this file has no documents that can be read: it is {what}", where=str(path), instead=instead)
