@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.errors import run_command, unknown
+from ezpz_llm.errors import run_command, unknown, version_text
 
 _PACKAGE = Path(__file__).parent
 
@@ -30,6 +30,9 @@ def _dispatch(argv: Sequence[str]) -> int | None:
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
         return 0 if argv else 2
+    if argv[0] == "--version":
+        print(version_text())
+        return 0
     commands = find_commands()
     name = argv[0].replace("-", "_")
     if name not in commands:
@@ -56,7 +59,7 @@ def _defines_main(path: Path) -> bool:
 
 
 def _help() -> str:
-    lines = ["usage: ezpz-llm COMMAND …     (each has --help)", ""]
+    lines = ["usage: ezpz-llm COMMAND …     (each has --help)", "       ezpz-llm --version", ""]
     for name, path in find_commands().items():
         summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
         lines.append(f"  {name:<10}  {summary}")

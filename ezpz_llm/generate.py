@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
-from ezpz_llm.hf.reading import tokenizer_of
+from ezpz_llm.hf.reading import given_warning, tokenizer_of
 from ezpz_llm.launch.ranks import find_rank
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     engine = open_model(plan, dist)
     tokens = torch.tensor(prompt.tolist(), device=engine.device)
     generator = torch.Generator().manual_seed(seed_for(options.seed, "sample"))
+    if dist.is_main and (remark := given_warning(plan.source, options.tokenizer)):
+        print(f"warning: {remark}", file=sys.stderr, flush=True)
     texts: list[str] = []
     with engine.evaluating():
         while len(texts) < options.samples:

@@ -1,8 +1,8 @@
 """Where the project's own data files are, and the one cache outside the run directory.
 
 Data files (`ds_configs/`, `launchers/`, `jobs/`) lie at the repository root in an editable install and under
-`ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files and
-DeepSpeed's built ops; nothing else is written outside a run directory.
+`ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files,
+DeepSpeed's built ops and what scripts under launch compile; nothing else is written outside a run directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def user_path(text: str | Path) -> Path:
     """A path that the user named, with `~` as a shell would read it.
 
     Raises:
-        UserError: there is no such user, or this one has no home directory.
+        UserError: it has control characters, there is no such user, or this one has no home directory.
     """
+    if any(character < " " or "\x7f" <= character < "\xa0" for character in str(text)):
+        # Messages and listings name it: a terminal would obey it.
+        raise UserError(f"{str(text)!r} has control characters", instead="a path without them")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -46,3 +49,12 @@ def cache_dir(env: Mapping[str, str] | None = None) -> Path:
         return user_path(chosen)
     base = env.get("XDG_CACHE_HOME")
     return (Path(base) if base else user_path("~/.cache")) / "ezpz_llm"
+
+
+def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
+    """Where torch extensions of scripts that launch starts are compiled, one folder a Python environment.
+
+    Raises:
+        UserError: this user has no home directory.
+    """
+    return cache_dir(env).absolute() / "torch_extensions"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
+from ezpz_llm.engine.rank_map import Places
 from ezpz_llm.errors import run_command
+from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import read_places
 from ezpz_llm.trainer.account import account, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
+from ezpz_llm.trainer.resuming import find_beginning
 from ezpz_llm.trainer.settings import remarks
 
 
@@ -29,13 +33,24 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(options: Options) -> int:
     """Find what is wrong; say what will be on standard output, and what one may not want on standard error."""
-    plan = check_run(options, options.world_size or 1)
+    begins = find_beginning(options)
+    if begins.complete:
+        print(begins.complete)
+        return 0
+    options = begins.options
     places = read_places(os.environ)
+    plan = check_run(options, options.world_size or 1, _device(places), puts_aside=begins.puts_aside)
     print(account(plan, places))
     for text in (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan))):
         if text:
             print(text, file=sys.stderr)
     return 0
+
+
+def _device(places: Places) -> str | None:
+    """The kind of device that all ranks will have, where that is certain without torch: a CPU, if they run here."""
+    here = {"localhost", socket.gethostname(), socket.gethostname().split(".")[0]}
+    return "cpu" if places and {host for host, _ in places} <= here and has_none(os.environ) else None
 
 
 if __name__ == "__main__":

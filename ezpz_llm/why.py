@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ezpz_llm.base.clean import show
+from ezpz_llm.base.private import open_private
 from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.launch.failures.account import account, tail_text
 from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
 from ezpz_llm.launch.failures.ranks import unfold
-from ezpz_llm.launch.node.orders import take_stacks
-from ezpz_llm.rundir import RunDir, newest_run, read_record, write_atomic
+from ezpz_llm.launch.node.builds import locks_of
+from ezpz_llm.launch.node.orders import order_logs, take_stacks
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.rundir import RunDir, newest_run, read_record
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
@@ -33,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     named = options.run_dir
     run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm why RUN_DIR")
     record = _record(run_dir)
+    _say_what_is_closed(run_dir)
     if options.logs:
         _ask_for_logs(run_dir, options.logs)
     live = look(run_dir, record, options.silent_after)
@@ -65,36 +71,48 @@ def _ranks(text: str) -> set[int]:
 def _record(run_dir: RunDir) -> dict:
     record = read_record(run_dir)
     launch = record.get("launch")
-    if not isinstance(launch, dict) or not launch.keys() >= _WRITTEN_BY_LAUNCH:
+    if launch is None or not launch.keys() >= _WRITTEN_BY_LAUNCH or RUN_ID_VARIABLE not in launch["env"]:
         raise UserError("there is no record of launch here", where=str(run_dir.record),
                         instead="the run directory of a run that launch started")
     return record
 
 
+def _say_what_is_closed(run_dir: RunDir) -> None:
+    try:
+        open_private(run_dir.errors).close()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}: its records are left out, and the rest is told from"
+              " run.json and the logs", file=sys.stderr, flush=True)
+
+
 def _ask_for_logs(run_dir: RunDir, ranks: set[int]) -> None:
-    run_dir.control.mkdir(exist_ok=True)
-    write_atomic(run_dir.control / "logs", ",".join(map(str, sorted(ranks))))
+    try:
+        order_logs(run_dir, ",".join(map(str, sorted(ranks))))
+    except OSError as error:
+        raise UserError(f"cannot ask for logs: {error.strerror}", where=str(run_dir.control)) from error
 
 
 def _over(run_dir: RunDir, record: dict, as_json: bool) -> int:
-    if (record.get("exit") or {}).get("kind") == NOT_STARTED:
-        ended = record["exit"]
-        print(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
-              f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
+    ended = record.get("exit") or {}
+    if ended.get("kind") == NOT_STARTED and ended.keys() >= {"cause", "code"}:
+        show(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
+             f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
         return 0
     told = account(run_dir, facts_from(record, _last_sign(run_dir)))
     unknown = record.get("exit") is None
     if as_json:
-        print(json.dumps({"state": "launch was killed" if unknown else "ended", "code": told.code,
-                          "cause": told.cause, "kind": told.kind, "rank": told.rank, "text": told.text,
-                          **told.details}, indent=2))
+        show(json.dumps({"state": "launch was killed" if unknown else "ended", "code": told.code,
+                         "cause": told.cause, "kind": told.kind, "rank": told.rank, "text": told.text,
+                         **told.details}, indent=2))
         return 0
     if unknown:
-        print(f"{run_dir.path}: launch left no word about the end: it was killed itself. What the files tell:")
+        show(f"{run_dir.path}: launch left no word about the end: it was killed itself. What the files tell:")
     else:
         ended = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.facts.ended))
-        print(f"{run_dir.path}: ended {ended} with code {told.code}")
-    print(told.text or told.cause)
+        show(f"{run_dir.path}: ended {ended} with code {told.code}")
+    show(told.text or told.cause)
     return 0
 
 
@@ -114,17 +132,20 @@ def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Names
     if options.json:
         print(json.dumps(as_details(live, stacks), indent=2))
         return 0
-    print(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
+    show(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
     for line in as_lines(live):
-        print(f"  {line}")
+        show(f"  {line}")
+    for lock in locks_of(record["launch"]["env"]):
+        show(f"  {lock}")
     if live.silent:
-        print(f"  {who_is_silent(live.silent)}")
+        show(f"  {who_is_silent(live.silent)}")
     for rank in wanted:
         if rank not in stacks:
-            print(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")
+            show(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")
             continue
-        print(f"  rank {rank}: {stacks[rank]}")
-        print(*(f"  | {line}" for line in tail_text(Path(stacks[rank])).splitlines()[:_STACK_LINES]), sep="\n")
+        show(f"  rank {rank}: {stacks[rank]}")
+        for line in tail_text(Path(stacks[rank])).splitlines()[:_STACK_LINES]:
+            show(f"  | {line}")
     return 0
 
 

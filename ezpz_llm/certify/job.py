@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.outside import read_json
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.certify.cells import Cell
 from ezpz_llm.rundir import read_lines, write_json
 
@@ -27,9 +28,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        stored = json.loads(path.read_text())
-        return cls(Path(stored["root"]), tuple(map(tuple, stored["references"])),
-                   tuple(Cell(**cell) for cell in stored["cells"]), stored["steps"], stored["device"])
+        return as_dataclass(cls, read_json(path), str(path))
 
 
 def results_file(root: Path) -> Path:

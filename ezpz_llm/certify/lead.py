@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.outside import read_json
 from ezpz_llm.certify.cells import Cell
 from ezpz_llm.certify.job import Job, failed_files, reference_numbers, references_of, results, results_file
 from ezpz_llm.certify.options import Work
@@ -88,7 +88,7 @@ def _take_failure(root: Path, code: int, folder: Path) -> str:
     """Why a job ended early: the first rank's own error, else the exit code. The records are used up."""
     told = []
     for path in failed_files(root):
-        told.append(json.loads(path.read_text()))
+        told.append(read_json(path))
         path.rename(folder / path.name)
     if told:
         return f"{told[0]['error']} (rank {told[0]['rank']}; see {folder})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ezpz_llm.base.outside import read_json
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.job import reference_numbers
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, train
@@ -84,7 +84,7 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
 
 def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
     path = reference_numbers(root, model, dtype, steps)
-    return Reference(**json.loads(path.read_text()), tensors=load_file(path.with_name("tensors.safetensors")))
+    return Reference(**read_json(path), tensors=load_file(path.with_name("tensors.safetensors")))
 
 
 def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:

@@ -10,7 +10,7 @@ from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine import ds_config
 from ezpz_llm.engine.layout import Layout
 from ezpz_llm.engine.legal import Case, examine
-from ezpz_llm.engine.memory import Part, memory_per_rank
+from ezpz_llm.engine.memory import Part, cast_per_rank, memory_per_rank
 from ezpz_llm.engine.nearest import choices, is_legal, selection, shipped_layouts, words
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
@@ -61,7 +61,12 @@ def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
     if problem is not None:
         instead = tuple(words(case, choice) for choice in choices(case, problem))
         return Named(layout.name, reason=problem.found, instead=instead)
-    return Named(layout.name, _degrees(used, world_size), memory_per_rank(used, model, world_size))
+    return Named(layout.name, _degrees(used, world_size), _memory(used, model, world_size))
+
+
+def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
+    """In bf16 or fp16, which is what devices train in unless told otherwise."""
+    return (*memory_per_rank(layout, model, world_size), cast_per_rank(layout, model))
 
 
 def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
@@ -74,7 +79,7 @@ def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
         layouts = {stage: Layout(f"zero{stage}", "deepspeed", stage, tp, pp, sp) for stage in STAGES}
         legal = {stage: layout for stage, layout in layouts.items() if is_legal(Case(layout, world_size, model))}
         if legal:
-            memory = {stage: memory_per_rank(layout, model, world_size) for stage, layout in legal.items()}
+            memory = {stage: _memory(layout, model, world_size) for stage, layout in legal.items()}
             found.append(Grid(Degrees.of_world(world_size, tp, pp, sp), memory,
                               {stage: selection(layout) or "" for stage, layout in legal.items()}))
     return found

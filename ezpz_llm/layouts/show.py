@@ -11,7 +11,8 @@ from ezpz_llm.layouts.listing import STAGES, Grid, Named, crosses
 from ezpz_llm.observe.tables import table
 
 _FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
-4 for the flat copy that DeepSpeed steps in stages 1 to 3. Activations, buckets and gathered layers come on top.
+4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of the blocks' matrices that
+autocast keeps from forward to backward pass in bf16 and fp16. Activations, buckets and gathered layers come on top.
 A named layout takes other degrees by --tp, --pp and --sp."""
 
 
@@ -27,8 +28,8 @@ def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid
     rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory)]
             for entry in named if entry.degrees is not None]
     parts = [table(f"Named layouts for {model} on {world_size} ranks, GB a rank",
-                   ("name", *_DEGREES, "parameters", "gradients", "optimizer", "device", "host", "files"), rows,
-                   rich=rich)]
+                   ("name", *_DEGREES, "parameters", "gradients", "optimizer", "cast", "device", "host", "files"),
+                   rows, rich=rich)]
     refused = [entry for entry in named if entry.reason is not None]
     if refused:
         parts.append("Not legal:\n" + "".join(
@@ -68,7 +69,7 @@ def _degree_cells(degrees: Degrees | None) -> list[str]:
 
 
 def _memory_cells(parts: tuple[Part, ...]) -> list[str]:
-    kinds = (("parameters",), ("gradients",), ("optimizer", "copy"))
+    kinds = (("parameters",), ("gradients",), ("optimizer", "copy"), ("cast",))
     return [*(_gigabytes(sum(part.bytes for part in parts if part.kind in kind)) for kind in kinds),
             *(_gigabytes(total(parts, where)) for where in ("device", "host", "files"))]
 

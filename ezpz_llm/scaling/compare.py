@@ -14,8 +14,8 @@ from ezpz_llm.scaling.interval import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.origin import Origin
 from ezpz_llm.scaling.tables import STEPS_ONLY, Table, interval_text
 
-_NO_BEARING = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_ENDS_AT", "EZPZ_LLM_WORLD_SIZE", "MASTER_ADDR",
-               "MASTER_PORT")
+_NO_BEARING = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_SECRET", "EZPZ_LLM_ENDS_AT",
+               "EZPZ_LLM_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that differ from run to run."""
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir, read_json
+from ezpz_llm.rundir import RunDir, read_layout
 from ezpz_llm.scaling.efficiency import Curve, Measured
 
 
@@ -40,7 +40,7 @@ class Shape:
 
 def shape_of(run_dir: Path) -> Shape | None:
     """The shape of a run's layout, as its layout.json has it; None where there is none."""
-    resolved = read_json(RunDir(run_dir).layout)
+    resolved = read_layout(RunDir(run_dir).layout)
     if resolved is None:
         return None
     layout = resolved["layout"]

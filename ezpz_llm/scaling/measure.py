@@ -12,8 +12,8 @@ from typing import Any
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.split import Split, split_run
-from ezpz_llm.observe.history import finite, read_history, steady
-from ezpz_llm.rundir import RunDir, read_json, read_record
+from ezpz_llm.observe.history import finite, steady
+from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
 from ezpz_llm.scaling.point import Repeat
 from ezpz_llm.scaling.study import Point, run_dir_of
 
@@ -35,7 +35,7 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
         return failed(study, point, repeat, f"{ended['cause']} (code {ended['code']})")
     if record.get("stopped"):
         return None
-    rows = read_history(run_dir)
+    rows = list(read_lines(run_dir.metrics))
     kept = untraced(rows, run_dir)
     if len(kept) < _LEAST_STEPS:
         return failed(study, point, repeat, f"{len(kept)} steady steps are no measurement: it needs more --steps")
@@ -57,15 +57,26 @@ def untraced(rows: Sequence[dict[str, Any]], run_dir: RunDir) -> list[dict[str, 
     traces = sorted(run_dir.profile.glob(_TRACES))
     if not traces:
         return steady(rows)
-    traced = [int(step) for step in re.findall(rb'"step (\d+)"', gzip.decompress(traces[0].read_bytes()))]
-    first = max(traced, default=0) + 1 + _WRITING_STEPS
+    first = _last_traced(traces[0]) + 1 + _WRITING_STEPS
     return [row for row in rows[:-1] if row["step"] >= first]
+
+
+def _last_traced(trace: Path) -> int:
+    """The last step of a trace, read part by part; 0 where it has none."""
+    last, rest = 0, b""
+    with gzip.open(trace) as file:
+        while part := file.read(1 << 20):
+            rest += part
+            last = max([last, *(int(step) for step in re.findall(rb'"step (\d{1,15})"', rest))])
+            # A step's name may lie across two parts.
+            rest = rest[-32:]
+    return last
 
 
 def _measured(study: Path, point: Point, repeat: int, record: dict[str, Any], rows: Sequence[dict[str, Any]],
               kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
-    batch = read_json(run_dir.layout)["batch"]
+    batch = read_layout(run_dir.layout)["batch"]
     block_size = record["model"]["block_size"]
     times = tuple(row["step_time_s"] for row in kept)
     memory = record["memory"]

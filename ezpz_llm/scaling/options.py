@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.limits import MOST_RANKS, MOST_REPEATS
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.options import Options as LaunchOptions
 from ezpz_llm.launch.options import parse as parse_launch
 from ezpz_llm.launch.target import read_command
-from ezpz_llm.launch.words import Option, command_line, count, one_of, option_lines, split_options
+from ezpz_llm.launch.words import Option, command_line, one_of, option_lines, split_options, whole
 from ezpz_llm.scaling.words import value_of, without
 
 EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
@@ -72,12 +73,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ValueError("a whole number")
-    return int(text)
-
-
 def _fraction(text: str) -> float:
     try:
         value = float(text)
@@ -88,7 +83,7 @@ def _fraction(text: str) -> float:
     return value
 
 
-_SIZES = _list(count, "a list of whole numbers such as 1,2,4")
+_SIZES = _list(whole(1, MOST_RANKS), "a list of whole numbers such as 1,2,4")
 _NAMES = _list(_name, "a list of names such as zero1,zero3")
 _OPTIONS = (
     Option(("--nodes",), "nodes", "sizes of the points in nodes of this reservation: 1,2,4", "LIST", _SIZES),
@@ -100,8 +95,8 @@ _OPTIONS = (
     Option(("--model",), "model", "the model, if not the command's", "NAME", _name),
     Option(("--what",), "what", "scaling (the default), or layouts: one size, many ds_configs", "WHAT",
            one_of(SUBJECTS)),
-    Option(("--repeats",), "repeats", "runs of each point (3)", "K", count),
-    Option(("--seed",), "seed", "fixes the random order of the runs (0)", "N", _whole),
+    Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MOST_REPEATS)),
+    Option(("--seed",), "seed", "fixes the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "the study's folder (default: runs/scale-<stamp>); one that is there goes on",
            "D", Path),
     Option(("--target",), "target", "say up to which size efficiency stays at or above this (0.8)", "E", _fraction),
@@ -111,7 +106,7 @@ _OPTIONS = (
            "WORDS", command_line),
     Option(("--dry-run",), "dry_run", "check and print the points; start and write nothing"),
     Option(("--check",), "check", "find what is wrong and stop"),
-    Option(("--world-size",), "world_size", "ranks to check for", "N", count),
+    Option(("--world-size",), "world_size", "ranks to check for", "N", whole(1, MOST_RANKS)),
     Option(("-h", "--help"), "help", "print this and end"),
 )
 

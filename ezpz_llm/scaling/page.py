@@ -10,6 +10,7 @@ from html import escape
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.report.charts import Axis, Series, bars, chart, table
 from ezpz_llm.report.page import page, views
+from ezpz_llm.rundir.secrets import redact_words
 from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.findings import Extrapolation, Findings
 from ezpz_llm.scaling.fit import Fit
@@ -36,7 +37,7 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     intro = f'<p class="faint">Written {escape(written)} by <code>ezpz-llm scale report</code>.</p>'
     if findings.typed:
-        intro += f"<p><code>{escape(shlex.join(findings.typed))}</code></p>"
+        intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
     sections = []
     for mode in ("weak", "strong"):
         if curves := [curve for curve in findings.curves if curve.mode == mode]:

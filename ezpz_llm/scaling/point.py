@@ -7,10 +7,11 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import append_line, read_lines
 
@@ -117,15 +118,10 @@ def read_repeats(study: Path) -> list[Repeat]:
     found: dict[tuple[str, int], Repeat] = {}
     try:
         for line in read_lines(path):
-            repeat = _repeat(line)
+            repeat = as_dataclass(Repeat, line, str(path), drop_unknown=True)
             found.pop((repeat.point, repeat.repeat), None)
             found[repeat.point, repeat.repeat] = repeat
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"after {len(found)} runs comes a line that is none of a study's ({error!r})",
-                        where=str(path), instead="remove that line") from error
+    except UserError as error:
+        raise UserError(f"after {len(found)} runs comes a line that is none of a study's: {error.found}",
+                        where=error.where, instead="remove that line") from error
     return list(found.values())
-
-
-def _repeat(line: dict[str, Any]) -> Repeat:
-    values = {field.name: line[field.name] for field in fields(Repeat)}
-    return Repeat(**{**values, "step_times_s": tuple(values["step_times_s"])})

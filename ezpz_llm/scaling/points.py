@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import redact
+from ezpz_llm.rundir.secrets import has_secret
 from ezpz_llm.scaling.asking import Answer, ask
 from ezpz_llm.scaling.options import Options
 from ezpz_llm.scaling.point import Mode
@@ -53,7 +53,7 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
         UserError: a size that is not to be had, a layout or batch that cannot run on one of the sizes.
     """
     for words in (options.command, options.launch_words):
-        if redact(list(words)) != list(words):
+        if has_secret(words, env):
             raise UserError("the command has a secret in it, which the study's files would keep",
                             where="the command after --", instead="set it in the environment")
     sizes = find_sizes(options, env)

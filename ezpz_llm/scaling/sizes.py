@@ -58,7 +58,8 @@ def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[s
         UserError: this process is one of a launch's ranks.
     """
     launch = parse_launch((*launch_words, "true"))
-    found = supplement(find_allocation(env, launch.scheduler), env, QUICK)
+    hosts_from = "--hostfile" if launch.hostfile else "--hosts" if hosts else None
+    found = supplement(find_allocation(env, launch.scheduler, hosts_from), env, QUICK)
     if found.scheduler == started.NAME:
         raise UserError("a study starts its ranks itself, and this is one of a launch's already",
                         where=found.source,

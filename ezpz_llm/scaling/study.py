@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from ezpz_llm.base.outside import NoFile, read_json
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.errors import UserError
-from ezpz_llm.rundir import RunDir, redact, write_json
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.secrets import without_secrets
 from ezpz_llm.scaling.point import Mode
 
 _VERSION = 1
@@ -78,7 +80,7 @@ class Study:
 
     def write(self, folder: Path) -> None:
         """Write study.json."""
-        write_json(study_file(folder), {"version": _VERSION, **redact(asdict(self))})
+        write_json(study_file(folder), {"version": _VERSION, **without_secrets(asdict(self), os.environ)})
 
 
 def study_file(folder: Path) -> Path:
@@ -98,19 +100,13 @@ def read_study(folder: Path) -> Study:
         UserError: there is none, or its file is none of ours.
     """
     try:
-        stored = json.loads(study_file(folder).read_bytes())
-    except FileNotFoundError:
+        stored = read_json(study_file(folder))
+    except NoFile:
         raise UserError("this is no study: it has no study.json", where=str(folder),
                         instead="the folder that ezpz-llm scale named (runs/scale-…)") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read study.json: {error}", where=str(study_file(folder))) from error
     if not isinstance(stored, dict) or stored.pop("version", None) != _VERSION:
         raise UserError("study.json is none of this version", where=str(study_file(folder)))
-    try:
-        points = tuple(Point(**_tuples(point)) for point in stored.pop("points"))
-        return Study(**{**_tuples(stored), "points": points})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"study.json is none of ours ({error!r})", where=str(study_file(folder))) from error
+    return as_dataclass(Study, stored, str(study_file(folder)))
 
 
 def carve(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
@@ -118,7 +114,3 @@ def carve(hosts: Sequence[str], nodes: int, repeat: int) -> tuple[str, ...]:
     depends on one host alone."""
     first = repeat * nodes % len(hosts)
     return tuple(hosts[(first + step) % len(hosts)] for step in range(nodes))
-
-
-def _tuples(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in members.items()}

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         engine = _engine(resolved, dist, options.seed, import_seconds)
         environment = run_environment(dist)
         if dist.is_main:
-            resolved.write(dist.run_dir)
+            resolved.write(dist.run_dir, dist.side)
             update_record(dist.run_dir, environment=environment, import_seconds=import_seconds,
                           config={"ds_config": options.ds_config, "steps": options.steps, "seed": options.seed,
                                   "batch": asdict(resolved.batch), "device": options.device})
