@@ -111,8 +111,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
                 torch.get_device_module(device).reset_peak_memory_stats()
             arrays = batches.micro_batches(step * batch.global_batch)
             micro = [tuple(torch.from_numpy(array).to(device) for array in pair) for pair in arrays]
-            rate = learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
-                                 max_steps=config.steps)
+            rate = learning_rate(step, config)
             wall, processor = time.perf_counter(), time.process_time()
             loss, _ = engine.train_step(micro, rate, lambda phase: nullcontext())
             if not on_host:
