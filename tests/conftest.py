@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from forked_ranks import Server
 from simcluster.cluster import Cluster, missing
+from strangers import Strangers, two_users
 
 _SETTLED = ("cluster", "gpu_cluster", "host_cluster")
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "EZPZ_LLM_RUN_DIR")
@@ -14,7 +16,11 @@ _FIXTURES = (*_SETTLED, "wide_cluster", "links")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-deepspeed-keys", action="store_true",
+                     help="write ezpz_llm/engine/deepspeed_keys.json (test_ds_config.py)")
     parser.addoption("--write-faults", action="store_true", help="write docs/faults.md (test_cluster_faults.py)")
+    parser.addoption("--write-foreign-scripts", action="store_true",
+                     help="write benchmarks/results/foreign_scripts.json (test_foreign_scripts.py)")
     parser.addoption("--write-layouts-page", action="store_true",
                      help="write docs/layouts_command.md (test_layouts_command.py)")
     parser.addoption("--write-resume-results", action="store_true",
@@ -74,6 +80,13 @@ def links(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     yield from _started(tmp_path_factory, slurm=False, sshd=False)
 
 
+@pytest.fixture
+def strangers() -> Iterator[Strangers]:
+    """Two unprivileged users of this machine."""
+    with two_users() as found:
+        yield found
+
+
 @pytest.fixture(autouse=True)
 def _no_rank() -> Iterator[None]:
     """No test leaves variables of a rank behind, which the processes of later ones would take for theirs."""
@@ -89,3 +102,10 @@ def _settled(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in _SETTLED:
         if name in request.fixturenames:
             request.getfixturevalue(name).settle()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts ranks in processes that have imported torch already."""
+    with Server(tmp_path_factory.mktemp("jobs")) as started:
+        yield started

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 CAPTURED = Path(__file__).parent / "captured"
 _FOREIGN = ("PBS_", "SLURM_", "PMI", "OMPI_", "MPI_", "EZPZ_LLM_", "MASTER_", "OMP_", "CUDA_VISIBLE", "ROCR_",
@@ -14,10 +18,21 @@ _FOREIGN = ("PBS_", "SLURM_", "PMI", "OMPI_", "MPI_", "EZPZ_LLM_", "MASTER_", "O
 
 
 def clean_env(**changes: str) -> dict[str, str]:
-    """This environment without a scheduler, ranks or devices, with this Python's programs first on PATH."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    """This environment without a scheduler, ranks or devices, with this Python's programs first on PATH.
+
+    The cache stays: DeepSpeed's ops lie there.
+    """
+    env = {name: value for name, value in os.environ.items()
+           if name == "EZPZ_LLM_CACHE" or not name.startswith(_FOREIGN)}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     return env | changes
+
+
+def need_mpiexec() -> None:
+    """Skip the test where no mpiexec is on PATH or beside this Python, as launchers/with-env installs one."""
+    places = os.pathsep.join((os.environ["PATH"], f"{sys.prefix}/bin", f"{sys.prefix}/mpi"))
+    if shutil.which("mpiexec", path=places) is None:
+        pytest.skip("there is no mpiexec")
 
 
 def captured_env(path: str) -> dict[str, str]:
@@ -42,6 +57,12 @@ def launch(cwd: Path, *words: str, timeout: float = 60, **env: str) -> subproces
         out, err = running.communicate(timeout=30)
         raise AssertionError(f"launch {words} did not end within {timeout} s\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, running.returncode, out, err)
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and its ended children so far: what is quick is so on a busy machine too."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in spent)
 
 
 def record(run_dir: Path) -> dict:

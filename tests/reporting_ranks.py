@@ -19,7 +19,8 @@ from pathlib import Path
 from ezpz_llm.launch.ranks import find_rank
 
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "PMI_RANK",
-         "PMIX_RANK", "TORCH_CPP_LOG_LEVEL", "MY_OWN", "EZPZ_LLM_OF_MINE", "SITE_WORD", "WRAPPED")
+         "PMIX_RANK", "TORCH_CPP_LOG_LEVEL", "MY_OWN", "EZPZ_LLM_OF_MINE", "SITE_WORD", "WRAPPED", "RANK",
+         "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
 
 info = find_rank(os.environ)
 report = {"rank": info.rank, "size": info.world_size, "local_rank": info.local_rank, "local_size": info.local_size,

@@ -50,6 +50,7 @@ def test_a_rung_that_learns_nothing_fails(ladder: ModuleType) -> None:
     assert ladder.summary([{**one, "losses": [5.0, 4.0, 3.0, 2.0]}])["learns"]
 
 
+@pytest.mark.full
 def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "ladder.json"
     done = subprocess.run(

@@ -153,6 +153,7 @@ def test_a_mistake_is_found_before_anything_runs(tmp_path: Path, words: tuple[st
     assert f"error: {' '.join(words)}: " in done.stderr
 
 
+@pytest.mark.full
 def test_one_command_compares_them(tmp_path: Path) -> None:
     found, said = run(tmp_path, "--work", "tiny", "--programs", "ours,plain-bf16,nanogpt,shards")
     assert "nanogpt                 not here: --peer nanogpt=FOLDER names no checkout" in said

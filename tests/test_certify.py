@@ -19,7 +19,7 @@ from ezpz_llm.certify.options import parser, plan
 from ezpz_llm.certify.plants import PLANTS
 from ezpz_llm.certify.report import all_passed, as_json, closing
 from ezpz_llm.certify.textbook import textbook
-from ezpz_llm.engine import ds_config
+from ezpz_llm.engine import ds_config, ops
 from ezpz_llm.engine.memory import memory_per_rank
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import parameter_count
@@ -224,8 +224,9 @@ def test_the_textbook_has_the_papers_volumes() -> None:
     assert book["tp2"]["all_reduce"] > 4 * (4 * config.n_layer + 2) * tokens * config.n_embd
 
 
-def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path) -> None:
-    """What is computed, not measured, is the same today; and the page is the certificate's."""
+def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed, not measured, is the same today, whatever is built; and the page is the certificate's."""
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
     kept = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
     assert kept["passed"]
     assert {one["layout"] for one in kept["results"]} == set(ds_config.names())

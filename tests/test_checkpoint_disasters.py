@@ -24,12 +24,6 @@ SIZE_MB = 11
 """Room for two checkpoints of 5 MB, but not for a third; a run keeps one, and needs room for two."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("jobs")) as started:
-        yield started
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few megabytes, in memory."""
@@ -62,6 +56,7 @@ def fill(place: Path) -> Path:
     return ballast
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, small_disk: Path,
                                                               tmp_path: Path) -> None:
     """Full in the middle of the run, with room again later: one warning, every line and a whole checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from ezpz_llm.engine.checkpoint import Keep, find, prune
 from ezpz_llm.engine.checkpoint.finding import candidates
 from ezpz_llm.engine.checkpoint.folder import complete, publish, start_partial
+from ezpz_llm.engine.checkpoint.index import read_index
 from ezpz_llm.engine.checkpoint.manifest import Damaged, describe, read_manifest, verify, write_manifest
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir
@@ -78,8 +80,20 @@ def test_of_a_run_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3"):
         find(third)
     (first / "rank-00000.safetensors").unlink()
-    with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3"):
+    with pytest.raises(Damaged, match="has 2 bytes, the manifest expects 3") as caught:
         find(run_dir.path)
+    # All three are named as damaged, and none of them is what to resume from.
+    assert "all 3 checkpoints are damaged (step-00000007, step-00000006, step-00000005)" in caught.value.found
+    assert "--resume" not in caught.value.instead
+
+
+@pytest.mark.parametrize("said", [0, 2, None, "1"])
+def test_an_index_of_another_format_is_refused(said: object, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({"format": said, "kinds": [], "parameters": {}}))
+    with pytest.raises(Damaged, match=rf"index.json is of format {said!r}"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps({"format": 1, "kinds": [], "parameters": {}}))
+    assert read_index(tmp_path).parameters == {}
 
 
 def test_any_changed_byte_of_a_manifest_is_damage_or_harmless(tmp_path: Path) -> None:

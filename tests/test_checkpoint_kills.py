@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "192", "--block-size", "32
        "--ds-config", "zero2", "--precision", "fp32", "--global-batch", "8", "--micro-batch", "2",
        "--save-every", "4", "--eval-every", "6", "--eval-tokens", "2048", "--log-every", "7",
        "--sample-tokens", "0", "--profile", "false"]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("jobs")) as started:
-        yield started
 
 
 def come_to(moment: str, job: Job, run_dir: RunDir, victim: int, dice: random.Random) -> None:
@@ -112,6 +105,7 @@ def survive(server: Server, folder: Path, kills: int, steps: int, seed: int) -> 
     return lives
 
 
+@pytest.mark.full
 def test_five_kills(server: Server, tmp_path: Path) -> None:
     lives = survive(server, tmp_path, kills=5, steps=160, seed=5)
     assert any(life["resumed"] for life in lives)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,6 @@ STEPS = 3
 CLOSE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("jobs")) as started:
-        yield started
-
-
 def words_of(name: str) -> list[str]:
     return [*RUN, *BATCH, *LAYOUTS[name][1]]
 
@@ -107,6 +101,7 @@ def compare(saved: dict[str, Any], resumed: dict[str, Any]) -> dict[str, float]:
     return differences
 
 
+@pytest.mark.full
 def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
     """Each starts from its own checkpoint: whatever was saved is joined, cut and given to other ranks."""
     first = ("zero3 on 2", "pp2_tp2", "one process")
@@ -122,6 +117,7 @@ def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
     assert saved["pp2_tp2"]["sample_hash"] == hash_of(data.split("train"), saved["pp2_tp2"]["consumed"])
 
 
+@pytest.mark.full
 def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server, tmp_path: Path) -> None:
     """Peers of a divided layer must draw the same masks, which the ranks of another layout did not."""
     dropout = ["--dropout", "0.1"]
@@ -135,6 +131,7 @@ def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server
     assert found["ddp on 2"]["random_states"] != found["tp2 on 2"]["random_states"]
 
 
+@pytest.mark.full
 def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Server, tmp_path: Path) -> None:
     """One run in four lives: other ranks, another layout, another global batch and micro batch each time."""
     run_dir, step = tmp_path / "run", 0

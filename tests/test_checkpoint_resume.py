@@ -62,6 +62,7 @@ def close(ours: list[float], theirs: list[float]) -> bool:
     return ours == pytest.approx(theirs, abs=1e-5, rel=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*LAYOUTS, "zero3_offload_optimizer"])
 def test_a_resumed_run_equals_an_unbroken_one_to_the_last_digit(results: dict[str, Any], layout: str) -> None:
     if layout not in results["same_layout"]:
@@ -72,10 +73,12 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_last_digit(results: dict[st
     assert found["straight"][-1] < found["straight"][0]
 
 
+@pytest.mark.full
 def test_also_in_a_process_that_never_saw_the_run(results: dict[str, Any]) -> None:
     assert results["new_process"]["zero2"] == results["same_layout"]["zero2"]["straight"][10:]
 
 
+@pytest.mark.full
 def test_what_was_saved_comes_back(results: dict[str, Any]) -> None:
     state = results["same_layout"]["zero1"]["state"]
     assert (state["step"], state["consumed"], state["optimizer_step"]) == (10, 80, 10)
@@ -83,6 +86,7 @@ def test_what_was_saved_comes_back(results: dict[str, Any]) -> None:
     assert state["versions"]["torch"]
 
 
+@pytest.mark.full
 def test_another_layout_goes_on_with_the_same_losses(results: dict[str, Any]) -> None:
     pairs = results["cross_layout"]["pairs"]
     assert len(pairs) == 6
@@ -90,6 +94,7 @@ def test_another_layout_goes_on_with_the_same_losses(results: dict[str, Any]) ->
         assert close(found, expected), pair
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_goes_on_with_the_same_losses(results: dict[str, Any]) -> None:
     for layout, found in results["other_world"].items():
         assert close(found["losses"], results["cross_layout"]["expected"][layout]), layout
@@ -97,6 +102,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(results: dict[str,
     assert close(results["new_process"]["alone in zero3"], results["train_alone"]["losses"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_on_one_rank_is_told_on_all(results: dict[str, Any], rank: int) -> None:
     first, second = results["failures"][f"full disk on rank {rank}"]
@@ -107,6 +113,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all(results: dict[str, Any], rank: i
     assert results["failures"]["left after a full disk"] == ["latest", "step-00000001"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("failure", "told"), [
     ("another model", "transformer.wte.weight is [64, 24] in the checkpoint, [64, 48] in the model"),
     ("flipped byte", "rank-00001.safetensors has sha256"),
@@ -120,6 +127,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(results: dict[st
     assert results["failures"]["unchanged by failed loads"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "zero0", "zero1", "zero2", "zero3"])
 def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(results: dict[str, Any],
                                                                         layout: str) -> None:
@@ -132,10 +140,12 @@ def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(results
     assert found[layout]["saved twice"]
 
 
+@pytest.mark.full
 def test_a_save_in_the_background_does_not_wait_for_the_disk(results: dict[str, Any]) -> None:
     assert any(any(results["background"][layout]["busy"]) for layout in ("ddp", "zero1"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_in_the_background_is_told_at_a_step_boundary(results: dict[str, Any], rank: int) -> None:
     found = results["background_failure"]
@@ -148,6 +158,7 @@ def test_a_full_disk_in_the_background_is_told_at_a_step_boundary(results: dict[
     assert found["then"] == "step-00000001"
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(results: dict[str, Any]) -> None:
     found = results["fall_back"]
     assert (found["newest"]["folder"], found["newest"]["state"]) == ("step-00000002", 2)

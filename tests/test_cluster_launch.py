@@ -29,6 +29,8 @@ PROGRAMS = {
               "--sample-tokens", "10", "--log-every", "5", "--precision", "fp32", "--device", "cpu"],
 }
 BY_DEFAULT = (("train", 4, "srun"), ("test_dist", 2, "mpiexec"), ("train", 2, "torchrun"))
+STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8"}
+"""What somebody has exported in the shell for another program."""
 MATRIX = data_dir("benchmarks") / "results/cluster_matrix.json"
 
 
@@ -67,7 +69,7 @@ def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureReque
     began = time.monotonic()
     done = cluster.run("salloc", f"-N{nodes}", "--ntasks-per-node=2", "-t5", "launch", "--launcher", launcher,
                        "--run-dir", "run", "python3", "-m", f"ezpz_llm.{program}", *PROGRAMS[program],
-                       cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(_cache(request)))
+                       cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(_cache(request)), **STALE)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "run"
     expected = {rank: f"n{rank // 2 + 1}" for rank in range(2 * nodes)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_runs import cpu_seconds
 
 from ezpz_llm.data.permute import keys, permute
 from ezpz_llm.data.samples import (
@@ -84,9 +84,9 @@ def test_epochs_and_seeds_differ_and_runs_agree() -> None:
 
 
 def test_ten_billion_tokens_cost_no_memory() -> None:
-    began = time.perf_counter()
+    began = cpu_seconds()
     starts = sample_windows(10**10, 1024, 1, np.arange(10**9, 10**9 + 4096))
-    assert time.perf_counter() - began < 1
+    assert cpu_seconds() - began < 1
     assert starts.min() >= 0
     assert starts.max() < 10**10 - 1024
     assert len(np.unique(starts)) == 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -56,8 +57,12 @@ def documents(count: int, seed: int = 1) -> list[str]:
     return [words(seed + number, number % 190) for number in range(count)]
 
 
+def lines_of(texts: Sequence[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
 def write_jsonl(path: Path, texts: Sequence[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_bytes(lines_of(texts))
 
 
 def write_parquet(path: Path, texts: Sequence[str | None], **options: object) -> None:
@@ -112,7 +117,7 @@ def test_killed_at_every_operation(tmp_path: Path) -> None:
     source.mkdir()
     folder.mkdir()
     (source / "a.txt").write_text(words(3, 4000))
-    write_jsonl(source / "b.jsonl", documents(80))
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(documents(80))))
     script = Path(__file__).with_name("data_kills.py")
     done = subprocess.run([sys.executable, script, source, folder], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -227,12 +232,16 @@ def test_reading_can_be_taken_up_after_any_task(mixed: Path, size: int) -> None:
     (mixed / "d.txt").write_text("x" * 3000)  # nowhere to cut
     write_parquet(mixed / "e.parquet", documents(50), row_group_size=20)
     write_parquet(mixed / "f.parquet", documents(9), row_group_size=1)
+    (mixed / "g.jsonl.gz").write_bytes(gzip.compress(lines_of(documents(20))) + gzip.compress(lines_of(["end"])))
+    (mixed / "h.txt.gz").write_bytes(gzip.compress(words(5, 900).encode()))
+    (mixed / "i.json").write_text(json.dumps([{"text": text} for text in documents(30)], indent=1))
     corpus, tokenizer = find_corpus(str(mixed)), get_tokenizer("bytes")
     read = list(tasks(corpus, size=size))
     assert sum(task.source_bytes for task in read) == corpus.size
     encoded = [encode_task(task, tokenizer) for task in read]
     whole = np.concatenate([part.tokens for part in encoded])
-    expected = [words(3, 300), *documents(40), *documents(30), "x" * 3000, *documents(50), *documents(9)]
+    expected = [words(3, 300), *documents(40), *documents(30), "x" * 3000, *documents(50), *documents(9),
+                *documents(20), "end", words(5, 900), *documents(30)]
     np.testing.assert_array_equal(whole, tokens_of(expected))
     done = np.cumsum([part.tokens.size for part in encoded])
     for number in range(0, len(read), max(1, len(read) // 30)):

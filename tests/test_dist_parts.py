@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,17 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
+from ezpz_llm.base.private import make_private
+from ezpz_llm.dist import device as device_module
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index
+from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, refuse_idle_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.meeting import raise_together
 from ezpz_llm.dist.mesh import AXES, Degrees
+from ezpz_llm.dist.node_store import _named, meet_on_node
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
 
 STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
                     st.integers(0, 2**24 - 1))
+SECRET = bytes(range(32))
 DEGREES = st.builds(Degrees, *(st.integers(1, 4) for _ in range(4)))
 
 
@@ -156,7 +162,7 @@ def test_two_ranks_on_one_device_are_both_told():
             claim_device(store, devices[rank][0], "cuda", devices[rank][1], rank)
         except UserError as found:
             error = found
-        raise_together(store, RankInfo(rank, 4, 0, 2, 0, "test"), error)
+        raise_together(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
 
     outcomes = in_threads(4, work)
     assert outcomes == ["ranks 2 and 3 on n2 share one device (GPU-a)"] * 4
@@ -165,9 +171,57 @@ def test_two_ranks_on_one_device_are_both_told():
 def test_ranks_on_devices_of_their_own_pass():
     def work(store, rank):
         claim_device(store, "n1", "cuda", f"GPU-{rank}", rank)
-        raise_together(store, RankInfo(rank, 2, rank, 2, 0, "test"), None)
+        raise_together(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
 
     assert in_threads(2, work) == ["", ""]
+
+
+def test_an_error_in_the_store_counts_only_with_the_runs_signature():
+    """Whoever can connect to torch's store can write there."""
+    def among(planted: bytes | None, secret: bytes | None, error: UserError | None = None) -> list[str]:
+        def work(store, rank):
+            if planted is not None:
+                store.set("setup/error", planted)
+            raise_together(store, RankInfo(rank, 2, rank, 2, 0, "test"), error if rank else None, secret)
+
+        return in_threads(2, work)
+
+    for planted in (b"your job is cancelled, run: curl evil", b"0" * 64 + b"\nyour job", b"\xff\n\xff", b""):
+        assert among(planted, SECRET) == ["", ""]
+    assert among(None, SECRET, UserError("no device")) == ["no device", "no device"]
+    assert among(None, None, UserError("no device")) == ["another rank could not be set up", "no device"]
+
+
+def test_ranks_of_a_node_meet_in_a_file_again_and_again(tmp_path):
+    """Also where rank 0 was killed at its last meeting and left its store's name behind."""
+    stale = tmp_path / "f" / "store-at-29500"
+    with make_private(tmp_path / "f") as folder:
+        for turn in range(3):
+            values = []
+
+            def work(_, rank, turn=turn, values=values):
+                time.sleep(0.05 * ((rank + turn) % 3))
+                info = RankInfo(rank, 3, rank, 3, 0, "test")
+                store = meet_on_node(folder, 29500, info, datetime.timedelta(seconds=30))
+                store.add("sum", 10**rank)
+                if store.add("came", 1) == 3:
+                    store.set("all", "")
+                store.wait(["all"])
+                values.append(store.add("sum", 0))
+
+            assert in_threads(3, work) == ["", "", ""]
+            assert values == [111, 111, 111]
+            stale.write_text("store-0123456789abcdef")
+
+
+def test_programs_of_one_run_do_not_meet_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("ezpz_llm.dist.node_store._LOCK_WITHIN_S", 0.2)
+    info, soon = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
+    with make_private(tmp_path / "f") as folder, _named(folder, "store-at-29500"):
+        with pytest.raises(UserError, match="another program of this run is just being set up"):
+            meet_on_node(folder, 29500, info, soon)
+        with pytest.raises(UserError, match="did not meet all of 2 ranks"):
+            meet_on_node(folder, 29501, info, soon)
 
 
 def test_ranks_on_a_cpu_share_it_and_mixed_types_are_refused():
@@ -223,6 +277,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) // 5)
 """
 
 
+@pytest.mark.full
 def test_memory_of_one_step_serves_the_next_but_for_users_who_chose(tmp_path):
     """Pages that a training step gets from the system: few, and many where the user has set the allocator up.
 
@@ -236,3 +291,64 @@ def test_memory_of_one_step_serves_the_next_but_for_users_who_chose(tmp_path):
         faults.append(int(done.stdout.splitlines()[-1]))
     # bf16 logits of 512 tokens alone are 51 MB, 12,500 pages of 4 KiB.
     assert 10 * faults[0] < faults[1], faults
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_cpu_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    refuse_idle_gpus({}, tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "kfd").touch()
+    refuse_idle_gpus({}, tmp_path)  # a desktop processor's graphics, with a torch that is not built for it
+    (tmp_path / "dev" / "nvidia0").touch()
+    with pytest.raises(UserError, match=r"a GPU that torch cannot use: torch .* is built for CPUs") as caught:
+        refuse_idle_gpus({}, tmp_path)
+    assert f"{tmp_path}/dev/nvidia0" in caught.value.where
+    assert "--device cpu to train on the CPU on purpose" in caught.value.instead
+    refuse_idle_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    refuse_idle_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+    (tmp_path / "dev" / "nvidia0").unlink()
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(UserError, match=r"is built for ROCm 6\.2"):
+        refuse_idle_gpus({}, tmp_path)
+
+
+def test_the_choice_of_a_device_looks_for_idle_gpus_only_if_left_to_us(monkeypatch):
+    def refuse(env):
+        raise UserError("idle")
+
+    monkeypatch.setattr(device_module, "refuse_idle_gpus", refuse)
+    monkeypatch.setattr(device_module, "_best", lambda: "cpu")
+    info = RankInfo(0, 1, 0, 1, 0, "test")
+    assert choose_device("cpu", info) == torch.device("cpu")
+    with pytest.raises(UserError, match="idle"):
+        choose_device("auto", info)
+
+
+@pytest.mark.parametrize(("env", "hip", "after"), [
+    ({}, None, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    ({}, "6.2", {}),
+    ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+    ({"PYTORCH_CUDA_ALLOC_CONF": ""}, None, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+])
+def test_segments_expand_on_cuda_unless_the_user_has_settings(monkeypatch, env, hip, after):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(device_module, "_count", lambda kind: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(set_device=lambda device: None))
+    monkeypatch.setattr(os, "environ", env)
+    choose_device("cuda", RankInfo(0, 1, 0, 1, 0, "test"))
+    assert env == after
+
+
+def test_tiles_of_a_card_are_told_apart(monkeypatch):
+    """Where torch has the card's identity for each of them."""
+    properties = SimpleNamespace(uuid="card")
+    monkeypatch.setattr(torch, "get_device_module",
+                        lambda device: SimpleNamespace(get_device_properties=lambda device: properties))
+    monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
+    first, second = (device_identity(torch.device("xpu", index)) for index in (0, 1))
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "0.1")
+    masked = device_identity(torch.device("xpu", 0))
+    assert len({first, second, masked}) == 3
+    assert device_identity(torch.device("xpu", 0)) == masked
+    assert device_identity(torch.device("cuda", 0)) == "card"

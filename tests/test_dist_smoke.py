@@ -122,6 +122,7 @@ def test_what_two_ranks_leave_behind(launched):
     assert record["import_seconds"]["torch"] > 0
 
 
+@pytest.mark.full
 def test_deepspeed_under_torchrun_gives_the_same_losses(launched, tmp_path):
     done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *COMMAND,
                "--steps", "12", "--ds-config", "zero3", "--run-dir", "out", folder=tmp_path)
@@ -134,6 +135,7 @@ def test_deepspeed_under_torchrun_gives_the_same_losses(launched, tmp_path):
     assert [line["loss"] for line in iterations(done.stdout)] == pytest.approx(ddp, abs=2e-5)
 
 
+@pytest.mark.full
 def test_zero1_under_launch_gives_the_same_losses(launched, tmp_path):
     done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, *COMMAND, "--ds-config", "zero1",
                   "--steps", "12", timeout=120, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
@@ -170,6 +172,7 @@ def _has_uts() -> bool:
     return bool(unshare) and subprocess.run([unshare, "--uts", "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not _has_uts(), reason="no right to give a process another host name")
 def test_ranks_of_two_host_names_are_paired_across(tmp_path):
     """Two and one rank; the odd one out of the first host has no partner on the second."""

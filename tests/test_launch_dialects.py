@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch_runs import CAPTURED
+from launch_runs import CAPTURED, launch
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.devices import expand
-from ezpz_llm.launch.dialects import identify, srun, torchrun
+from ezpz_llm.launch.dialects import choose, identify, srun, torchrun
 from ezpz_llm.launch.dialects.cores import logical_cores, mask
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
 from ezpz_llm.launch.placement import Placement
@@ -225,3 +226,46 @@ def test_core_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6})
     assert logical_cores(tmp_path) == {0: 0, 4: 0, 2: 1, 6: 1, 1: 2, 5: 2}
     assert logical_cores(tmp_path / "no-sysfs") == {}
+
+
+def _mpiexec_of(folder: Path, version_text: str) -> Path:
+    folder.mkdir()
+    program = folder / "mpiexec"
+    program.write_text(f"#!/bin/sh\necho '{version_text}'\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_pbs_own_wrapper_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = _mpiexec_of(tmp_path / "pbs", "pbs_version = 23.06.06")
+    said = f"{wrapper} is passed over: this is PBS's own wrapper, not an MPI's mpiexec"
+    # Nothing else beside Python either: on one host torchrun, for one rank nothing.
+    monkeypatch.setattr("sys.executable", str(tmp_path / "venv/bin/python"))
+    torchrun_beside = tmp_path / "venv/bin/torchrun"
+    torchrun_beside.parent.mkdir(parents=True)
+    torchrun_beside.write_text("")
+    torchrun_beside.chmod(0o755)
+    only = {"PATH": str(wrapper.parent)}
+    chosen = choose("auto", "none", 2, only)
+    assert (chosen.kind, chosen.program, chosen.notes) == ("torchrun", str(torchrun_beside), (said,))
+    assert (choose("auto", "pbs", 1, only).kind, choose("auto", "pbs", 1, only).notes) == ("direct", (said,))
+    with pytest.raises(UserError, match="mpiexec is not on PATH") as raised:
+        choose("mpiexec", "pbs", 2, only)
+    assert said in str(raised.value)
+    # MPICH beside Python, as with-env keeps it; then one that comes later on PATH, in a job of PBS.
+    beside = _mpiexec_of(tmp_path / "venv/mpi", _version_texts()["mpich"])
+    assert choose("mpiexec", "pbs", 2, only).program == str(beside)
+    assert choose("auto", "none", 2, only).notes == (said,)
+    later = _mpiexec_of(tmp_path / "site", _version_texts()["openmpi5"])
+    chosen = choose("auto", "pbs", 2, {"PATH": f"{wrapper.parent}:{later.parent}"})
+    assert (chosen.program, chosen.dialect, chosen.notes) == (str(later), "Open MPI 5.0.11", (said,))
+    # A site whose mpiexec speaks PALS is not made to speak it to PBS's wrapper.
+    assert choose("auto", "pbs", 2, only, "pals").program == str(beside)
+
+
+def test_a_plan_says_that_pbs_own_wrapper_was_passed_over(tmp_path: Path) -> None:
+    wrapper = _mpiexec_of(tmp_path / "pbs", "pbs_version = 23.06.06")
+    shown = launch(tmp_path, "--dry-run", "-n", "2", "hostname",
+                   PATH=f"{wrapper.parent}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}").stdout
+    assert f"note       {wrapper} is passed over: this is PBS's own wrapper" in shown
+    assert str(wrapper) not in shown.partition("note ")[0]

@@ -96,6 +96,7 @@ def test_other_programs_have_nothing_to_explain(tmp_path: Path) -> None:
     assert done.stdout.rstrip().endswith("-")  # the rank table is the last of it
 
 
+@pytest.mark.full
 def test_a_run_draws_it_and_says_its_degrees(tmp_path: Path) -> None:
     done = launch(tmp_path, "--explain", "-n", "2", "--run-dir", "run", *TRAIN, "--ds-config", "tp2", "--steps",
                   "1", "--eval-tokens", "256", "--sample-tokens", "0", "--save-every", "-1", "--precision", "fp32",

@@ -171,7 +171,11 @@ def test_an_end_that_cannot_be_recorded_is_the_same_end(tmp_path: Path, spoil: s
     done = launch(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c", f"{spoil}; exit {code}")
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    assert "the end of the run is not in" in done.stderr
+    # A failing rank's record makes the directory again, and the end is in it; else it is said that it is nowhere.
+    remade = spoil.startswith("rm") and code != 0
+    assert ("the end of the run is not in" in done.stderr) is not remade
+    if remade:
+        assert record(tmp_path / "r")["exit"]["code"] == code
 
 
 def test_only_the_runs_own_processes_are_ended(tmp_path: Path) -> None:
@@ -229,15 +233,3 @@ def test_any_place_and_any_locale(tmp_path: Path) -> None:
     again = subprocess.run([sys.executable, "-m", "ezpz_llm.why", name], env=env, capture_output=True, timeout=60,
                            check=False)
     assert (again.returncode, b"exit code 3" in again.stdout) == (0, True), again.stderr
-
-
-def test_a_reader_that_goes_away(tmp_path: Path) -> None:
-    """`launch … | head -1`: the launcher ends as any program does there, launch says so, and nothing stays."""
-    run = start(tmp_path, "-n", "2", "--run-dir", "r", "yes")
-    run.stdout.read(10)
-    run.stdout.close()
-    said = run.stderr.read()
-    assert run.wait(timeout=40) == 128 + signal.SIGPIPE
-    assert "Traceback" not in said
-    assert left_over(tmp_path / "r") == {}
-    run.stderr.close()

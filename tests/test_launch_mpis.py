@@ -47,6 +47,7 @@ Path(sys.argv[1], f"cores{find_rank(os.environ).rank}").write_text(str(sorted(os
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_two_ranks_meet_and_words_arrive(tmp_path: Path, name: str) -> None:
     (tmp_path / "meet.py").write_text(_MEET)
@@ -61,6 +62,26 @@ def test_two_ranks_meet_and_words_arrive(tmp_path: Path, name: str) -> None:
     assert left_over(tmp_path / "r") == {}
 
 
+_STAYS = """
+import time
+from mpi4py import MPI
+print(MPI.COMM_WORLD.size, flush=True)
+time.sleep(4)
+"""
+
+
+@pytest.mark.full
+def test_an_mpi_under_the_mpiexec_of_another_is_named(tmp_path: Path) -> None:
+    """Each rank is a world of one, and says nothing. (MPICH 5 under the mpiexec of Open MPI ends by itself.)"""
+    (tmp_path / "stays.py").write_text(_STAYS)
+    env = mpi_environment("mpich") | {"MPI4PY_LIBMPI": mpi_environment("openmpi5")["MPI4PY_LIBMPI"]}
+    done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", sys.executable, "stays.py", **env)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "warning: the ranks load Open MPI (libmpi.so.40), which nothing tells of its 2 ranks" in done.stderr
+    assert "the launcher is of another MPI" in done.stderr
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_codes_are_the_ranks_own(tmp_path: Path, name: str) -> None:
     """The launchers' own codes for these are 7, 9, 11 and 255 (MPICH), 255 for all but the first (Intel MPI)."""
@@ -78,6 +99,7 @@ def test_codes_are_the_ranks_own(tmp_path: Path, name: str) -> None:
         assert left_over(tmp_path / how) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name if name in ("intel", "openmpi5") else
                                   pytest.param(name, marks=pytest.mark.slow) for name in REQUIREMENTS])
 def test_test_dist_under_each(tmp_path: Path, name: str) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from launch_runs import CAPTURED, captured_env, clean_env, launch
+from launch_runs import CAPTURED, captured_env, clean_env, cpu_seconds, launch
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.allocation import Allocation
@@ -113,11 +112,10 @@ def test_two_runs_side_by_side_share_nothing(tmp_path: Path) -> None:
     two = _plan("--hosts n3,n4 --run-dir /runs/two hostname", **env)
     assert {place.host for place in one.ranks}.isdisjoint(place.host for place in two.ranks)
     assert len(one.ranks) == len(two.ranks) == 4
-    assert one.env["MASTER_PORT"].value != two.env["MASTER_PORT"].value
     assert (one.env["MASTER_ADDR"].value, two.env["MASTER_ADDR"].value) == ("n1", "n3")
-    # The same again after a requeue, which keeps the job's id and a run directory that was named.
-    again = _plan("--hosts n1,n2 --run-dir /runs/one hostname", **env)
-    assert again.env["MASTER_PORT"].value == one.env["MASTER_PORT"].value
+    # Drawn anew for each: others know the job and may know the run directory, and could take the port first.
+    again = [_plan("--hosts n1,n2 --run-dir /runs/one hostname", **env) for _ in range(4)]
+    assert len({plan.env["MASTER_PORT"].value for plan in (one, two, *again)}) > 1
 
 
 def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
@@ -128,10 +126,10 @@ def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
     env |= {"PBS_NODEFILE": str(node_file), "PATH": clean_env()["PATH"]}
     took = []
     for _ in range(3):
-        begun = time.perf_counter()
+        begun = cpu_seconds()
         done = launch(tmp_path, "--dry-run", "--ppn", "12", "hostname", **env)
-        took.append(time.perf_counter() - begun)
+        took.append(cpu_seconds() - begun)
         assert done.returncode == 0, done.stderr
         assert f"127488 on 10624 host(s): {names[0]}" in done.stdout
-    # 0.13 s on a quiet machine; other tests may be running beside one try.
+    # 0.13 s on a quiet machine
     assert min(took) < 0.5

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ezpz_llm
+from ezpz_llm import __version__
 from ezpz_llm.errors import UserError
 from ezpz_llm.launch.options import Options, parse
 from ezpz_llm.launch.target import read_command, run_dir_of
@@ -21,7 +23,9 @@ from ezpz_llm.launch.target import read_command, run_dir_of
      Options(("hostname", "--", "-n", "1"), per_host=3, hostfile=Path("h"), launcher="srun")),
     ("--timeout-idle 2.5 --run-dir=a=b --dry-run --json x",
      Options(("x",), idle_limit_s=2.5, run_dir=Path("a=b"), dry_run=True, as_json=True)),
+    ("--timeout-start 0 x", Options(("x",), start_limit_s=0.0)),
     ("--explain - x", Options(("-", "x"), explain=True)),
+    ("--version", Options(version=True)),
 ])
 def test_options_end_at_the_first_other_word(words: str, expected: Options) -> None:
     assert parse(words.split()) == expected
@@ -39,9 +43,11 @@ def test_options_end_at_the_first_other_word(words: str, expected: Options) -> N
     ("--ppn=-1 x", "'-1' is not"),
     ("--timeout-idle 0 x", "above 0"),
     ("--timeout-idle nan x", "above 0"),
+    ("--timeout-start -1 x", "'-1' is not a number of seconds, or 0 for no limit"),
     ("--launcher mpirun x", "auto, mpiexec, srun, torchrun"),
     ("--dry-run=yes x", "takes no value"),
     ("--json x", "--dry-run"),
+    ("--no-check x", "launch --dry-run --no-check"),
     ("--run-dir= x", "the value of --run-dir is empty"),
     ("--site= x", "the value of --site is empty"),
     ("--wrap= x", "'' is not a command line"),
@@ -100,3 +106,29 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
     wrong = ezpz_llm("lunch")
     assert wrong.returncode == 2
     assert "did you mean launch?" in wrong.stderr
+
+
+def test_version_is_told_without_torch(tmp_path: Path) -> None:
+    for program in ("from ezpz_llm.launch.command import main; main(['--version'])",
+                    "import sys; from ezpz_llm.cli import main; sys.argv[1:] = ['--version']; main()"):
+        code = f"{program}; import sys; assert not {{'torch', 'numpy', 'mpi4py'}} & sys.modules.keys()"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                              timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == (f"ezpz_llm {__version__} from {Path(ezpz_llm.__file__).parent} "
+                               f"(Python {sys.version.split()[0]})\n")
+
+
+@pytest.mark.parametrize("words", ["-n 1000000000000", "--ppn 1000000", "--nodes 10000000", f"-n {'9' * 5000}",
+                                   "-n ²", "--timeout-idle 1e300"])
+def test_a_number_beyond_all_machines_is_refused(words):
+    with pytest.raises(UserError):
+        parse([*words.split(), "x"])
+
+
+@pytest.mark.parametrize("words", ["-h --", "--version --", "--", ""])
+def test_words_without_a_command(words):
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", *words.split()], capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr

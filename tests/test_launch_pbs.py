@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pbs_standin
 import pytest
+from launch_runs import record
 from simcluster.cluster import Cluster
+from test_launch_idioms import SAVES
 
 MEET = f"python3 {Path(__file__).with_name('meeting_ranks.py')}"
 
@@ -40,6 +42,8 @@ _JOBS = {
         trap : TERM
         launch --run-dir $RUNS/walltime {MEET} 60
         echo rc=$?""",
+    "deleted": """-l select=2:ncpus=1 -l place=scatter
+        launch --run-dir $RUNS/deleted python3 saves.py 2>&1 | tee deleted.log""",
     "addresses": f"""-l select=2:ncpus=1 -l place=scatter
         show() {{ launch --dry-run --json "$@" hostname; }}
         show --interface eth0 > interface.json
@@ -96,6 +100,7 @@ class _Pbs:
 @pytest.fixture(scope="module")
 def pbs(host_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Pbs]:
     found = _Pbs(host_cluster, tmp_path_factory.mktemp("pbs"))
+    (found.folder / "saves.py").write_text(SAVES)
     for name in _JOBS:
         found.submit(name)
     yield found
@@ -117,6 +122,20 @@ def test_two_nodes_with_two_ranks_each(pbs: _Pbs) -> None:
     assert len(hosts) == 2
     begun = time.mktime(time.strptime(job["stime"]))
     assert float(record["env"]["EZPZ_LLM_ENDS_AT"]) == begun + 600
+
+
+def test_a_deleted_job(pbs: _Pbs) -> None:
+    """qdel signals all processes of the job's session, tee too."""
+    run = pbs.runs / "deleted"
+    deadline = time.monotonic() + 120
+    while not all((run / f"up{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline, pbs.output("deleted")
+        time.sleep(0.2)
+    pbs.command("qdel", pbs.ids["deleted"])
+    pbs.job("deleted")
+    assert sorted(path.name for path in run.glob("saved*")) == ["saved0", "saved1"]
+    assert record(run)["exit"]["code"] == 143
+    assert "launch was sent SIGTERM" in (run / "postmortem.txt").read_text()
 
 
 def test_two_runs_side_by_side(pbs: _Pbs) -> None:

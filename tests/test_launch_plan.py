@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -136,13 +137,24 @@ def test_a_rank_stays_what_it_is() -> None:
     assert plan.argv == ("python3", "x.py")
     assert "already rank 2 of 4" in plan.notes[0]
     assert "-n 8 says nothing here" in plan.notes[0]
-    with pytest.raises(UserError):
-        _plan("python3 x.py", {"WORLD_SIZE": "4"})
+
+
+def test_a_rank_exported_for_another_program_is_left_aside(tmp_path: Path) -> None:
+    """Somebody who makes ranks by hand, as training operators do, sets where they meet, too."""
+    env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:")}
+    for left in ({"WORLD_SIZE": "4"}, {"RANK": "7", "WORLD_SIZE": "9"}):
+        plan = _plan("-n 2 python3 x.py", env | left)
+        assert (len(plan.ranks), plan.is_started) == (2, False)
+        assert any("no launcher has set it here, and ranks get their own" in note for note in plan.notes)
+    by_hand = env | {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "20007"}
+    assert _plan("python3 x.py", by_hand).is_started
+    with pytest.raises(UserError, match="RANK=7 and WORLD_SIZE=9 make this process a rank already"):
+        _plan("-n 2 python3 x.py", by_hand)
 
 
 def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     words = ("-n", "2", "python3", "-m", "ezpz_llm.train", "--steps", "nonsense", "a b", "$(x)")
-    done = launch(tmp_path, "--dry-run", "--json", *words)
+    done = launch(tmp_path, "--dry-run", "--no-check", "--json", *words)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["argv"][-7:] == list(words[2:])
@@ -177,6 +189,25 @@ def test_wrapping_words_stand_before_the_command(tmp_path: Path) -> None:
                   "import os; print(os.environ['WRAPPED'])")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] a b", "[1] a b"]
+
+
+def test_dry_run_of_our_own_command_runs_its_check(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "ezpz_llm.train", "--corpus", "no-such-folder/")
+    wrong = launch(tmp_path, "--dry-run", "--json", "-n", "2", *command)
+    assert wrong.returncode == 2
+    assert "no-such-folder" in wrong.stderr
+    assert "launch: this would not start: the command's own check failed" in wrong.stderr
+    assert json.loads(wrong.stdout)["argv"][-2:] == ["--corpus", "no-such-folder/"], "the plan is printed"
+    unchecked = launch(tmp_path, "--dry-run", "--no-check", "-n", "2", *command)
+    assert (unchecked.returncode, unchecked.stderr) == (0, "")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    right = launch(tmp_path, "--dry-run", "-n", "2", *command[:3])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (right.returncode, right.stderr) == (0, "")
+    assert right.stdout.splitlines()[-1].lstrip().startswith("1 "), "the plan, and nothing of the check"
+    # Processor time, which does not depend on what else runs here.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.2
+    assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 from launch_runs import CAPTURED, captured_env
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch import devices as devices_module
 from ezpz_llm.launch.allocation import Host
-from ezpz_llm.launch.devices import core_ranges, visible_devices
+from ezpz_llm.launch.devices import core_ranges, has_none, visible_devices
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import find_allocation, hostfile, pbs, slurm, started
 
@@ -49,6 +50,9 @@ _ENVIRONMENTS = {
     "slurm/env_sbatch_N3_n5.txt": ("slurm", [("n1", 2), ("n2", 2), ("n3", 1)]),
     "slurm/env_sbatch_gaps_c2.txt": ("slurm", [("n1", 1), ("n3", 1), ("n4", 1)]),
     "slurm/env_salloc_shell.txt": ("slurm", _PAIR),
+    "slurm/env_salloc_gpus.txt": ("slurm", [("n1", None), ("n2", None)]),
+    "slurm/env_salloc_gpus_uneven.txt": ("slurm", [("n1", None), ("n2", None)]),
+    "slurm/env_salloc_uneven.txt": ("slurm", [("n1", 2), ("n2", 1)]),
     # The shell that salloc starts on the first node is a step by name only.
     "slurm/env_interactive_step.txt": ("slurm", _PAIR),
     # In a step of one task on n1, the job's two nodes and its tasks a node say nothing.
@@ -82,7 +86,8 @@ def _captured(path: str) -> dict[str, str]:
 
 def test_every_captured_environment_is_in_the_table() -> None:
     there = {str(path.relative_to(CAPTURED)) for path in CAPTURED.glob("*/env_*.txt")}
-    assert there - _ENVIRONMENTS.keys() == {"slurm/env_srun_pty_shell.txt", "slurm/env_array.txt"}
+    of_others = {"srun_pty_shell", "array", "het_salloc", "het_batch"}
+    assert there - _ENVIRONMENTS.keys() == {f"slurm/env_{name}.txt" for name in of_others}
 
 
 @pytest.mark.parametrize("path", _ENVIRONMENTS)
@@ -125,7 +130,8 @@ def test_the_shell_of_srun_pty_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(started, "has_terminal", lambda: True)
     found = find_allocation(env)
     assert ([(host.name, host.slots) for host in found.hosts], found.step_id) == (_PAIR, "0")
-    assert find_allocation(env | {"RANK": "1", "WORLD_SIZE": "2"}).scheduler == "started"
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    assert find_allocation(env | torchrun).scheduler == "started"
     monkeypatch.setattr(started, "has_terminal", lambda: False)
     assert find_allocation(env).scheduler == "started"
 
@@ -152,7 +158,7 @@ def test_slurm_end_time_and_cores() -> None:
     env = captured_env("slurm/env_sbatch_N3_n5.txt") | {"SLURM_JOB_END_TIME": "1795240000"}
     found = slurm.detect(env)
     assert found is not None
-    assert (found.ends_at, found.cores_per_host) == (1795240000.0, 1)
+    assert (found.ends_at, [host.cores for host in found.hosts]) == (1795240000.0, [2, 2, 1])
 
 
 def test_contradictions_are_said_with_both_values() -> None:
@@ -195,7 +201,7 @@ def test_a_scheduler_asked_for() -> None:
     found = find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm")
     assert (found.scheduler, found.notes) == (
         "slurm", ("the rank variables of srun with PMI (PMI_RANK) left aside (--scheduler slurm)",))
-    assert "a broken set (RANK=1 is set" in find_allocation({"RANK": "1"}, "none").notes[0]
+    assert "a broken set (PMI_RANK=1 is set" in find_allocation({"PMI_RANK": "1"}, "none").notes[0]
     with pytest.raises(UserError, match="--scheduler pbs, but PBS_JOBID is not set"):
         find_allocation(captured_env("slurm/env_sbatch_script.txt"), "pbs")
 
@@ -247,3 +253,27 @@ def test_masks_decide_which_devices_are_visible(mask: dict[str, str], ids: tuple
 
 def test_core_ranges() -> None:
     assert core_ranges((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
+
+
+@pytest.mark.parametrize(("files", "library", "mask", "none"), [
+    (("null", "hwrng"), None, None, True),
+    (("nvidiactl", "nvidia0"), None, None, False),
+    (("nvidiactl", "nvidia0"), None, "", True),
+    (("dri", "kfd"), None, None, False),
+    (("accel",), None, "", False),
+    # The display of a laptop, and a card for computing.
+    (("dri",), None, None, True),
+    (("dri",), "libze_intel_gpu.so.1", None, False),
+])
+def test_a_host_without_any_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...],
+                                        library: str | None, mask: str | None, none: bool) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in files:
+        (tmp_path / "dev" / name).touch()
+    if library:
+        (tmp_path / library).touch()
+    monkeypatch.setattr(devices_module, "_DEV", tmp_path / "dev")
+    monkeypatch.setattr(devices_module, "_LIBRARY_PLACES", (str(tmp_path),))
+    for name in ("_NVIDIA", "_AMD"):
+        monkeypatch.setattr(devices_module, name, tmp_path / "no")
+    assert has_none({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}) == none

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,9 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, left_over, record
 
+from ezpz_llm.base.private import remove_private
+from ezpz_llm.base.secret import new_secret
+from ezpz_llm.launch.node.folder import own_folders
 from ezpz_llm.launch.shim.memory import kills_in, read_count
 
 _NUMBER = itertools.count()
@@ -38,6 +40,7 @@ def _shim(folder: Path, rank: int, size: int, *words: str, **env: str) -> subpro
     for name in ("logs", "errors", "heartbeat", "control"):
         (folder / name).mkdir(exist_ok=True)
     variables = {"EZPZ_LLM_RUN_DIR": str(folder), "EZPZ_LLM_RUN_ID": f"test-{os.getpid()}-{next(_NUMBER)}",
+                 "EZPZ_LLM_SECRET": new_secret(),
                  "EZPZ_LLM_WORLD_SIZE": str(size), "PMI_RANK": str(rank), "PMI_SIZE": str(size),
                  "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", **env}
     return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.shim", "--", *words], env=clean_env(**variables),
@@ -64,6 +67,21 @@ sys.stdout.flush()
         assert [line for line in mine if not line.startswith(b"<")] == [
             b"\xff not UTF-8", b" 50%|##|", b"100%|####|", b"half a line"]
         assert (tmp_path / f"r/logs/rank{rank:04d}.log").read_bytes().count(b"half a line") == 1
+
+
+def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
+    """Kept whole until it ends, it was copied again with every piece that came: 100 MB took a minute."""
+    done = _shim(tmp_path, 1, 2, sys.executable, "-c", "print('x' * 20_000_000, end='')", EZPZ_LLM_TEE="all")
+    lines = done.stdout.splitlines()
+    assert {line[:4] for line in lines} == {"[1] "}
+    assert sum(len(line) - 4 for line in lines) == 20_000_000
+    assert {len(line) - 4 for line in lines[:-1]} == {65536}
+
+
+def test_the_shims_own_words_begin_a_line(full_disk: Path) -> None:
+    program = "import os; os.write(2, b'loading '); os.write(2, b'.' * 100_000)"
+    done = _shim(full_disk, 0, 2, sys.executable, "-c", program)
+    assert "\nlaunch: rank 0 continues without its log: No space left on device\n" in done.stderr
 
 
 def test_nothing_on_the_console(tmp_path: Path) -> None:
@@ -97,7 +115,8 @@ step()
     assert [one["exit_code"] for one in found] == [1, 139, 137, 134, 7, 1]
     assert [one["signal"] for one in found] == [None, "SIGSEGV", "SIGKILL", "SIGABRT", None, None]
     assert [one["exception"] and one["exception"]["type"] for one in found[:5]] == [
-        "ValueError", "Fatal Python error", None, "Fatal Python error", None]
+        "ValueError", "Fatal Python error", None, "", None]
+    assert found[3]["exception"]["message"] == "abort() was called"
     assert found[0]["exception"]["where"].endswith("program.py:6 in step")
     assert found[1]["exception"]["where"].endswith("program.py:7 in step")
     assert found[1]["exception"]["message"] == "Segmentation fault"
@@ -138,8 +157,9 @@ def test_large_worlds_keep_their_logs_on_the_node(tmp_path: Path) -> None:
     assert log.read_text() == "here\n"
     assert _shim(run_dir, 0, 257, *words, "0").stdout == "here\n"
     assert (run_dir / "logs/rank0000.log").read_text() == "here\n"
-    for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
-        shutil.rmtree(folder)
+    for folder, run_id, _ in own_folders():
+        if run_id.startswith(f"test-{os.getpid()}-"):
+            remove_private(folder.path)
 
 
 @pytest.fixture
@@ -159,7 +179,7 @@ def test_a_full_disk_changes_no_exit_code(full_disk: Path) -> None:
     program = "import sys; print('x' * 200_000); print('the end', file=sys.stderr); sys.exit(7)"
     done = _shim(full_disk, 1, 2, sys.executable, "-c", program)
     assert done.returncode == 7, done.stderr
-    assert "rank 1 goes on without its log: No space left on device" in done.stderr
+    assert "rank 1 continues without its log: No space left on device" in done.stderr
     assert "rank 1 ended with code 7, and its record could not be written" in done.stderr
     assert list((full_disk / "errors").iterdir()) == []
     assert "Traceback" not in done.stderr
@@ -260,7 +280,8 @@ time.sleep(60)
     assert (_record(tmp_path, 1)["signal"], _record(tmp_path, 1)["ended_by"]) == ("SIGTERM", None)
     (tmp_path / "up").unlink()
     env = clean_env(EZPZ_LLM_RUN_DIR=str(tmp_path), EZPZ_LLM_RUN_ID=f"test-{os.getpid()}-told", PMI_RANK="1",
-                    EZPZ_LLM_WORLD_SIZE="2", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+                    EZPZ_LLM_SECRET=new_secret(), EZPZ_LLM_WORLD_SIZE="2", PMI_SIZE="2", MPI_LOCALRANKID="1",
+                    MPI_LOCALNRANKS="2")
     shim = subprocess.Popen([sys.executable, "-m", "ezpz_llm.launch.shim", "--", sys.executable,
                              str(tmp_path / program), "waits"], env=env)
     deadline = time.monotonic() + 30
@@ -270,8 +291,9 @@ time.sleep(60)
     shim.send_signal(signal.SIGTERM)
     assert shim.wait(30) == 143
     assert _record(tmp_path, 1)["ended_by"] == "SIGTERM"
-    for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
-        shutil.rmtree(folder)
+    for folder, run_id, _ in own_folders():
+        if run_id.startswith(f"test-{os.getpid()}-"):
+            remove_private(folder.path)
 
 
 def test_last_words_outlive_a_shim_that_is_killed(tmp_path: Path) -> None:
@@ -290,5 +312,6 @@ time.sleep(60)
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
     assert sorted(log.read_text().splitlines()) == ["first", "last words", "of standard error"]
-    for folder in Path("/dev/shm").glob(f"ezpz_llm*test-{os.getpid()}-*"):
-        shutil.rmtree(folder)
+    for folder, run_id, _ in own_folders():
+        if run_id.startswith(f"test-{os.getpid()}-"):
+            remove_private(folder.path)

@@ -96,7 +96,7 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ('[recognise]\nHOSTNAME = ["nid*"]\n', "recognise is", 1, "SLURM_CLUSTER_NAME"),
     ('cores = ["0-7"]\ndevices_per_host = 2\ndevice_domains = [0]\n', "device_domains is [0]", 3, "each device"),
     ('cores = ["0-7", "8-15", "16-23"]\nsockets = 2\n', "sockets is 2", 2, "evenly"),
-    ("devices_per_host 4\n", "the site file is no TOML", None, "generic.toml"),
+    ("devices_per_host 4\n", "cannot read the site file: this is not TOML", None, "generic.toml"),
 ])
 def test_a_broken_file_is_told_by_key_and_line(tmp_path: Path, text: str, found: str, line: int | None,
                                                accepted: str) -> None:
@@ -198,6 +198,11 @@ def test_the_line_of_frontier(tmp_path: Path) -> None:
     # srun chooses the device, and each rank sees that one alone.
     assert {place.device for place in plan.ranks} == {None}
     assert plan.ranks_source == "8 devices (site frontier)"
+    # An salloc as one types it lacks what goes with one of the site's variables.
+    want = "FI_CXI_RDZV_PROTO=alt_read goes with a job of --network=disable_rdzv_get"
+    assert any(want in note for note in plan.notes)
+    for right in ({"SLURM_NETWORK": "disable_rdzv_get"}, {"FI_CXI_RDZV_PROTO": "default"}):
+        assert not any(want in note for note in _plan("python3 x.py", env | right).notes)
 
 
 def test_the_line_of_perlmutter(tmp_path: Path) -> None:
@@ -255,8 +260,9 @@ def test_a_sites_file_is_named_by_its_whole_path_for_ranks(tmp_path: Path, monke
 
 def _dry_run_cpu_s(cwd: Path, env: dict[str, str]) -> tuple[float, str]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "--dry-run", "python3", "-m", "ezpz_llm.train"],
-                          cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=True)
+    words = ("--dry-run", "--no-check", "python3", "-m", "ezpz_llm.train")
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", *words], cwd=cwd, env=env,
+                          capture_output=True, text=True, timeout=60, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from launch_runs import clean_env
 from simcluster.cluster import Cluster, missing
 
-from ezpz_llm.launch.staging.receive import mover
+from ezpz_llm.launch.staging.receive import _as_sent, mover, remove_stale
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,7 +90,7 @@ def places(run_dir: Path) -> list[dict]:
 def check_place(place: dict, environment: Path) -> str:
     """All of a rank's environment is that of one copy; the copy's folder."""
     copy = place["prefix"].removesuffix("/env")
-    assert re.fullmatch(r"/(local|tmp)/ezpz_llm-0-[0-9a-f]{16}", copy), copy
+    assert re.fullmatch(r"/(local|tmp)/ezpz_llm-0-[0-9a-f]{16}-[0-9a-f]{16}", copy), copy
     assert place["executable"] == place["python3"] == f"{copy}/env/bin/python3"
     assert place["shebang"] == f"#!{copy}/env/bin/python3"
     assert (place["launch"], place["VIRTUAL_ENV"]) == (f"{copy}/env/bin/launch", f"{copy}/env")
@@ -183,3 +184,33 @@ def test_every_node_gets_a_copy_or_none(way: str, disks: Cluster, environment: P
     assert "n3" in output.partition("\nstaging")[2]
     assert places(tmp_path / "full") == []
     assert left(disks) == []
+
+
+def test_copies_of_dead_runs_are_removed_and_those_of_living_ones_kept(tmp_path: Path) -> None:
+    """By the run's id in their names; a stranger's, and young ones, stay."""
+    own = f"ezpz_llm-{os.getuid()}"
+    names = {f"{own}-dead-aa": False, f"{own}-dead-aa.0.tar": False, f"{own}-alive-bb": True,
+             f"{own}-young-cc": True, "ezpz_llm-12345-dead-dd": True}
+    for name in names:
+        (tmp_path / name).touch() if name.endswith(".tar") else (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, None if "young" in name else (0, 0))
+    sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, "EZPZ_LLM_RUN_ID": "alive"})
+    try:
+        remove_stale(tmp_path / f"{own}-new-ee")
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert {name: (tmp_path / name).exists() for name in names} == names
+
+
+def test_only_an_archive_of_ours_is_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "ours").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    with _as_sent(str(tmp_path / "ours")) as file:
+        assert file.read() == b"x"
+    with pytest.raises(OSError, match="symbolic links"), _as_sent(str(tmp_path / "link")):
+        pass
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "ours", 5002, 5002)
+        with pytest.raises(OSError, match="another user"), _as_sent(str(tmp_path / "ours")):
+            pass

@@ -42,9 +42,13 @@ _INSIDE = {
     "inside-torchrun": _line("-n", "2", "--launcher", "torchrun"),
 }
 
-# SLURM_EXPORT_ENV is what `sbatch --export=NONE` leaves behind, SLURM_DISTRIBUTION what an outer step may.
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+
+# SLURM_EXPORT_ENV is what `sbatch --export=NONE` leaves behind, SLURM_DISTRIBUTION what an outer step may, and
+# RANK and its like what was exported for another program.
 _SCRIPT = """
 export SLURM_EXPORT_ENV=NONE SLURM_DISTRIBUTION=cyclic MY_OWN=mine
+export RANK=7 WORLD_SIZE=9 LOCAL_RANK=5 LOCAL_WORLD_SIZE=6 NODE_RANK=8 GROUP_RANK=8
 head -c 2000000 /dev/zero > big
 printf 'n1 slots=1\\nn2 slots=2\\n' > uneven.txt
 run() { local name=$1; shift; timeout 80 "$@" > $name.out 2> $name.err; echo $? > $name.rc; }
@@ -76,7 +80,13 @@ def _ended(job: Path, name: str) -> tuple[int, str]:
 def _reports(job: Path, name: str, ranks: int) -> list[dict]:
     code, said = _ended(job, name)
     assert code == 0, said
-    return [json.loads((job / name / f"logs/rank{rank:04d}.log").read_text()) for rank in range(ranks)]
+    reports = [json.loads((job / name / f"logs/rank{rank:04d}.log").read_text()) for rank in range(ranks)]
+    for report in reports:
+        own = (report["rank"], report["size"], report["local_rank"], report["local_size"], report["node_rank"])
+        assert [report["env"][variable] for variable in _PLACE] == [str(number) for number in own]
+        assert report["env"]["GROUP_RANK"] in (None, report["env"]["NODE_RANK"])
+        assert report["source"].startswith("torchrun") == ("torchrun" in name or name == "away")
+    return reports
 
 
 def _places(reports: list[dict]) -> list[tuple[int, str, int]]:
@@ -112,7 +122,9 @@ def test_torchruns_are_told_where_to_meet_and_which_host_they_are_on(job: Path) 
 
 
 def test_unequal_ranks(job: Path) -> None:
-    assert _places(_reports(job, "uneven", 3)) == [(0, "n1", 0), (1, "n2", 0), (2, "n2", 1)]
+    reports = _reports(job, "uneven", 3)
+    assert _places(reports) == [(0, "n1", 0), (1, "n2", 0), (2, "n2", 1)]
+    assert [report["node_rank"] for report in reports] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpiexec", "torchrun"])

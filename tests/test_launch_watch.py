@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 from launch_runs import launch, left_over, record, start
 
+from ezpz_llm.base.private import make_private, remove_private
+from ezpz_llm.base.secret import new_secret
 from ezpz_llm.launch.life import RankLife, SignsOfLife, judge
-from ezpz_llm.launch.node.folder import base, node_dir, prefix
+from ezpz_llm.launch.node import folder
+from ezpz_llm.launch.node.folder import base, prefix
+from ezpz_llm.launch.node.processes import place
 from ezpz_llm.launch.node.report import (
     ENDED,
     NodeReport,
@@ -26,6 +31,7 @@ from ezpz_llm.launch.node.report import (
 )
 from ezpz_llm.launch.node.stale import remove_stale
 from ezpz_llm.launch.phases import COMPILING, EVALUATING, MEETING, SAVING, TRAINING
+from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir
 
 
@@ -59,6 +65,20 @@ def test_who_is_silent(ranks: list[RankLife], silent: list[int]) -> None:
     found = [one.rank for one in judge(ranks, limit_s=10.0)]
     assert sorted(found) == sorted(silent)
     assert found[:1] == silent[:1]
+
+
+def test_a_stopped_rank_is_the_first_suspect(tmp_path: Path) -> None:
+    """Of ranks without heartbeats, all silent alike, the kernel tells one that was sent SIGSTOP."""
+    (tmp_path / "stops.py").write_text("""
+import os, signal, time
+if os.environ["EZPZ_LLM_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(60)
+""")
+    done = launch(tmp_path, "-n", "3", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "stops.py")
+    assert done.returncode == 124
+    cause = record(tmp_path / "r")["exit"]["cause"]
+    assert re.match(r"no sign of life for 3 s: rank 1 on \S+: .*; stopped by a signal \(state T; .* 2 more", cause)
 
 
 def _report(run_dir: RunDir, rank: int, silent_s: float, state: str = "running") -> None:
@@ -144,7 +164,8 @@ def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -
     assert "hang.py" in stack.read_text()
     assert record(tmp_path / "r")["exit"]["kind"] == "idle"
     assert left_over(tmp_path / "r") == {}
-    assert not node_dir(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]).exists()
+    run_id = record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]
+    assert run_id not in [named for _, named, _ in folder.own_folders()]
 
 
 _RANK_0_ENDS = """
@@ -162,7 +183,8 @@ def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "ends.py")
     assert done.returncode == 124, done.stderr
     assert "no sign of life for 3 s: rank 1 on " in done.stderr
-    assert "rank 0 on" not in done.stderr
+    assert not re.search(r"rank 0 on \S+: ", done.stderr)
+    assert re.search(r"launch: rank 0 on \S+ ended with code 0 after \S+ s while rank 1 was still", done.stderr)
     [report] = read_reports(RunDir(tmp_path / "r"), record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"])
     assert report.ranks[0].ended == 0
     assert (report.state, report.left) == (ENDED, ())
@@ -212,18 +234,80 @@ def test_a_signal_that_is_the_ranks_to_understand_reaches_all(tmp_path: Path) ->
 
 
 def test_folders_of_dead_runs_are_removed_and_others_kept() -> None:
-    old, young, lived_in = (base() / f"{prefix()}test{os.getpid()}{name}" for name in ("old", "young", "lived"))
-    marker = lived_in.name.removeprefix(prefix())
-    sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, "EZPZ_LLM_RUN_ID": marker})
+    """Of a run whose processes would be seen here, at once; of one elsewhere (in a container), after a while."""
+    own = f"test{os.getpid()}"
+    # First, as in a run: agents of other runs on this machine sweep too.
+    sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, "EZPZ_LLM_RUN_ID": f"{own}lived"})
+    folders = {}
     try:
-        for folder in (old, young, lived_in):
-            folder.mkdir(mode=0o700)
-        for folder in (old, lived_in):
-            os.utime(folder, (0, 0))
+        for name, where in (("dead", place()), ("lived", place()), ("old", "elsewhere"), ("young", "elsewhere"),
+                            ("nameless", None)):
+            folders[name] = base() / f"{prefix()}{own}{name}"
+            with make_private(folders[name]) as made:
+                if where is not None:
+                    made.write("run", f"{own}{name}\n{where}".encode())
+        os.utime(folders["old"] / "run", (0, 0))
+        for name in ("lived", "old", "nameless"):
+            os.utime(folders[name], (0, 0))
         remove_stale("another")
-        assert [folder.exists() for folder in (old, young, lived_in)] == [False, True, True]
+        assert {name for name, path in folders.items() if path.exists()} == {"lived", "young"}
+        remove_stale(f"{own}lived")
     finally:
         sleeper.kill()
         sleeper.wait()
-        for folder in (young, lived_in):
-            folder.rmdir()
+        for path in folders.values():
+            remove_private(path)
+
+
+def test_a_rank_is_registered_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent reads at any moment; a file that was still empty ended it."""
+    seen, replace = [], os.replace
+    run_id = f"test-{os.getpid()}-whole"
+
+    def look_first(*names: str, **folders: int) -> None:
+        seen.extend(folder.registered(one) for one, named, _ in folder.own_folders() if named == run_id)
+        replace(*names, **folders)
+
+    monkeypatch.setattr(os, "replace", look_first)
+    env = {"EZPZ_LLM_RUN_ID": run_id, "EZPZ_LLM_SECRET": new_secret()}
+    try:
+        with folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env) as entered:
+            assert seen[-1] == {}
+            assert folder.running(entered) == {0: os.getpid()}
+            assert stat.S_IMODE(entered.path.stat().st_mode) == 0o700
+    finally:
+        folder.remove(run_id)
+    assert not entered.path.exists()
+
+
+def test_ranks_of_a_node_find_one_folder_that_nobody_could_have_guessed() -> None:
+    run_id, secret = f"test-{os.getpid()}-one", new_secret()
+    env = {"EZPZ_LLM_RUN_ID": run_id, "EZPZ_LLM_SECRET": secret}
+    entered = [folder.enter(RankInfo(rank, 2, rank, 2, 0, "a test"), env).path for rank in (0, 1)]
+    other = folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env | {"EZPZ_LLM_SECRET": new_secret()}).path
+    folder.remove(run_id)
+    assert entered[0] == entered[1] != other
+    assert not any(word in str(entered[0]) for word in (run_id, secret, secret[:16]))
+    assert not entered[0].exists()
+    assert not other.exists()
+
+
+@pytest.mark.parametrize("env", [{"EZPZ_LLM_RUN_ID": "x"}, {"EZPZ_LLM_RUN_ID": "x", "EZPZ_LLM_SECRET": "x"}])
+def test_without_a_secret_there_is_no_folder(env: dict[str, str]) -> None:
+    with pytest.raises(OSError, match="did not hand EZPZ_LLM_SECRET on"):
+        folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env)
+
+
+def test_no_folder_is_made_where_others_could_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is told its heartbeat file by its path."""
+    monkeypatch.setattr(folder, "base", lambda: tmp_path / "open")
+    (tmp_path / "open").mkdir()
+    env = {"EZPZ_LLM_RUN_ID": "x", "EZPZ_LLM_SECRET": new_secret()}
+    for mode, is_safe in ((0o777, False), (0o775, False), (0o1777, True), (0o755, True)):
+        (tmp_path / "open").chmod(mode)
+        if is_safe:
+            folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env).close()
+        else:
+            with pytest.raises(OSError, match="other users can replace"):
+                folder.enter(RankInfo(0, 1, 0, 1, 0, "a test"), env)
+        assert bool(os.listdir(tmp_path / "open")) == is_safe

@@ -12,16 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from rank_jobs import results_of
 
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine import ds_config, ops
 from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.memory import held_parameters, memory_per_rank, total
+from ezpz_llm.engine.memory import cast_per_rank, held_parameters, matrix_elements, memory_per_rank, total
 from ezpz_llm.engine.nearest import shipped_layouts
+from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.engine.resolve import Resolved, resolve
 from ezpz_llm.errors import UserError
 from ezpz_llm.layouts.__main__ import main
 from ezpz_llm.model.config import MODELS, parameter_count
+from ezpz_llm.model.gpt import GPT
 
 PAGE = Path(__file__).parent.parent / "docs/layouts_command.md"
 
@@ -112,6 +116,38 @@ def test_bytes_a_parameter_on_four_ranks(name: str, device: float, host: float, 
     count = parameter_count(config)
     for where, expected in (("device", device), ("host", host), ("files", files)):
         assert total(parts, where) == pytest.approx(expected * count, rel=1e-6)
+
+
+@pytest.mark.full
+def test_casts_are_counted_where_autograd_keeps_them(tmp_path: Path) -> None:
+    """Against one forward pass in bf16 on two ranks: FSDP2 keeps as much as DDP, ZeRO-3 nothing."""
+    layouts = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
+    kept = results_of(Path(__file__).with_name("cast_ranks.py"), tmp_path, layouts, 2)
+    config = MODELS["gpt2-124m"]
+    for layout in shipped_layouts():
+        if layout.name in layouts:
+            count = config.n_layer * matrix_elements(config)
+            assert cast_per_rank(layout, config).bytes == pytest.approx(2 * kept[layout.name] * count)
+    assert list(kept.values()) == [1, 1, 1, 1, 1, 0]
+
+
+def test_each_micro_batch_on_its_way_has_casts_of_its_own() -> None:
+    config, kept = MODELS["tiny-llama"], {}
+    model = GPT(config)
+    autocast_forward(model, torch.device("cpu"), "bf16")
+    matrices = {tuple(parameter.shape) for name, parameter in model.named_parameters() if ".h." in name}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & matrices:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens, losses = torch.zeros(1, 23, dtype=torch.long), []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for number in (1, 2):
+            losses.append(model(tokens, tokens))
+            elements = sum(tensor.numel() for tensor in kept.values())
+            assert elements == number * config.n_layer * matrix_elements(config)
 
 
 def test_groups_that_cross_nodes_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ def test_a_compiled_loss_equals_an_eager_one():
             torch.testing.assert_close(compiled_one, eager_one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_gelu_is_the_same_compiled():
     x = torch.linspace(-12, 12, 4001, requires_grad=True)
     eager_one, compiled_one = gelu(x), torch.compile(gelu)(x)

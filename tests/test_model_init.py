@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights, initial_std
+from ezpz_llm.model.init import init_weights, initial_std, initial_value
 
 
 def initialised(config, seed=1337):
@@ -28,6 +29,12 @@ def gpt2():
 def expected_loss(config):
     """ln V + C 0.02^2 / 2: the logits of unit-variance activations against a tied embedding are N(0, C 0.02^2)."""
     return math.log(config.padded_vocab_size) + config.n_embd * 0.02 ** 2 / 2
+
+
+def test_a_vector_without_a_rule_is_an_error():
+    config = get_model_config("tiny-llama")
+    with pytest.raises(UserError, match=r"no first value is known for the vector transformer\.h\.0\.attn\.q_gain"):
+        initial_value(config, "transformer.h.0.attn.q_gain", (8,), 0)
 
 
 def test_stds_of_the_124m(gpt2):

@@ -10,12 +10,13 @@ import torch
 
 from ezpz_llm.errors import UserError
 from ezpz_llm.observe import MetricsLog, Peak, StepTimeline, StepWork
-from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.rundir import RunDir, SideFiles, read_lines
 
 WORK = StepWork(micro_batch=2, accumulation=3, dp_size=1, world_size=1, block_size=8)
 MEMBERS = {"step", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
            "data_s", "forward_s", "backward_s", "optimizer_s", "other_s"}
-ALONE = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"), backend=None)
+ALONE = SimpleNamespace(rank=0, world_size=1, is_main=True, device=torch.device("cpu"), backend=None,
+                        side=SideFiles())
 
 
 @pytest.fixture

@@ -21,6 +21,10 @@ from ezpz_llm.observe.peaks import find_peak
     ("NVIDIA L40S", 142, "bf16", 362),
     ("NVIDIA L4", 58, "fp16", 121),
     ("NVIDIA A10", 72, "bf16", 125),
+    ("NVIDIA A40", 84, "bf16", 149.7),
+    ("NVIDIA GeForce RTX 4090", 128, "bf16", 165.2),
+    ("NVIDIA B200", 148, "bf16", 2250),
+    ("NVIDIA GB200", 148, "tf32", 1250),
     ("AMD Instinct MI250X", 110, "bf16", 191.5),
     ("AMD Instinct MI300X", 304, "bf16", 1307.4),
     ("Intel(R) Data Center GPU Max 1550", 512, "bf16", 419.4),
@@ -42,7 +46,8 @@ def test_known_devices(name, units, precision, teraflops):
     ("AMD Instinct MI300X", 38, "bf16"),  # one partition of eight
     ("AMD Instinct MI250", 104, "bf16"),
     ("Tesla V100-SXM2-16GB", 80, "bf16"),  # has no bf16 matrix units
-    ("NVIDIA GeForce RTX 4090", 128, "bf16"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, "bf16"),
+    ("NVIDIA GeForce RTX 4090 D", 114, "bf16"),
     ("", None, "bf16"),
 ])
 def test_everything_else_has_none(name, units, precision):

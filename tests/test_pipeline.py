@@ -211,6 +211,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
                                          "gpt2:fp32:pp2+untied"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", PIPELINES)
 def test_two_stages_are_one_process(two_ranks: tuple[Path, str], run: str) -> None:
     folder, _ = two_ranks
@@ -226,21 +227,25 @@ def test_two_stages_are_one_process(two_ranks: tuple[Path, str], run: str) -> No
     assert theirs["losses"][-1] < theirs["losses"][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", RECOMPUTED)
 def test_other_engines_recompute_too(two_ranks: tuple[Path, str], run: str) -> None:
     assert_same(two_ranks[0], run, f"{run.split(':')[0]}:fp32:ddp")
 
 
+@pytest.mark.full
 def test_every_instruction_that_computes_is_timed(two_ranks: tuple[Path, str]) -> None:
     per_step = {"forward": ACCUMULATION, "backward": ACCUMULATION, "optimizer": 3}
     assert read(two_ranks[0], "gpt2:fp32:pp2")["spans"] == {name: STEPS * n for name, n in per_step.items()}
 
 
+@pytest.mark.full
 def test_both_copies_of_a_tied_table_stay_the_same_to_the_last_bit(two_ranks: tuple[Path, str]) -> None:
     for run in ("gpt2:fp32:pp2", "gpt2:bf16:pp2", "gpt2:fp32:pp2+dropout", "gpt2:fp32:ddp=>gpt2:fp32:pp2"):
         assert read(two_ranks[0], run)["table_differs"] == 0
 
 
+@pytest.mark.full
 def test_a_tied_table_whose_gradients_are_not_summed_is_noticed(two_ranks: tuple[Path, str]) -> None:
     folder, _ = two_ranks
     loss, norm = differences(folder, "gpt2:fp32:pp2+untied", "gpt2:fp32:ddp")
@@ -249,23 +254,27 @@ def test_a_tied_table_whose_gradients_are_not_summed_is_noticed(two_ranks: tuple
     assert read(folder, "gpt2:fp32:pp2+untied")["table_differs"] > 0
 
 
+@pytest.mark.full
 def test_recomputation_draws_the_same_dropout(two_ranks: tuple[Path, str]) -> None:
     kept, again = (read(two_ranks[0], f"gpt2:fp32:pp2+dropout{more}") for more in ("", "+recompute"))
     assert kept["losses"] == again["losses"]
     assert kept["losses"] != read(two_ranks[0], "gpt2:fp32:pp2")["losses"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", RESUMED)
 def test_checkpoints_go_into_a_pipeline_and_out_of_it(two_ranks: tuple[Path, str], change: str) -> None:
     assert_same(two_ranks[0], change, f"{change.split(':')[0]}:fp32:ddp")
 
 
+@pytest.mark.full
 def test_fp16_skips_overflowing_steps_in_all_stages(two_ranks: tuple[Path, str]) -> None:
     ddp, ours = (read(two_ranks[0], f"gpt2:fp16:{layout}+overflow") for layout in ("ddp", "pp2"))
     assert ours["skipped"] == ddp["skipped"] == ours["norms"].count(float("inf")) > 0
     assert ours["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16"])
 
 
+@pytest.mark.full
 def test_deepspeed_is_quiet(two_ranks: tuple[Path, str]) -> None:
     assert two_ranks[1] == ""
 
@@ -284,6 +293,7 @@ FOUR = ("gpt2:fp32:pp2", "gpt2:bf16:pp2", "llama:fp32:pp2+recompute", "gpt2:fp32
         "gpt2:fp32:pp2_tp2", "llama:fp32:pp2_tp2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", FOUR)
 def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
     shape, precision, _ = run.split(":")
@@ -296,10 +306,12 @@ def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
     assert ours["table_differs"] in (0, None)
 
 
+@pytest.mark.full
 def test_a_checkpoint_changes_every_degree(four_ranks: Path) -> None:
     assert_same(four_ranks, "gpt2:fp32:pp2_tp2=>gpt2:fp32:pp4", "gpt2:fp32:ddp")
 
 
+@pytest.mark.full
 def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     small = ["--n-layer", "4", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
@@ -326,6 +338,7 @@ def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
     assert checkpoint.find(run_dir).name == "step-00000020"
 
 
+@pytest.mark.full
 def test_tables_agree_to_the_last_bit_over_three_pipelines(tmp_path: Path) -> None:
     run_ranks(tmp_path, 6, ["gpt2:fp32:pp2+wide"])
     assert read(tmp_path, "gpt2:fp32:pp2+wide")["table_differs"] == 0

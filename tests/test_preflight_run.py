@@ -10,18 +10,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch_runs import clean_env, launch
+from launch_runs import clean_env, cpu_seconds, launch
 
+from ezpz_llm.base.frames import Frames
 from ezpz_llm.errors import UserError
+from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.preflight.board import Board
+from ezpz_llm.preflight.client import reach, read_unreached
 from ezpz_llm.preflight.facts.network import addresses
 from ezpz_llm.preflight.facts.sockets import used_interfaces
-from ezpz_llm.preflight.wire import encode, meeting_point
+from ezpz_llm.preflight.wire import Place, meeting_point
+from ezpz_llm.preflight.worker import Worker
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
+SECRET = bytes(range(32))
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -32,10 +38,10 @@ def run(*words: str, timeout: float = 90, **env: str) -> subprocess.CompletedPro
 
 def test_its_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    began = time.monotonic()
+    began = cpu_seconds()
     done = run(*PREFLIGHT, "--check", "--world-size", "8", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    assert time.monotonic() - began < 2
+    assert cpu_seconds() - began < 2
     assert "--limit" in run(*PREFLIGHT, "--help").stdout
     wrong = run(*PREFLIGHT, "--check", "--limit", "3")
     assert wrong.returncode == 2
@@ -49,6 +55,7 @@ def test_ranks_without_an_address_are_told_to_use_launch() -> None:
     assert meeting_point({}, 1) == ("127.0.0.1", 0)
 
 
+@pytest.mark.full
 def test_two_healthy_ranks_are_fit(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", "--run-dir", "r", *PREFLIGHT, timeout=90, **CALM)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,6 +76,7 @@ def test_two_healthy_ranks_are_fit(tmp_path: Path) -> None:
         assert abs(one["clock"][0]) < 1
 
 
+@pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) -> None:
     """Under a bare mpiexec, with a stranger on MASTER_PORT who accepts and says nothing that makes sense, and a
@@ -126,17 +134,21 @@ def test_thirty_two_ranks_on_few_cores_within_the_limit(tmp_path: Path) -> None:
 
 def _fake_rank(port: int, rank: int) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-    connection.sendall(encode({"token": "right", "rank": rank, "host": f"n{rank // 8}"}))
-    connection.sendall(encode({"facts": {"rank": rank, "text": "x" * 3000}}))
+    frames = Frames(SECRET, serves=False)
+    connection.sendall(frames.opening)
+    while not frames.is_open:
+        frames.feed(connection.recv(4096))
+    connection.sendall(frames.pack({"rank": rank, "host": f"n{rank // 8}"}))
+    connection.sendall(frames.pack({"facts": {"rank": rank, "text": "x" * 3000}}))
     return connection
 
 
 def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
-    """Strangers that send garbage, the wrong word, or nothing at all; ranks that go away are noticed."""
-    board = Board(0, "right")
+    """Strangers that send garbage, unsigned words, or nothing at all; ranks that go away are noticed."""
+    board = Board("127.0.0.1", 0, SECRET)
     strangers = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.0\r\n\r\n")
-    strangers[1].sendall(encode({"token": "wrong", "rank": 0, "host": "x"}))
+    strangers[1].sendall(bytes(32) + (20).to_bytes(4, "big") + b'{"rank":0,"host":""}' + bytes(32))
     ranks: list[socket.socket] = []
 
     def come() -> None:
@@ -159,9 +171,126 @@ def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
         connection.close()
 
 
+def test_whoever_holds_the_port_does_not_hold_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A squatter that sends a byte now and then for ever, and one that sends back what it gets."""
+    monkeypatch.setattr("ezpz_llm.preflight.client.FIRST_WORDS_S", 0.3)
+    ended = threading.Event()
+
+    def drip(peer: socket.socket) -> None:
+        while not ended.wait(0.02):
+            peer.sendall(b"\0")
+
+    def echo(peer: socket.socket) -> None:
+        while data := peer.recv(4096):
+            peer.sendall(data)
+
+    for serve in (drip, echo):
+        with socket.create_server(("127.0.0.1", 0)) as squatter:
+
+            def answer(squatter: socket.socket = squatter, serve: Callable[[socket.socket], None] = serve) -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        with squatter.accept()[0] as peer, contextlib.suppress(OSError):
+                            serve(peer)
+
+            threading.Thread(target=answer, daemon=True).start()
+            place, turns = Place("127.0.0.1", squatter.getsockname()[1], SECRET), iter([False, False, True])
+            assert reach(place, RankInfo(1, 2, 1, 2, 0, "test"), None, lambda turns=turns: next(turns)) is None
+    ended.set()
+
+
+def test_the_board_lets_nobody_wait_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who say nothing are dropped after a while, the oldest of too many at once."""
+    monkeypatch.setattr("ezpz_llm.preflight.board.FIRST_WORDS_S", 0.3)
+    monkeypatch.setattr("ezpz_llm.preflight.board._MOST_UNPROVEN", 5)
+    board = Board("127.0.0.1", 0, SECRET)
+    idle = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(20)]
+    assert board.wait(time.monotonic() + 20, lambda: not board._unproven and _are_closed(idle))
+    rank = threading.Thread(target=lambda: idle.append(_fake_rank(board.port, 3)), daemon=True)
+    rank.start()
+    assert board.wait(time.monotonic() + 20, lambda: board.accounted == {3})
+    board.dismiss(1)
+
+
+def test_a_hundred_of_each_attack_cost_the_board_nothing() -> None:
+    """None becomes a member or makes it keep what he sends, and a rank gets in among them."""
+    evil = json.dumps({"token": "right", "rank": 1, "host": "\x1b]0;PWNED\x07"}).encode()
+    attacks = (b"[" * 100_000 + b"\n", evil + b"\n", b"x" * (1 << 20), bytes(32) + b"\xff" * 100,
+               bytes(32) + len(evil).to_bytes(4, "big") + evil + bytes(32), b"\0", b"GET / HTTP/1.0\r\n\r\n")
+    board = Board("127.0.0.1", 0, SECRET)
+
+    def attack(data: bytes) -> None:
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", board.port)) as peer, contextlib.suppress(OSError):
+                peer.sendall(data)
+
+    attackers = [threading.Thread(target=attack, args=(data,), daemon=True) for data in attacks]
+    for one in attackers:
+        one.start()
+    ranks: list[socket.socket] = []
+    threading.Thread(target=lambda: ranks.append(_fake_rank(board.port, 3)), daemon=True).start()
+    assert board.wait(time.monotonic() + 60, lambda: board.accounted == {3}
+                      and not any(one.is_alive() for one in attackers))
+    board.wait(time.monotonic() + 60, lambda: not board._unproven)
+    assert [(member.rank, member.host, member.lost_in) for member in board.members] == [(3, "n0", None)]
+    board.dismiss(1)
+    for connection in ranks:
+        connection.close()
+
+
+def _are_closed(connections: list[socket.socket]) -> bool:
+    for connection in connections:
+        connection.setblocking(False)
+        try:
+            while connection.recv(4096):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+    return True
+
+
+def test_what_hosts_left_in_the_run_directory_counts_only_whole(tmp_path: Path) -> None:
+    whole = {"rank": 1, "host": "n2", "reason": "refused", "address": "n1", "port": 1, "ranks_there": 2,
+             "resolves_to": None, "interface": "eth0"}
+    texts = [json.dumps(whole), "{", "[" * 100_000, "[]", json.dumps({**whole, "rank": "1"}),
+             json.dumps({name: value for name, value in whole.items() if name != "reason"})]
+    for number, text in enumerate(texts):
+        (tmp_path / f"unreached-n{number}.json").write_text(text)
+    assert read_unreached(tmp_path) == [whole]
+
+
 def test_the_interface_of_an_open_connection_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):
             assert used_interfaces(addresses()) == ["lo"]
             assert used_interfaces(addresses(), frozenset({port})) == []
+
+
+def test_a_worker_tells_what_failed_before_it_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups wait for each other's ranks when they are destroyed: after an error none is."""
+    torch = pytest.importorskip("torch")
+    dist, destroyed = torch.distributed, []
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(dist.get_backend()) or destroy())
+    question = {"ask": "reduce links 0", "group": " 0", "index": 0, "size": 1}
+    for backend, after in (("gloo", ["gloo"]), ("nccl", [])):
+        worker = Worker()
+        worker._device, worker._store, worker._store_port = torch.device("cpu"), dist.HashStore(), 1
+        destroyed.clear()
+        with monkeypatch.context() as broken:
+            broken.setattr(dist, "get_backend", lambda backend=backend: backend)
+            broken.setattr(dist, "all_reduce", lambda values: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                worker.answer(question)
+            assert destroyed == []
+            worker.failed(question)
+            assert destroyed == after
+        if backend == "gloo":
+            assert worker.answer({**question, "ask": "reduce links 1"})["bytes_per_second"] >= 0
+        else:
+            with pytest.raises(RuntimeError, match="this rank's group for reduce links 0 has failed"):
+                worker.answer({**question, "ask": "reduce links 1"})
+            destroy()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_llm.errors import UserError
-from ezpz_llm.launch.ranks import RankInfo, find_rank
+from ezpz_llm.launch.ranks import RankInfo, find_rank, rank_variables
 
 CAPTURED = Path(__file__).with_name("captured")
 
@@ -141,3 +141,54 @@ def test_nonsense_in_a_family_that_does_not_count_is_noted():
                       "SLURM_STEP_NUM_TASKS": "2"})
     assert info.rank == 2
     assert info.notes == ("SLURM_PROCID='x' is not a whole number; Hydra (PMI_RANK) counts",)
+
+
+# What the shim sees under each launcher: rank 2 of 4, the first on the second node of two.
+_IN_THE_SHIM = {
+    "mpiexec": {**captured("mpi/env_mpich_rank2.txt")},
+    "srun": captured("slurm/env_srun_nompi_rank3.txt"),
+    "srun with PMI": captured("slurm/env_srun_pmi2_rank2.txt"),
+    "torchrun": {**TORCHRUN, "RANK": "2", "WORLD_SIZE": "4"},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("launcher", _IN_THE_SHIM)
+def test_below_the_shim_a_rank_is_what_the_launcher_said(launcher: str) -> None:
+    """The shim's RANK is no torchrun's; and where only its variables are left, as in a container, they do."""
+    shim = _IN_THE_SHIM[launcher]
+    world = {"EZPZ_LLM_WORLD_SIZE": str(find_rank(shim).world_size)}
+    info = find_rank(shim | world)
+    own = world | rank_variables(info)
+    assert find_rank(shim | own) == info
+    elastic = {name: value for name, value in shim.items() if name == "TORCHELASTIC_RUN_ID"}
+    assert find_rank(elastic | own) == info
+
+
+@pytest.mark.parametrize("launcher", _IN_THE_SHIM)
+def test_what_is_started_inside_a_rank_has_ranks_of_its_own(launcher: str) -> None:
+    shim = _IN_THE_SHIM[launcher]
+    world = {"EZPZ_LLM_WORLD_SIZE": str(find_rank(shim).world_size), "EZPZ_LLM_RANKS_PER_NODE": "2(x2)"}
+    rank = shim | world | rank_variables(find_rank(shim | world))
+    for inner in (0, 1, 2):
+        mpiexec = {"PMI_RANK": str(inner), "PMI_SIZE": "3", "MPI_LOCALRANKID": str(inner), "MPI_LOCALNRANKS": "3"}
+        info = find_rank(rank | mpiexec)
+        assert (info.rank, info.world_size, info.local_rank, info.local_size, info.node_rank) == (
+            inner, 3, inner, 3, 0)
+        assert info.source == "Hydra (PMI_RANK)"
+        torchrun = {**TORCHRUN, "RANK": str(inner), "WORLD_SIZE": "3", "LOCAL_RANK": str(inner),
+                    "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
+        assert place(rank | torchrun) == (inner, 3, inner, 3, 0)
+        assert find_rank(rank | torchrun).source == "torchrun (RANK)"
+        by_hand = {"RANK": str(inner), "WORLD_SIZE": "3", "LOCAL_RANK": str(inner), "LOCAL_WORLD_SIZE": "3"}
+        assert place(rank | by_hand)[:4] == (inner, 3, inner, 3)
+
+
+def test_the_plan_tells_the_node_where_nodes_have_unequal_ranks() -> None:
+    for rank, local_rank, local_size, node in ((0, 0, 1, 0), (1, 0, 2, 1), (2, 1, 2, 1)):
+        env = {"PMI_RANK": str(rank), "PMI_SIZE": "3", "MPI_LOCALRANKID": str(local_rank),
+               "MPI_LOCALNRANKS": str(local_size), "EZPZ_LLM_RANKS_PER_NODE": "1,2"}
+        assert place(env) == (rank, 3, local_rank, local_size, node)
+        bare = {"PMIX_RANK": str(rank), "EZPZ_LLM_WORLD_SIZE": "3", "EZPZ_LLM_RANKS_PER_NODE": "1,2"}
+        assert place(bare) == (rank, 3, local_rank, local_size, node)
+        assert place(bare | {"PMIX_LOCAL_RANK": str(local_rank)}) == (rank, 3, local_rank, local_size, node)

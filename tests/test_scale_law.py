@@ -38,6 +38,7 @@ def test_student_quantiles_are_those_of_the_tables():
     assert student_quantile(0.95, 1e9) == pytest.approx(1.96, abs=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("runs", "uneven", "at_least", "at_most"),
                          [(1, 1, 0.88, 0.96), (2, 3, 0.94, 1.0), (3, 1, 0.92, 0.98), (3, 3, 0.91, 0.98),
                           (5, 3, 0.92, 0.98)])

@@ -89,6 +89,7 @@ def test_words_for_launch_and_the_command_are_told_apart() -> None:
     assert options.command == ("python3", "-m", "ezpz_llm.train", "--lr", "1", "--model", "tiny-llama")
 
 
+@pytest.mark.full
 def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> None:
     found = plan(tmp_path, "--ranks 2,1 --mode both --ds-config ddp", *TRAIN, "--micro-batch", "2",
                  "--accumulation", "3")
@@ -123,6 +124,7 @@ def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Pat
         plan(tmp_path, "--ranks 1", "launch", "--wrap", "env API_KEY=abcdefgh123", *TRAIN)
 
 
+@pytest.mark.full
 def test_layouts_are_compared_at_one_global_batch_without_those_that_cannot_run(tmp_path: Path) -> None:
     found = plan(tmp_path, "--ranks 3 --what layouts")
     assert (found.mode, [one.name for one in found.points]) == (
@@ -150,7 +152,8 @@ def test_sizes_are_those_of_the_reservation_with_their_ranks_said_outright(tmp_p
         find_sizes(parse(["--nodes", "1,4", "--", *words]), ENV)
     with pytest.raises(UserError, match="this is one of a launch's already"):
         find_sizes(parse(["--ranks", "1", "--", *PLAIN.split()]), ENV | {"RANK": "0", "WORLD_SIZE": "2",
-                                                                        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+                                                                        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                                                                        "TORCHELASTIC_RUN_ID": "x"})
 
 
 def test_every_round_has_all_points_in_an_order_of_its_own() -> None:
@@ -190,7 +193,8 @@ def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Pa
     with pytest.raises(UserError, match="after 2 runs"):
         read_repeats(tmp_path)
     for text, message in ((None, "no study.json"), ('{"version": 0}', "of this version"), ("[]", "of this version"),
-                          ('{"version": 1}', "none of ours"), ('{"version": 1, "points": [{}]}', "none of ours")):
+                          ('{"version": 1}', "what is missing"),
+                          ('{"version": 1, "points": [{}]}', "what is missing")):
         study_file(tmp_path).unlink(missing_ok=True)
         if text:
             study_file(tmp_path).write_text(text)
@@ -260,6 +264,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
     assert (code, "ezpz-llm scale report D" in said) == (2, True)
 
 
+@pytest.mark.full
 def test_one_job_a_point_is_queued_and_its_script_runs_that_point(tmp_path: Path) -> None:
     bin_ = scheduler(tmp_path / "bin", "sbatch", "echo 7")
     path = f"{bin_}{os.pathsep}{ENV['PATH']}"

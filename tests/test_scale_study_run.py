@@ -69,6 +69,7 @@ def study(tmp_path_factory) -> tuple[Path, list[Repeat], str, str]:
     return folder, kept, went_on, ended
 
 
+@pytest.mark.full
 def test_a_study_that_was_ended_goes_on_without_repeating_a_run(study) -> None:
     folder, kept, _, _ = study
     lines = [(line["point"], line["repeat"], line["error"] is None) for line in read_lines(points_file(folder))]
@@ -81,6 +82,7 @@ def test_a_study_that_was_ended_goes_on_without_repeating_a_run(study) -> None:
     assert all(left_over(path.parent) == {} for path in folder.glob("points/*/run-*/run.json"))
 
 
+@pytest.mark.full
 def test_a_failed_point_is_kept_with_why_and_the_rest_goes_on(study) -> None:
     _, kept, went_on, _ = study
     failures = [one for one in kept if one.error]
@@ -93,6 +95,7 @@ def test_a_failed_point_is_kept_with_why_and_the_rest_goes_on(study) -> None:
     assert went_on.count("ezpz-llm why ") == 2
 
 
+@pytest.mark.full
 def test_a_repeat_is_what_its_run_directory_says(study) -> None:
     folder, _, _, ended = study
     for one in read_repeats(folder):
@@ -118,6 +121,7 @@ def test_a_repeat_is_what_its_run_directory_says(study) -> None:
     assert (folder / "report.html").exists()
 
 
+@pytest.mark.full
 def test_another_study_in_the_same_folder_is_refused(study) -> None:
     folder, _, _, _ = study
     code, said = scale(folder.parent, *WORDS, "--", *TRAIN, "--steps", "101")

@@ -162,6 +162,7 @@ def test_the_environment_goes_along_without_secrets_and_devices(tmp_path: Path) 
     now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True, check=True).stdout)
     ends_at = next(int(line.partition("=")[2]) for line in lines if line.startswith("EZPZ_LLM_ENDS_AT="))
     assert now + 3000 < ends_at < now + 3600
+    assert any(line.endswith("+ 75))") for line in environment_lines(env, tmp_path, (), 90))
 
 
 def test_a_job_submitted_from_a_job_does_not_inherit_its_variables() -> None:
@@ -227,24 +228,36 @@ def pbs_site(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("script", "code", "messages"), [
+@pytest.mark.parametrize(("script", "code", "messages", "left"), [
     # Slurm 22.05's own words.
     ('echo "sbatch: error: invalid partition specified: nix" >&2\n'
      'echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2; exit 1', 1,
-     ("sbatch: error: invalid partition specified: nix\n", "--queue", "code 1")),
-    ("exit 0", 1, ("no job id",)),
-    ('echo "Submitted batch job"', 1, ("no job id", "Submitted batch job")),
+     ("sbatch: error: invalid partition specified: nix\n", "--queue", "code 1", "--dry-run prints it"), []),
+    ("exit 0", 1, ("no job id",), ["hostname"]),
+    ('echo "Submitted batch job"', 1, ("no job id", "Submitted batch job"), ["hostname"]),
     ('[[ $* == *afterany* ]] && { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }; echo 7', 1,
-     ("QOSMaxSubmitJobPerUserLimit", "job 2 of the chain", "scancel 7\n")),
+     ("QOSMaxSubmitJobPerUserLimit", "job 2 of the chain", "scancel 7\n"), ["hostname"]),
 ])
 def test_a_refusal_is_shown_as_it_is_with_a_hint(script: str, code: int, messages: tuple[str, ...],
-                                                 tmp_path: Path) -> None:
+                                                 left: list[str], tmp_path: Path) -> None:
     path = scheduler(tmp_path / "bin", "sbatch", script)
     done = submit(tmp_path, *JOB, "--chain", "2", "--", "launch", "hostname", path=path)
     assert done.returncode == code
     for message in messages:
         assert message in done.stderr + done.stdout, done.stderr
     assert "Traceback" not in done.stderr
+    # A job that is queued, or may be, keeps its run; a refused one leaves none that would be the newest.
+    assert [run.name.partition("-")[0] for run in (tmp_path / "runs").iterdir()] == left
+
+
+def test_a_refusal_leaves_a_named_run_directory_as_it_was(tmp_path: Path) -> None:
+    path = scheduler(tmp_path / "bin", "sbatch", "exit 1")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    assert submit(tmp_path, *JOB, "--run-dir", "r", "--", "launch", "hostname", path=path).returncode == 1
+    assert (tmp_path / "r" / "notes.txt").read_text() == "mine"
+    assert submit(tmp_path, *JOB, "--run-dir", "new", "--", "launch", "hostname", path=path).returncode == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_wrong_ds_config_is_found_before_anything_is_written(tmp_path: Path) -> None:
@@ -254,7 +267,8 @@ def test_a_wrong_ds_config_is_found_before_anything_is_written(tmp_path: Path) -
         done = submit(tmp_path, *JOB, *dry_run, "--", "launch", "--ppn", "2", *train, "zero17", path=path)
         assert done.returncode == 2
         assert "zero17" in done.stderr
-        assert "nothing was queued" in done.stderr
+        assert "submit: nothing was queued: the command's own check failed" in done.stderr
+        assert "launch:" not in done.stderr
     done = submit(tmp_path, *JOB, "--dry-run", "--", "launch", "--ppn", "2", *train, "zero1", path=path)
     assert done.returncode == 0, done.stderr
     assert "# ranks      4 (--ppn)" in done.stdout
@@ -315,6 +329,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "code", "words", "asks"), [
     (10, 0, ("--requeue",), 2),  # after steps 10 and 20; at 30 it is complete
     (10, 0, (), 0),

@@ -54,11 +54,13 @@ def largest(pair: list[list[float]], *, relative: bool = False) -> float:
     return max(abs(a - b) / (abs(b) if relative else 1) for a, b in zip(*pair, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", [*TWO, *UNDIVIDED, LATER])
 def test_every_step_is_that_of_one_process(two: dict[str, Any], run: str) -> None:
     check(run, two[run])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", FOUR)
 def test_with_data_parallelism_too(four: dict[str, Any], run: str) -> None:
     check(run, four[run])

@@ -56,6 +56,7 @@ def check_stopped(run_dir: Path, out: str, why: str) -> None:
     assert complete(run_dir / "checkpoints")[-1].name == f"step-{step:08d}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
@@ -71,6 +72,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, number: 
     check_stopped(run_dir, out, f"{number.name} was received")
 
 
+@pytest.mark.full
 def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ends_at = time.time() + 44

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 
 from ezpz_llm.errors import UserError
+from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
 from ezpz_llm.trainer.options import dump, parse
-from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
 
 
 def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
@@ -115,3 +118,45 @@ def test_options_import_no_torch():
     code = "import sys, ezpz_llm.trainer.options as o; o.parse(['--steps', '5']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(("device", "there", "fits"), [
+    ("cpu", "g++", True), ("cpu", "gcc", False), ("auto", "gcc", True), ("cuda", "clang", True),
+    ("cuda", "", False),
+])
+def test_compile_without_a_compiler_is_refused_before_the_start(device, there, fits, tmp_path, monkeypatch):
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    if there:
+        (tmp_path / there).write_text("")
+        (tmp_path / there).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = parse(["--compile", "true", "--device", device, "--corpus", __file__])
+    if fits:
+        check_run(options, 1)
+    else:
+        with pytest.raises(UserError, match=r"torch\.compile needs a compiler") as raised:
+            check_run(options, 1)
+        assert "compile (command line)" in str(raised.value)
+    check_run(parse(["--device", device, "--corpus", __file__]), 1)
+
+
+@pytest.mark.parametrize("words", [f"--{name.replace('_', '-')} {value}" for name, value in [
+    ("steps", 10**20), ("n_layer", 10**8), ("n_embd", 10**12), ("block_size", 2**63 - 1), ("global_batch", 10**20),
+    ("eval_tokens", 10**30), ("tp", 10**12), ("lr", "1e300"), ("lr", "nan"), ("clip", "inf"), ("seed", 2**32)]])
+def test_a_number_beyond_all_machines_is_refused_at_once(words):
+    with pytest.raises(UserError):
+        plan_run(parse(words.split()), 2)
+
+
+def test_every_number_has_a_range():
+    numbers = {name for name, hint in get_type_hints(TrainConfig).items()
+               if {int, float} & {hint, *get_args(hint)} and name not in MODEL_OVERRIDES}
+    assert numbers - {"seed"} == RANGES.keys()
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
+def test_a_file_that_never_ends_is_refused_at_once(path, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="not a regular file"):
+        parse(["--config", str(tmp_path / path)])

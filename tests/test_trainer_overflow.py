@@ -8,6 +8,7 @@ import pytest
 
 from ezpz_llm.engine import build
 from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.precision_block import DynamicScale
 from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer import plan
@@ -19,26 +20,21 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32"
          "--ds-config", "ddp", "--device", "cpu", "--precision", "bf16"]
 
 
-@pytest.fixture
-def fp16_on_cpu(monkeypatch):
-    """fp16 is refused on CPUs because it is slow there; a tiny model does not mind."""
-    monkeypatch.setattr(build, "check_precision", lambda *_: None)
-    resolve = plan.resolve
-    monkeypatch.setattr(plan, "resolve", lambda *a, **k: _with_fp16(resolve(*a, **k)))
-
-
-def _with_fp16(resolved):
-    return replace(resolved, precision="fp16")
-
-
 def train(folder, scale, monkeypatch):
-    monkeypatch.setattr(LossScale.__init__, "__defaults__", (scale,))
-    assert run(parse([*SMALL, "--run-dir", str(folder)])) == 0
+    """Run in fp16 from a loss scale, on a CPU, where it is refused because a larger model would be slow."""
+    def with_fp16(*args, **given):
+        return replace(resolve(*args, **given), precision="fp16", loss_scale=DynamicScale(start=scale))
+
+    resolve = plan.resolve
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "check_precision", lambda *_: None)
+        patched.setattr(plan, "resolve", with_fp16)
+        assert run(parse([*SMALL, "--run-dir", str(folder)])) == 0
     run_dir = RunDir(folder)
     return list(read_lines(run_dir.metrics)), read_record(run_dir)
 
 
-def test_a_skipped_step_is_taken_again(fp16_on_cpu, tmp_path, monkeypatch):
+def test_a_skipped_step_is_taken_again(tmp_path, monkeypatch):
     calm, calm_record = train(tmp_path / "calm", 1024.0, monkeypatch)
     verdicts = []
     update = LossScale.update
@@ -54,7 +50,7 @@ def test_a_skipped_step_is_taken_again(fp16_on_cpu, tmp_path, monkeypatch):
 
 
 def test_a_loss_that_no_scale_helps_ends_the_run():
-    scale = LossScale(4.0)
+    scale = LossScale(DynamicScale(start=4.0))
     scale.update(False)
     scale.update(False)
     with pytest.raises(UserError, match="diverged"):

@@ -33,9 +33,7 @@ def planned(*argv: str, ranks: int = 8) -> RunPlan:
 
 
 def rate(plan: RunPlan, step: int) -> float:
-    config = plan.config
-    return learning_rate(step, peak=config.lr, floor=config.min_lr, warmup_steps=config.warmup_steps,
-                         max_steps=config.decay_steps)
+    return learning_rate(step, plan.config)
 
 
 @pytest.mark.parametrize("preset", RUNS)

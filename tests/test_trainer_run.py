@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def finished(tmp_path_factory):
     return run_dir, done.stderr + done.stdout
 
 
+@pytest.mark.full
 def test_every_step_has_one_line_with_the_documented_members(finished):
     run_dir, _ = finished
     lines = list(read_lines(RunDir(run_dir).metrics))
@@ -108,6 +110,7 @@ def test_the_console_shows_what_a_user_looks_for(finished):
     assert re.search(r"20/20 +\d+\.\d{4} +\d\.\d{2}e-0\d +\d+\.\d+ +\d+\.\d +[\d.]+k? +[\d.]+k? +\d+\.\d{4}", text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
 def test_ten_steps_and_ten_after_a_resume_are_twenty_steps(layout, finished, tmp_path):
     """Equal to the last digit, in a new process group, dropout included."""
@@ -129,6 +132,7 @@ ALSO = ["fsdp2", "pp2_tp2", "sp2", "tiled"]
 REST = [name for name in ds_config.names() if name not in (*ALSO, "zero1")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*ALSO, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
 def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished, tmp_path):
     """As zero1 does on the way to `finished`; that losses are the same is certify's to show."""
@@ -147,6 +151,7 @@ def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished,
         path.name for path in RunDir(finished[0]).plots.iterdir()}
 
 
+@pytest.mark.full
 def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
     """The same samples, losses and norms however a global batch is cut: nothing lost, doubled or left undivided."""
     options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch", "8", "--sample-tokens", "0",
@@ -167,7 +172,7 @@ def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
 
 @pytest.mark.parametrize(("options", "found"), [
     (["--steps", "30", "--seed", "7"], "the checkpoint's seed is 1337, this run's is 7"),
-    (["--steps", "20"], "the checkpoint is of step 20, this run ends at 20"),
+    (["--steps", "10"], "the checkpoint is of step 20, this run ends at 10"),
     (["--steps", "30", "--n-head", "2"], "the checkpoint is of another model: n_head is 4 there and 2 here"),
 ])
 def test_a_checkpoint_that_does_not_fit_is_refused_before_any_rank_starts(options, found, finished, tmp_path):
@@ -178,6 +183,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_any_rank_starts(option
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_its_own_directory_on_text_of_ones_own(tmp_path):
     """Prepared shards of a text without lines, one process, no samples of a newline, odd intervals."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 60)
@@ -270,3 +276,20 @@ def test_yardstick(tmp_path):
         pytest.skip(f"no {text}: name its folder with EZPZ_LLM_TEST_DATA")
     script = Path(__file__).parents[1] / "benchmarks" / "yardstick.py"
     subprocess.run([sys.executable, str(script), str(text)], env=ENV, timeout=3600, check=True)
+
+
+@pytest.mark.full
+def test_an_exception_is_told_before_groups_that_wait_for_others(tmp_path):
+    """NCCL's groups are destroyed together: the rank that fails would wait for ranks that wait for it."""
+    command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(tmp_path / "run"),
+               sys.executable, str(Path(__file__).with_name("blocking_train.py")), *SMALL, "--ds-config", "ddp",
+               "--steps", "100000"]
+    began = time.monotonic()
+    done = subprocess.run(command, env={**ENV, "FAILS_IN": "5"}, cwd=tmp_path, capture_output=True, text=True,
+                          timeout=150, check=False)
+    assert time.monotonic() - began < 120
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in done.stderr
+    assert "a smaller micro batch (--micro-batch)" in done.stderr
+    failure = json.loads((tmp_path / "run" / "errors" / "rank0001.json").read_text())
+    assert (failure["exit_code"], failure["exception"]["type"]) == (1, "torch.OutOfMemoryError")

@@ -1,10 +1,18 @@
-"""The learning-rate schedule against the published tables."""
+"""The learning-rate schedules against the published tables, and DeepSpeed's against its own classes."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
+from ezpz_llm.errors import UserError
+from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.schedule import learning_rate
+from ezpz_llm.trainer.settings import remarks
 
 FULL = {0: 8.3916e-07, 1: 1.6783e-06, 200: 1.6867e-04, 201: 1.6951e-04, 714: 6.0000e-04, 715: 6.0000e-04,
         1000: 5.9968e-04, 5000: 5.3060e-04, 10364: 3.0831e-04, 19073: 6.0000e-05, 30000: 6.0000e-05}
@@ -15,5 +23,97 @@ DEBUG = {0: 6.0000e-05, 1: 1.2000e-04, 9: 6.0000e-04, 10: 6.0000e-04, 11: 5.9917
 @pytest.mark.parametrize(("table", "warmup", "steps"), [(FULL, 715, 19073), (DEBUG, 10, 50)])
 def test_published_learning_rates(table, warmup, steps):
     for step, expected in table.items():
-        rate = learning_rate(step, peak=6e-4, floor=6e-5, warmup_steps=warmup, max_steps=steps)
+        rate = learning_rate(step, TrainConfig(lr=6e-4, min_lr=6e-5, warmup_steps=warmup, decay_steps=steps))
         assert rate == pytest.approx(expected, rel=1e-4), step
+
+
+def rates(steps: int, *argv: str) -> list[float]:
+    """The rates of a planned run's steps."""
+    config = plan_run(parse(["--steps", str(steps), "--lr", "1e-3", *argv]), 1).config
+    return [learning_rate(step, config) for step in range(steps)]
+
+
+def test_the_trainers_own_schedules() -> None:
+    warm = [2.5e-4, 5e-4, 7.5e-4, 1e-3]
+    assert rates(8, "--schedule", "constant", "--warmup-steps", "4") == pytest.approx(warm + 4 * [1e-3])
+    assert rates(8, "--schedule", "linear", "--warmup-steps", "4", "--min-lr", "0") == pytest.approx(
+        [*warm, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    # Stable, then a fifth of the run to the floor, which the step after the last would have.
+    wsd = rates(20, "--schedule", "wsd", "--warmup-steps", "4", "--min-lr", "2e-4")
+    assert wsd == pytest.approx([*warm, *13 * [1e-3], 8e-4, 6e-4, 4e-4])
+    assert rates(20, "--schedule", "wsd", "--wsd-decay-steps", "10", "--warmup-steps", "4")[10:12] == pytest.approx(
+        [1e-3, 9.1e-4])
+    log = rates(5, "--schedule", "constant", "--warmup-steps", "3", "--warmup-type", "log",
+                "--warmup-min-lr", "1e-4")
+    assert log == pytest.approx([1e-4 + 9e-4 * math.log(n) / math.log(4) for n in (2, 3, 4)] + 2 * [1e-3])
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--schedule", "cosin"], "did you mean cosine"),
+    (["--schedule", "wsd", "--warmup-steps", "9"], "a warm-up of 9 steps and a decay of 2 do not fit"),
+    (["--schedule", "linear", "--warmup-steps", "11"], "does not end within 10"),
+    (["--schedule", "constant", "--min-lr", "1e-5"], "constant ends at 0.001 and not at 1e-05"),
+    (["--warmup-min-lr", "1"], "would fall from 1"),
+    (["--schedule", "WarmupLR", "--warmup-steps", "0"], "which DeepSpeed refuses"),
+])
+def test_schedules_that_do_not_work_out_are_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        rates(10, *argv)
+    assert words in str(raised.value)
+
+
+def test_a_schedule_that_outlasts_the_run_is_a_warning() -> None:
+    def said(*argv: str) -> str:
+        return " ".join(remarks(plan_run(parse(["--steps", "10", *argv]), 1)))
+
+    assert "its linear is over only after step 20" in said("--schedule", "linear", "--decay-steps", "20")
+    assert "never reaches its peak" in said("--schedule", "constant", "--warmup-steps", "20")
+    assert said("--schedule", "constant", "--decay-steps", "20") == ""
+
+
+THEIRS = {
+    "log": ("WarmupLR", {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}),
+    "linear": ("WarmupLR", {"warmup_num_steps": 5, "warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3,
+                            "warmup_type": "linear"}),
+    "one step": ("WarmupLR", {"warmup_num_steps": 1, "warmup_max_lr": 1e-3}),
+    "decay": ("WarmupDecayLR", {"total_num_steps": 12, "warmup_num_steps": 5, "warmup_type": "linear"}),
+    "decay to a floor": ("WarmupDecayLR", {"total_num_steps": 12, "warmup_num_steps": 5, "warmup_min_lr": 2e-4}),
+    "all warm-up": ("WarmupDecayLR", {"total_num_steps": 6, "warmup_num_steps": 9}),
+    "cosine": ("WarmupCosineLR", {"total_num_steps": 12, "warmup_num_steps": 5}),
+    "cosine by ratios": ("WarmupCosineLR", {"total_num_steps": 12, "warmup_num_steps": 4, "warmup_min_ratio": 0.1,
+                                            "cos_min_ratio": 0.2, "warmup_type": "linear"}),
+    "defaults": ("WarmupLR", {}),
+}
+
+
+@pytest.mark.parametrize("title", THEIRS)
+def test_deepspeeds_schedulers_step_by_step(title: str, own_config) -> None:
+    """A ds_config's scheduler gives each step the rate that DeepSpeed's class of that name gives it."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    kind, params = THEIRS[title]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler = getattr(lr_schedules, kind)(optimizer, **params)
+    expected = []
+    for _ in range(15):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    path = own_config({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                       "scheduler": {"type": kind, "params": params}})
+    config = plan_run(parse(["--steps", "15", "--ds-config", path]), 1).config
+    assert [learning_rate(step, config) for step in range(15)] == pytest.approx(expected, rel=1e-14, abs=0)
+    assert config.schedule == kind
+
+
+@pytest.fixture
+def own_config(tmp_path):
+    """Write a ds_config and give its path."""
+    import json
+
+    def write(values: dict[str, Any]) -> str:
+        path = tmp_path / "mine.json"
+        path.write_text(json.dumps(values))
+        return str(path)
+    return write

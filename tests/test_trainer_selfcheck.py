@@ -16,17 +16,17 @@ from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.decay import decay_counts, decay_groups
-from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, update_record, write_json
-from ezpz_llm.trainer import start
+from ezpz_llm.trainer import selfcheck, start
 from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.selfcheck import SelfChecks, check_stepped, first_loss
+from ezpz_llm.trainer.selfcheck import SelfChecks, check_reached, check_stepped, first_loss
 
 SMALL = ["--n-layer", "2", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
@@ -79,8 +79,27 @@ def test_an_optimizer_that_forgets_a_tensor_ends_the_run(tmp_path, monkeypatch):
         return [] if parameter is group["params"][-1] else inner(self, parameter, group)
 
     monkeypatch.setattr(group_norms.GroupNorms, "_pieces", without_last)
+    monkeypatch.setattr(selfcheck, "check_reached", lambda without, is_new: [])
     with pytest.raises(UserError, match="the optimizer steps 104,448 parameters that decay"):
         train(tmp_path / "run", "--steps", "2")
+
+
+@pytest.mark.parametrize("shape", ["tiny-gpt2", "tiny-llama"])
+def test_a_tensor_without_a_gradient_ends_the_run(shape, tmp_path, monkeypatch, capsys):
+    """Detached: zero or none, by the engine. Behind given weights of zeros that is no fault."""
+    forward = MLP.forward
+
+    def detached(self, x):
+        self.c_proj.weight.requires_grad_(False)
+        return forward(self, x)
+
+    assert train(tmp_path / "good", "--model", shape, "--steps", "1", "--save-every", "0") == 0
+    assert "warning: no gradient" not in capsys.readouterr().out
+    monkeypatch.setattr(MLP, "forward", detached)
+    with pytest.raises(UserError, match=r"no gradient reaches transformer\.h\.0\.mlp\.c_proj\.weight, transformer"):
+        train(tmp_path / "run", "--model", shape, "--steps", "2")
+    assert check_reached([], True) == []
+    assert check_reached(["a.weight"], False)[0].startswith("warning: no gradient reaches a.weight in the first")
 
 
 def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
@@ -151,12 +170,14 @@ def test_a_switch_that_left_the_losses_as_they_were_is_named(tmp_path):
     assert without_effect(ours) == told
 
 
+@pytest.mark.full
 def test_a_precision_that_is_at_work_is_not_named(tmp_path, capsys):
     for precision in ("fp32", "bf16"):
         assert train(tmp_path / precision, "--steps", "12", "--precision", precision) == 0
     assert "had no effect" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_switch_without_effect_is_named_at_the_end_of_a_run(tmp_path, capsys, monkeypatch):
     assert train(tmp_path / "plain", "--steps", "12") == 0
     monkeypatch.setattr(start, "compile_blocks", lambda model: None)
@@ -164,6 +185,7 @@ def test_a_switch_without_effect_is_named_at_the_end_of_a_run(tmp_path, capsys, 
     assert "note: compile True had no effect: the first 10 losses equal those of plain" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
 @pytest.mark.parametrize(("precision", "recompute", "chunk"), [("fp32", 0, 0), ("fp32", 2, 64), ("bf16", 0, 64),
                                                                ("bf16", 1, 0)])

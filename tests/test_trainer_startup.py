@@ -18,6 +18,7 @@ def test_stretches_follow_one_another() -> None:
     assert stretches(marks, 10.0, None) == {"imports": 2.0, "data": 0.5, "first step": 7.5}
 
 
+@pytest.mark.full
 def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question\n" * 200)
@@ -55,6 +56,7 @@ HEAVY = {"deepspeed", "mlflow", "wandb", "pandas", "pyarrow", "scipy", "transfor
 """Some of what not every run needs, most of it worth a part of a second on every rank."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "used"), [
     ("ddp", {"ezpz_llm.engine.torch_engine"}),
     # MLflow comes with DeepSpeed's autotuner, torch's compiler with its Muon.

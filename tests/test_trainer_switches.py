@@ -61,6 +61,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], set[st
     return steps(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("words", "has", "has_not"), [
     (("--loss-chunk", "0"), "nll_loss_forward", None),
     (("--loss-chunk", "20"), None, "nll_loss_forward"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,17 +111,63 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert "no run in runs/" in refused()
     assert "there is no record of launch here" in refused("runs/a")
     (tmp_path / "runs/a/run.json").write_text("{")
-    assert "run.json is not JSON" in refused()
-    for text, found in (("[]", "is not a run's record"), ('{"launch": {"argv": 3}}', "no record of launch here"),
-                        ('{"launch": "yes"}', "no record of launch here")):
+    assert re.search(r"this is not JSON.*\n.*run\.json", refused())
+    for text, found in (("[]", "is not a run's record"), ('{"launch": {"argv": []}}', "no record of launch here"),
+                        ('{"launch": {"argv": 3}}', "launch.argv is 3, and must be a list"),
+                        ('{"launch": "yes"}', "launch is 'yes', and must be an object")):
         (tmp_path / "runs/a/run.json").write_text(text)
         assert found in refused("runs/a")
     (tmp_path / "runs/a/run.json").unlink()
     (tmp_path / "runs/a/run.json").mkdir()
-    assert "cannot read run.json: Is a directory" in refused("runs/a")
+    assert re.search(r"this is a folder, not a regular file\n.*run\.json", refused("runs/a"))
     assert "'x' is not a list of ranks" in refused("--stacks", "x")
 
 
 def test_it_needs_no_torch() -> None:
     code = "import sys, ezpz_llm.why; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# As torch does: the lock, then ninja in the extension's folder.
+_COMPILES = """
+import os, subprocess, sys, time
+from pathlib import Path
+folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], "some_op")
+folder.mkdir(parents=True, exist_ok=True)
+try:
+    (folder / "lock").open("x").close()
+except FileExistsError:
+    time.sleep(300)
+subprocess.run([sys.argv[1]], cwd=folder)
+"""
+
+
+def test_locks_of_builds(tmp_path: Path) -> None:
+    """One that a rank of the run leaves is removed with the rank; of an earlier one `why` and the post-mortem say
+    what to type."""
+    (tmp_path / "compiles.py").write_text(_COMPILES)
+    ninja = tmp_path / "ninja"
+    ninja.write_text("#!/bin/sh\nsleep 300 & wait\n")
+    ninja.chmod(0o755)
+    env = {"EZPZ_LLM_CACHE": str(tmp_path / "cache")}
+    running = start(tmp_path, "-n", "2", "--run-dir", "r", sys.executable, "compiles.py", str(ninja), **env)
+
+    def locks() -> list[Path]:
+        return [*(tmp_path / "cache/torch_extensions").glob("*/some_op/lock")]
+
+    _wait_for(locks, "no rank has begun to compile")
+    _wait_for(lambda: "has been compiling for 0 min (process" in _why(tmp_path, "r"), "the build is not seen")
+    [lock] = locks()
+    assert any("compile some_op on its first use" in line for line in running.stderr)
+    running.terminate()
+    running.communicate(timeout=60)
+    assert locks() == []
+    lock.touch()
+    waits = start(tmp_path, "-n", "2", "--run-dir", "w", sys.executable, "compiles.py", str(ninja), **env)
+    _wait_for((tmp_path / "w/heartbeat/node0000.json").exists, "the run has not started")
+    words = ("some_op: the lock of a build is 0 min old, and no process of this host works on it; where none does"
+             f" on another, remove it: rm {lock}")
+    assert words in _why(tmp_path, "w")
+    waits.terminate()
+    assert words in waits.communicate(timeout=60)[1]
+    assert lock.exists()

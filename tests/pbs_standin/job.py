@@ -14,7 +14,7 @@ from pathlib import Path
 from pbs_standin.formats import seconds_of
 from pbs_standin.state import Home, place
 
-KILL_DELAY_S = 3
+KILL_DELAY_S = 10
 BY_QDEL, BY_WALLTIME = 271, -29
 """Exit_status of a job that was ended."""
 

@@ -76,17 +76,18 @@ class Cluster:
         slots: CPUs that Slurm believes a node has.
         gpus: pretended devices a node: variables, no computation.
         slurm, sshd: what runs on the nodes.
+        mpi: Slurm's MpiDefault.
         net: the first three parts of the nodes' addresses.
         node_tmp: whether each node has a disk of its own at /local.
     """
 
     def __init__(self, folder: Path, nodes: int = 4, slots: int = 2, gpus: int = 0, *, slurm: bool = True,
-                 sshd: bool = True, net: str = "10.77.0", node_tmp: bool = False) -> None:
+                 mpi: str = "pmi2", sshd: bool = True, net: str = "10.77.0", node_tmp: bool = False) -> None:
         self.folder = folder
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.slurm = slurm
         self._settings = {"SIM_NODES": str(nodes), "SIM_SLOTS": str(slots), "SIM_GPUS": str(gpus), "SIM_NET": net,
-                          "SIM_SLURM": str(int(slurm)), "SIM_SSHD": str(int(sshd)),
+                          "SIM_SLURM": str(int(slurm)), "SIM_SSHD": str(int(sshd)), "SIM_MPI": mpi,
                           "SIM_NODE_TMP": str(int(node_tmp)), "SIM_PREFIX": "n"}
         self._dead: set[str] = set()
 
@@ -246,11 +247,12 @@ class Cluster:
                 found.setdefault(node, []).append((int(folder.name), words))
         return found
 
-    def in_memory(self, node: str) -> list[str]:
-        """The names in the node's own /dev/shm; none where it is switched off."""
+    def in_memory(self, node: str, run_id: str) -> list[str]:
+        """The names of a run's folders in the node's own /dev/shm; none where it is switched off."""
         for folder in self._on(self._namespace(node)):
             with contextlib.suppress(OSError):
-                return os.listdir(folder / "root/dev/shm")
+                memory = folder / "root/dev/shm"
+                return [name for name in os.listdir(memory) if run_id in _read(memory / name / "run")]
         return []
 
     def kill_node(self, name: str) -> None:

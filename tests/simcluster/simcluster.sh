@@ -18,7 +18,7 @@
 set -u
 SELF=$(readlink -f "$0")
 PATH=$PATH:/usr/sbin:/sbin   # where daemons are, whatever the user's PATH
-: "${SIM_NODES:=4}" "${SIM_SLOTS:=2}" "${SIM_GPUS:=0}" "${SIM_PREFIX:=n}" "${SIM_NET:=10.77.0}"
+: "${SIM_MPI:=pmi2}" "${SIM_NODES:=4}" "${SIM_SLOTS:=2}" "${SIM_GPUS:=0}" "${SIM_PREFIX:=n}" "${SIM_NET:=10.77.0}"
 : "${SIM_SLURM:=1}" "${SIM_SSHD:=1}" "${SIM_NODE_TMP:=0}" "${SIM_LIFELINE:=}"
 export SIM_NODES SIM_SLOTS SIM_GPUS SIM_PREFIX SIM_NET SIM_SLURM SIM_SSHD SIM_NODE_TMP
 export -n SIM_LIFELINE
@@ -58,7 +58,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-MpiDefault=pmi2
+MpiDefault=$SIM_MPI
 ReturnToService=2
 SlurmdTimeout=10
 SlurmctldTimeout=5

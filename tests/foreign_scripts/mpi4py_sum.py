@@ -1,0 +1,7 @@
+"""mpi4py alone: an MPI asks the launcher itself, by PMI or PMIx."""
+
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+total = world.allreduce(world.rank + 1)
+print(f"rank {world.rank} of {world.size}, sum of ranks {total}", flush=True)

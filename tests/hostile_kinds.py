@@ -1,0 +1,640 @@
+"""The kinds of input that come from outside, each with how one is read. A reader returns, or raises a UserError."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hmac
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import hostile_mutations as mutate
+
+from ezpz_llm.resources import data_dir
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.trainer import options
+
+Read = Callable[[Random, Path], object]
+KINDS: dict[str, Read] = {}
+RUN_ID = "0123456789abcdef"
+
+LAUNCH = {
+    "typed": ["launch", "-n", "2", "x"],
+    "argv": ["mpiexec"],
+    "command": ["x"],
+    "scheduler": "none",
+    "job_id": None,
+    "hosts": ["n1", "n2"],
+    "ranks_per_host": [1, 1],
+    "launcher": "mpiexec",
+    "dialect": "hydra",
+    "world_size": 2,
+    "env": {"EZPZ_LLM_RUN_ID": RUN_ID, "EZPZ_LLM_ENDS_AT": "1800000000"},
+    "started": 1000.0,
+}
+EXIT = {
+    "code": 3,
+    "cause": "rank 1 failed",
+    "kind": "exception",
+    "rank": 1,
+    "ended": 2000.0,
+    "launcher_status": 3,
+    "stopped": None,
+    "failed_before_stop": [1],
+    "ended_before_stop": [0],
+}
+FAILURE = {
+    "rank": 1,
+    "host": "n2",
+    "pid": 7,
+    "exit_code": 3,
+    "signal": None,
+    "ended": 1990.0,
+    "duration_s": 5.0,
+    "tail": ["a", "b"],
+    "argv": ["x"],
+    "exception": {"type": "ValueError", "message": "bad", "where": "x.py:1"},
+    "phase": "step",
+    "step": 4,
+    "oom_killed": None,
+    "ended_by": None,
+    "launch": RUN_ID,
+}
+NODE = {
+    "run_id": RUN_ID,
+    "host": "n1",
+    "first_rank": 0,
+    "state": "ended",
+    "interval_s": 1.0,
+    "ranks": {"0": {"pid": 5, "phase": "step", "step": 4, "ended": 0, "lived_s": 9.0}},
+    "left": [],
+    "builds": [],
+}
+MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
+LAYOUT = {
+    "layout": {"name": "zero1", "engine": "deepspeed", "zero_stage": 1, "tiled": []},
+    "precision": "fp32",
+    "batch": {"global_batch": 8, "micro_batch": 4, "accumulation": 1, "dp_size": 2},
+}
+RECORD = {
+    "launch": LAUNCH,
+    "exit": EXIT,
+    "steps": 20,
+    "precision": "fp32",
+    "stopped": None,
+    "model": MODEL,
+    "config": {"model": "tiny-gpt2", "steps": 20, "lr": 0.004, "log_every": 10, "optimizer": "adamw"},
+    "sources": {"lr": "command line"},
+    "memory": None,
+    "summary": {"wall": {"training": 3.0}},
+    "environment": {"world_size": 2, "versions": {"torch": "2.6"}, "device": {"type": "cpu"}},
+}
+ROWS = [
+    {
+        "step": step,
+        "loss": 5 - step / 10,
+        "lr": 0.004,
+        "grad_norm": 1.0,
+        "step_time_s": 0.1,
+        "data_s": 0.01,
+        "tokens_per_second": 20480.0,
+        "tokens_per_second_per_device": 10240.0,
+        "forward_s": 0.03,
+        "backward_s": 0.05,
+        "optimizer_s": 0.009,
+        "other_s": 0.001,
+        "val_loss": 4.0,
+    }
+    for step in range(1, 21)
+]
+
+
+# A parser takes a tenth of a second to build, and is always the same.
+options.build_parser = functools.cache(options.build_parser)
+
+
+def kind(read: Read) -> Read:
+    """Enter a reader of one kind, by its name."""
+    KINDS[read.__name__] = read
+    return read
+
+
+def _written(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
+    """A run directory of which one file, or two, are hostile."""
+    run_dir = RunDir(folder / "run").create()
+    bad = set(rng.sample(sorted(files), min(len(files), rng.choice([1, 1, 2]))))
+    for name, whole in files.items():
+        if isinstance(whole, list):
+            content = (
+                mutate.lines(rng, whole)
+                if name in bad
+                else b"".join(json.dumps(row).encode() + b"\n" for row in whole)
+            )
+        else:
+            content = mutate.json_data(rng, whole) if name in bad else json.dumps(whole).encode()
+        _written(run_dir.path, name, content)
+    return run_dir
+
+
+@kind
+def board(rng: Random, folder: Path) -> object:
+    from ezpz_llm.base.frames import Frames
+
+    ours, theirs = Frames(b"secret", serves=True), Frames(b"secret", serves=False)
+    ours.feed(theirs.opening)
+    theirs.feed(ours.opening)
+    body = mutate.json_data(rng, {"rank": 1, "host": "n1", "stage": "ready", "answer": {"device": {}}})
+    frame = len(body).to_bytes(4, "big") + body + hmac.digest(theirs._key, b"\0" + bytes(8) + body, "sha256")
+    try:
+        return ours.feed(frame if rng.random() < 0.7 else mutate.data(rng, frame.decode("latin-1")))
+    except ValueError:  # its contract: the member is lost
+        return None
+
+
+@kind
+def ds(rng: Random, folder: Path) -> object:
+    from ezpz_llm.engine.resolve import resolve
+
+    whole = rng.choice(sorted(data_dir("ds_configs").glob("*.json"))).read_text()
+    if rng.random() < 0.6:
+        content = mutate.json_data(rng, {**json.loads(whole), "fp16": {"enabled": "auto"}, "train_batch_size": 8})
+    else:
+        content = mutate.data(rng, whole)
+    return resolve(str(_written(folder, "mine.json", content)), world_size=2)
+
+
+@kind
+def hellaswag(rng: Random, folder: Path) -> object:
+    from ezpz_llm.evaluate.hellaswag import read_items
+
+    content = mutate.lines(rng, [{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}] * 3)
+    if rng.random() < 0.4:
+        packed = gzip.compress(content)
+        if rng.random() < 0.5:
+            at = rng.randrange(len(packed))
+            packed = packed[:at] + rng.randbytes(rng.choice([0, 1, 8])) + packed[at + 1 :]
+        return read_items(_written(folder, "items.jsonl.gz", packed))
+    return read_items(_written(folder, "items.jsonl", content))
+
+
+@kind
+def hfconfig(rng: Random, folder: Path) -> object:
+    from ezpz_llm.hf.config import to_hf
+    from ezpz_llm.hf.source import find_source
+    from ezpz_llm.model.config import MODELS
+
+    whole = to_hf(MODELS[rng.choice(["gpt2-124m", "llama3-1b", "tiny-llama"])])
+    _written(folder, "config.json", mutate.json_data(rng, whole))
+    return find_source(str(folder), "--init-from")
+
+
+@kind
+def hostfile(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.schedulers import hostfile as hostfiles
+
+    return hostfiles.read(
+        _written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))
+    )
+
+
+@kind
+def hostlist(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+
+    if rng.random() < 0.3:
+        return expand_counts(mutate.text(rng, "2(x2),1,4(x10)"))
+    return expand_hosts(mutate.text(rng, rng.choice(["nid[001-004,007],gpu01", "n[0-9][0-9]", "a,b,c[1-3]-ib"])))
+
+
+@kind
+def launchcli(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.command import main
+
+    return main(
+        [
+            "--dry-run",
+            "--no-check",
+            *mutate.words(
+                rng,
+                rng.choice(
+                    [
+                        [
+                            "-n",
+                            "2",
+                            "--run-dir",
+                            str(folder / "r"),
+                            "python3",
+                            "-m",
+                            "ezpz_llm.train",
+                            "--steps",
+                            "3",
+                        ],
+                        ["--ppn", "2", "--hosts", "n[1-4]", "--timeout-idle", "9", "--", "x"],
+                        ["--hostfile", "/dev/null", "--nodes", "3", "--bind", "none", "x"],
+                        ["-h", "--"],
+                    ]
+                ),
+            ),
+        ]
+    )
+
+
+@kind
+def manifest(rng: Random, folder: Path) -> object:
+    from ezpz_llm.engine.checkpoint.index import read_index
+    from ezpz_llm.engine.checkpoint.manifest import describe, read_manifest, read_state, verify
+
+    checkpoint = folder / "step-3"
+    index = {
+        "format": 1,
+        "kinds": ["weight"],
+        "parameters": {
+            "w": {
+                "shape": [4],
+                "pieces": [{"box": [[0, 4]], "start": 0, "stop": 4, "file": "rank-00000.safetensors", "key": "0"}],
+            }
+        },
+    }
+    for name, whole in (("state.json", {"step": 3, "model": MODEL, "seed": 1}), ("index.json", index)):
+        _written(
+            checkpoint, name, mutate.json_data(rng, whole) if rng.random() < 0.4 else json.dumps(whole).encode()
+        )
+    files = {
+        name: {"size": found.size, "sha256": found.sha256}
+        for name in ("state.json", "index.json")
+        for found in [describe(checkpoint / name)]
+    }
+    whole = {"format": 1, "step": 3, "files": files}
+    _written(
+        checkpoint,
+        "manifest.json",
+        mutate.json_data(rng, whole) if rng.random() < 0.6 else json.dumps(whole).encode(),
+    )
+    verify(checkpoint, read_manifest(checkpoint))
+    return read_state(checkpoint), read_index(checkpoint)
+
+
+@kind
+def metajunk(rng: Random, folder: Path) -> object:
+    from ezpz_llm.data.foreign import _characters
+
+    content = pickle.dumps({"itos": mutate.value(rng, {0: "a", 1: "b"}), "stoi": {}})
+    if rng.random() < 0.5:
+        at = rng.randrange(len(content))
+        content = content[:at] + rng.randbytes(rng.choice([1, 4])) + content[at + 1 :]
+    return _characters(_written(folder, "meta.pkl", rng.choice([content, content, b"cos\nsystem\n(S'id'\ntR."])))
+
+
+@kind
+def orders(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.node.orders import signals_ordered, stacks_ordered, stop_ordered
+    from ezpz_llm.launch.node.report import read_reports
+
+    run_dir = _run(
+        rng,
+        folder,
+        {
+            "control/stop": {"run_id": RUN_ID, "grace_s": 5.0, "launch_host": "n1"},
+            "heartbeat/node00000.json": NODE,
+            "control/stacks-a": {"run_id": RUN_ID, "token": "a", "ranks": [0]},
+            "control/signal-a": {"run_id": RUN_ID, "token": "a", "number": 15},
+        },
+    )
+    return (
+        stop_ordered(run_dir, RUN_ID),
+        stacks_ordered(run_dir, RUN_ID),
+        signals_ordered(run_dir, RUN_ID),
+        read_reports(run_dir, RUN_ID),
+    )
+
+
+@kind
+def pbs(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.schedulers import pbs as scheduler
+
+    path = _written(folder, "nodes", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
+    env = {"PBS_JOBID": "7.server", "NCPUS": "8", "PBS_NODEFILE": str(path)}
+    if rng.random() < 0.3:
+        env = mutate.environment(rng, env)
+    return scheduler.detect(env)
+
+
+@kind
+def preprec(rng: Random, folder: Path) -> object:
+    from ezpz_llm.data.corpora import find_corpus
+    from ezpz_llm.data.reader import tasks, texts
+
+    documents = [{"text": "some words", "id": 1}, {"text": "more of them"}, {"text": "é"}]
+    if rng.random() < 0.3:
+        path = _written(folder, "docs.json", mutate.json_data(rng, documents))
+    else:
+        path = _written(folder, "docs.jsonl", mutate.lines(rng, documents))
+    return [list(texts(piece)) for task in tasks(find_corpus(str(path))) for piece in task.pieces]
+
+
+@kind
+def presets_corpus(rng: Random, folder: Path) -> object:
+    from ezpz_llm.data.corpora import find_corpus
+    from ezpz_llm.data.mixing import find_mixture
+
+    words = mutate.words(rng, [rng.choice(["stdlib=0.7,shakespeare=0.3", "a=1,b=2", "x.txt"])])
+    return [
+        find_mixture(word) or find_corpus(word)
+        for word in words
+        if word not in ("stdlib", "/", ".") and not os.path.isdir(os.path.expanduser(word))
+    ]
+
+
+@kind
+def qstat(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.schedulers.pbs import read_job
+
+    whole = {
+        "timestamp": 1700000000,
+        "Jobs": {
+            "7.server": {
+                "stime": "Wed Nov 15 10:00:00 2023",
+                "exec_host": "n1/0*8+n2/0*8",
+                "run_count": 1,
+                "exec_vnode": "(n1:ncpus=8)+(n2:ncpus=8)",
+                "Resource_List": {"walltime": "01:30:00"},
+            }
+        },
+    }
+    return read_job(mutate.json_data(rng, whole).decode(errors="replace"), "7.server").ends_at
+
+
+@kind
+def rankenv(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.ranks import find_rank
+
+    return find_rank(
+        mutate.environment(
+            rng,
+            rng.choice(
+                [
+                    {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"},
+                    {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+                    {
+                        "SLURM_PROCID": "1",
+                        "SLURM_STEP_NUM_TASKS": "4",
+                        "SLURM_LOCALID": "1",
+                        "SLURM_NODEID": "0",
+                        "SLURM_STEP_ID": "0",
+                        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+                    },
+                    {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "EZPZ_LLM_RANKS_PER_NODE": "1,1"},
+                ]
+            ),
+        )
+    )
+
+
+@kind
+def report(rng: Random, folder: Path) -> object:
+    from ezpz_llm.report.__main__ import main
+
+    run_dir = _run(rng, folder, {"run.json": RECORD, "metrics.jsonl": ROWS, "layout.json": LAYOUT})
+    return main(
+        [str(run_dir.path), "--html", str(folder / "page.html")] if rng.random() < 0.3 else [str(run_dir.path)]
+    )
+
+
+@kind
+def scalecli(rng: Random, folder: Path) -> object:
+    from ezpz_llm.scaling.options import parse
+
+    return parse(
+        mutate.words(
+            rng,
+            [
+                "--nodes",
+                "1,2",
+                "--repeats",
+                "2",
+                "--target",
+                "0.8",
+                "--",
+                "launch",
+                "--ppn",
+                "2",
+                "python3",
+                "-m",
+                "ezpz_llm.train",
+                "--model",
+                "tiny-gpt2",
+            ],
+        )
+    )
+
+
+@kind
+def shards(rng: Random, folder: Path) -> object:
+    from ezpz_llm.data.shards import TokenData
+
+    split = {"tokens": 8, "shards": [{"file": "train_000000.bin", "tokens": 8, "sha256": "0" * 64}]}
+    whole = {
+        "format": "ezpz_llm tokens 1",
+        "request": "r",
+        "command": "c",
+        "documents": 1,
+        "tokens": 16,
+        "source": {"corpus": "x", "files": 1, "bytes": 16},
+        "vocab_size": 257,
+        "end_of_text": 256,
+        "tokenizer": {"name": "bytes", "fingerprint": "f"},
+        "dtype": "uint16",
+        "unigram_entropy": 1.0,
+        "splits": {"train": split, "val": split},
+    }
+    _written(folder, "train_000000.bin", bytes(16))
+    _written(folder, "manifest.json", mutate.json_data(rng, whole))
+    found = TokenData.open(folder)
+    return found.fingerprint, found.unigram_entropy, [found.split(name)[:4] for name in ("train", "val")]
+
+
+@kind
+def slurm(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.schedulers import slurm as scheduler
+
+    return scheduler.detect(
+        mutate.environment(
+            rng,
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NODELIST": "n[1-4],m2",
+                "SLURM_JOB_NUM_NODES": "5",
+                "SLURM_NTASKS": "10",
+                "SLURM_TASKS_PER_NODE": "2(x5)",
+                "SLURM_JOB_CPUS_PER_NODE": "8(x5)",
+                "SLURM_GPUS_PER_NODE": "a100:4",
+                "SLURM_JOB_END_TIME": "1800000000",
+                "SLURM_HET_SIZE": "1",
+                "SLURM_STEP_ID": "4294967290",
+            },
+        )
+    )
+
+
+@kind
+def submitcli(rng: Random, folder: Path) -> object:
+    from ezpz_llm.submit.options import parse
+
+    return parse(
+        mutate.words(
+            rng,
+            [
+                "--nodes",
+                "2",
+                "--time",
+                "1:00:00",
+                "--account",
+                "a",
+                "--chain",
+                "2",
+                "--",
+                "launch",
+                "-n",
+                "4",
+                "python3",
+                "-m",
+                "ezpz_llm.train",
+            ],
+        )
+    )
+
+
+@kind
+def toml(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.sites.file import read_site
+
+    whole = rng.choice(sorted((data_dir("launchers") / "sites").glob("*.toml"))).read_text()
+    content = mutate.data(rng, whole)
+    if rng.random() < 0.1:
+        deep = rng.choice([90, 900, 5000])
+        content = rng.choice(
+            [
+                b"a = " + b"[" * deep + b"]" * deep,
+                b"a." * deep + b"b = 1",
+                b"a = " + b"{a = " * deep,
+                b"[" + b"a." * deep + b"a]",
+                b"a = " + b"1" * 5000,
+            ]
+        )
+    return read_site(_written(folder, "site.toml", content), "--site")
+
+
+@kind
+def trace(rng: Random, folder: Path) -> object:
+    from ezpz_llm.explain.trace import read_trace
+
+    def event(name: str, ts: float, dur: float, cat: str = "user_annotation") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, "args": {}}
+
+    events = [event(f"step {step}", 1000 * step, 900) for step in (1, 2)]
+    events += [event(phase, 1000 * step + 10, 100) for step in (1, 2) for phase in ("data", "forward", "backward")]
+    events += [event("aten::mm", 1020, 50, "cpu_op"), event("gloo:all_reduce", 1100, 50, "cpu_op")]
+    whole = {
+        "traceEvents": events,
+        "baseTimeNanoseconds": 10,
+        "host_name": "n1",
+        "ezpz_llm": {
+            "rank": 0,
+            "device": "cpu",
+            "collectives": [{"kind": "all_reduce", "axes": "dp", "ranks": [0, 1], "bytes": 8}],
+        },
+    }
+    packed = gzip.compress(mutate.json_data(rng, whole), 1)
+    if rng.random() < 0.2:
+        at = rng.randrange(len(packed))
+        packed = packed[:at] + rng.randbytes(rng.choice([0, 1, 8])) + packed[at + 1 :]
+    return read_trace(_written(folder, "trace-rank0000.json.gz", packed))
+
+
+@kind
+def traincli(rng: Random, folder: Path) -> object:
+    from ezpz_llm.trainer.options import parse
+    from ezpz_llm.trainer.plan import plan_run
+
+    words = [
+        "--model",
+        "tiny-gpt2",
+        "--steps",
+        "20",
+        "--lr",
+        "1e-3",
+        "--n-layer",
+        "2",
+        "--global-batch",
+        "8",
+        "--ds-config",
+        "zero1",
+        "--seed",
+        "3",
+        "--warmup-steps",
+        "2",
+    ]
+    return plan_run(parse(mutate.words(rng, words)), 2)
+
+
+@kind
+def why(rng: Random, folder: Path) -> object:
+    from ezpz_llm.why import main
+
+    run_dir = _run(
+        rng,
+        folder,
+        {
+            "run.json": {"launch": LAUNCH, "exit": EXIT},
+            "errors/rank0001.json": FAILURE,
+            "errors/rank0000.json": FAILURE,
+            "heartbeat/node00000.json": NODE,
+        },
+    )
+    _written(
+        run_dir.path,
+        "logs/rank0001.log",
+        mutate.data(rng, 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: bad\n'),
+    )
+    return main([str(run_dir.path), *rng.choice([[], ["--json"]])])
+
+
+@kind
+def yaml(rng: Random, folder: Path) -> object:
+    from ezpz_llm.trainer.options import parse
+
+    content = mutate.data(
+        rng, "steps: 20\nlr: 1e-3\nmodel: tiny-gpt2\nprompt: 'a: b'\ncompile: false\nn_layer: 2\n"
+    )
+    if rng.random() < 0.15:
+        bomb = (
+            "a: &a [x, x]\n"
+            + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)) * 1
+        )
+        content = rng.choice(
+            [
+                b"[" * 5000,
+                b"{" * 5000,
+                b"- " * 5000,
+                bomb.encode(),
+                b"&a [*a]",
+                b"a: " + b"1:" * 3000,
+                b"!!python/object/apply:os.system [id]",
+                b"!!int ''",
+                b"? [a]\n: 1",
+                b"<<: [1]",
+            ]
+        )
+    return parse(["--config", str(_written(folder, "run.yaml", content))])

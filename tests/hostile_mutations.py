@@ -1,0 +1,212 @@
+"""Right inputs made wrong: damaged text, values of other types, names that lead elsewhere, immense sizes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from random import Random
+from typing import Any
+
+WORDS = [
+    "",
+    "\0",
+    "\x1b]0;PWNED\x07",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "/dev/zero",
+    "ñ²٣",
+    "\ud800",
+    "%s%n",
+    "nan",
+    "inf",
+    "-1",
+    "0",
+    "1e309",
+    "9" * 5000,
+    "x" * 20_000,
+    "=",
+    ",",
+    "[",
+    "]",
+    "{",
+    "}",
+    "(x900000000)",
+    "[0-9]" * 6,
+    "[0-999999999]",
+    "--",
+    "-",
+    "~nobody/x",
+    "$(id)",
+    "`id`",
+    "a=b=c",
+    "\n",
+    "\r",
+    "\u2028",
+    "null",
+    "true",
+]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    10**18,
+    -(2**63),
+    10**25,
+    10**4000,
+    1e308,
+    "",
+    "x",
+    "\x1b[31m",
+    "../../x",
+    "/etc/passwd",
+    "nan",
+    "9" * 5000,
+    [],
+    [[]],
+    {},
+    {"": None},
+    [1, "x", None, {}],
+    {"a": {"b": [1]}},
+    [None] * 2000,
+]
+
+
+def text(rng: Random, whole: str) -> str:
+    """`whole` with a few changes, or with many."""
+    for _ in range(rng.choice([1, 1, 1, 2, 3, 8])):
+        at = rng.randrange(len(whole) + 1)
+        end = min(len(whole), at + rng.choice([1, 1, 3, 10, 100]))
+        way = rng.randrange(7)
+        if way == 0:
+            whole = whole[:at] + whole[end:]
+        elif way == 1:
+            whole = whole[:at] + rng.choice(WORDS) + whole[at:]
+        elif way == 2:
+            whole = whole[:at] + rng.choice(WORDS) + whole[end:]
+        elif way == 3:
+            whole = whole[:at] + whole[at:end] * rng.choice([2, 5, 1000]) + whole[end:]
+        elif way == 4:
+            whole = whole[:at]
+        elif way == 5:
+            whole = (
+                whole[:at]
+                + chr(rng.choice([0, 9, 13, 27, 34, 92, 127, 160, 178, 0x661, 0xD800, 0x1F600]))
+                + whole[end:]
+            )
+        else:
+            whole = whole[:at] + str(rng.choice([0, -1, 10**9, 10**18, 10**19, 10**30])) + whole[end:]
+    return whole[:2_000_000]
+
+
+def data(rng: Random, whole: str) -> bytes:
+    """The same as bytes, which need not be UTF-8."""
+    found = text(rng, whole).encode("utf-8", "surrogatepass")
+    if rng.random() < 0.2:
+        at = rng.randrange(len(found) + 1)
+        found = found[:at] + rng.randbytes(rng.choice([1, 4, 100])) + found[at:]
+    return found
+
+
+def value(rng: Random, whole: Any) -> Any:
+    """An object with members of other types, more of them, or fewer."""
+    whole = copy.deepcopy(whole)
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        places = _places(whole)
+        if not places:
+            return rng.choice(VALUES)
+        holder, key = rng.choice(places)
+        way = rng.randrange(6)
+        if way < 4:
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
+        elif way == 4:
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder[rng.choice(WORDS)] = copy.deepcopy(rng.choice(VALUES))
+        else:
+            holder.append(copy.deepcopy(rng.choice(VALUES)))
+    return whole
+
+
+def json_data(rng: Random, whole: Any) -> bytes:
+    """A JSON file with wrong members, damaged, or of another size and depth."""
+    way = rng.random()
+    if way < 0.7:
+        return json.dumps(value(rng, whole)).encode()
+    if way < 0.9:
+        return data(rng, json.dumps(whole))
+    deep = rng.choice([90, 500, 990, 5000, 100_000])
+    return rng.choice(
+        [
+            b"",
+            b"null",
+            b"[]",
+            b"3",
+            b'"x"',
+            b"\xff\xfe",
+            b"[" * deep,
+            b"[" * deep + b"]" * deep,
+            b'{"a":' * deep + b"1" + b"}" * deep,
+            b"1" * 5000,
+            b"-" + b"9" * 100_000,
+            b"{" * 3,
+            b" " * 100_000,
+            b"\xef\xbb\xbf{}",
+            json.dumps(whole).encode("utf-16"),
+        ]
+    )
+
+
+def lines(rng: Random, rows: list[Any]) -> bytes:
+    """A file of JSON lines of which some are hostile."""
+    told = [json.dumps(row).encode() for row in rows]
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        at = rng.randrange(len(told))
+        told[at] = json_data(rng, rows[at]).replace(b"\n", b" ")
+    return b"\n".join(told) + rng.choice([b"\n", b"\n", b""])
+
+
+def environment(rng: Random, whole: dict[str, str]) -> dict[str, str]:
+    """Variables with other values, or without some; none can hold a NUL, nor what no bytes stand for."""
+    found = dict(whole)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        name = rng.choice(sorted(whole))
+        if rng.random() < 0.15:
+            found.pop(name, None)
+        else:
+            found[name] = text(rng, whole[name]).replace("\0", "").replace("\ud800", "?")[:130_000]
+    return found
+
+
+def words(rng: Random, whole: list[str]) -> list[str]:
+    """A command line with other words, in another order, or without some."""
+    found = list(whole)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at = rng.randrange(len(found) + 1)
+        way = rng.randrange(4)
+        if way == 0:
+            found.insert(at, rng.choice([*WORDS, *whole]))
+        elif way == 1 and at < len(found):
+            found[at] = text(rng, found[at])
+        elif way == 2 and at < len(found):
+            del found[at]
+        elif at < len(found):
+            found[at] = rng.choice(WORDS)
+    return [word.replace("\0", "").replace("\ud800", "?")[:130_000] for word in found]
+
+
+def _places(whole: Any) -> list[tuple[Any, Any]]:
+    """Every member of every object and list in it, as what holds it and its key."""
+    found, left = [], [whole]
+    while left:
+        one = left.pop()
+        keys = list(one) if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
+        for key in keys:
+            found.append((one, key))
+            left.append(one[key])
+    return found

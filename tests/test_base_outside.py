@@ -1,0 +1,175 @@
+"""The reader of files from outside: what it takes, and that nothing hangs it, fills memory or shows a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from ezpz_llm.base import outside
+from ezpz_llm.base.schema import Range, as_dataclass, as_type
+from ezpz_llm.errors import UserError
+
+DEEP = 100_000
+
+
+def _toml(path: Path) -> None:
+    outside.parse_toml(outside.read_text(path), str(path))
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(content: str | bytes) -> Path:
+        path = tmp_path / "file"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def test_reads_what_is_right(file):
+    assert outside.read_json(file('\ufeff{"a": [1, 2.5, "é", null, NaN]}'))["a"][:4] == [1, 2.5, "é", None]
+    assert outside.parse_toml('a = 1\n[b]\nc = ["x"]\n', "a file") == {"a": 1, "b": {"c": ["x"]}}
+    assert outside.read_yaml(file("a: 1\nb: &x [1, 2]\nc: *x\nd: 1e-3\n")) == {"a": 1, "b": [1, 2], "c": [1, 2],
+                                                                                "d": "1e-3"}
+    assert outside.read_yaml(file("")) is None
+    text = '{"a": "// no comment", /* one */ "b": [1, 2,], # two\n // three\n}'
+    assert outside.read_commented_json(file(text)) == {"a": "// no comment", "b": [1, 2]}
+    assert outside.parse_json(b"[1]", "a command") == [1]
+    assert outside.first_json('[{"a": 1} , 2]', 1) == ({"a": 1}, 9)
+
+
+def test_lines_of_a_file_that_a_crash_cut(file):
+    assert list(outside.read_json_lines(file('{"a": 1}\n\n{"a": 2}\n{"a": 3'))) == [{"a": 1}, {"a": 2}]
+    with pytest.raises(UserError, match="not JSON") as told:
+        list(outside.read_json_lines(file('{"a": 1}\n{"a"\n{"a": 3}\n')))
+    assert "line 2" in told.value.where
+    with pytest.raises(UserError, match="no JSON object"):
+        list(outside.read_json_lines(file("3\n")))
+    with pytest.raises(UserError, match="longer than"):
+        list(outside.read_json_lines(file('{"a": "' + "x" * 5000 + '"}\n'), most_line=4096))
+
+
+@pytest.mark.parametrize("reader", [outside.read_bytes, outside.read_text, outside.read_json,
+                                    outside.read_yaml, outside.read_commented_json,
+                                    lambda path: list(outside.read_json_lines(path))])
+def test_only_regular_files(reader, tmp_path):
+    with pytest.raises(outside.NoFile):
+        reader(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match="not a regular file"):
+            reader(path)
+    with pytest.raises(UserError, match="cannot read"):
+        reader(Path("a\0b"))
+
+
+def test_no_larger_than_the_limit(file):
+    with pytest.raises(UserError, match="larger than 1 KiB"):
+        outside.read_bytes(file(b"x" * 1025), 1024)
+    assert len(outside.read_bytes(file(b"x" * 1024), 1024)) == 1024
+    with pytest.raises(UserError, match="larger than"):
+        outside.read_bytes(Path("/proc/self/environ"), 1)  # its size reads as 0
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True))
+MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 10)}]}}\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True))
+
+
+@pytest.mark.parametrize(("reader", "content"), [
+    *((outside.read_json, content) for content in (
+        "[" * DEEP, "[" * 500 + "]" * 500, '{"a":' * DEEP, "1" * 5000, b"\xff", "", "{a}")),
+    *((outside.read_commented_json, content) for content in (
+        "[" * DEEP, '{"a": 1, "a": 2}', '{"a": NaN}', "/*" * DEEP, '"\\' * DEEP, "," * DEEP + "/**/" * DEEP)),
+    *((_toml, content) for content in (
+        "a = " + "[" * 900 + "]" * 900, "a." * 100_000 + "a = 1", "a = " + "1" * 5000, "a = 1\na = 2")),
+    *((outside.read_yaml, content) for content in (
+        "[" * 20_000, BOMB, MERGES, "&a [*a]", "!!int ''", "!!bool x", "!!timestamp x", "{[]: 1}", "a: 2020-99-99",
+        "!!python/object/apply:os.system [id]", "a: " + "1:" * 2000 + "1.5")),
+])
+def test_hostile_content_is_one_message(reader, content, file):
+    with pytest.raises(UserError) as told:
+        reader(file(content))
+    assert str(told.value.where).startswith(str(file(""))), told.value.where
+
+
+def test_digits_are_limited_whatever_the_interpreter_allows(file):
+    if sys.version_info < (3, 11):
+        pytest.skip("the interpreter's own limit can be set from 3.11 on")
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-X", "int_max_str_digits=0", "-c",
+                           "import sys; from pathlib import Path; from ezpz_llm.base import outside\n"
+                           "try: outside.read_json(Path(sys.argv[1]))\n"
+                           "except outside.UserError as error: print(error)", str(file("1" * 5000))],
+                          capture_output=True, text=True, timeout=60)
+    assert "5000 digits" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0", "a\\b", "x" * 300, 3, None,
+                                  ["a"]])
+def test_no_name_leads_out_of_its_folder(name, tmp_path):
+    with pytest.raises(UserError, match="no name of a file"):
+        outside.file_in(tmp_path, name, "an index")
+
+
+def test_a_plain_name_is_joined(tmp_path):
+    assert outside.file_in(tmp_path, "..model.safetensors", "an index") == tmp_path / "..model.safetensors"
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: Annotated[int, Range(0, 10)]
+    inner: Inner | None = None
+    many: tuple[Inner, ...] = ()
+    by_rank: dict[int, float] = None
+    kind: Literal["a", "b"] = "a"
+    either: int | str = 0
+
+
+def test_an_object_becomes_a_dataclass():
+    value = {"count": 3, "inner": {"name": "x"}, "many": [{"name": "y", "weight": 2}], "by_rank": {"7": 1},
+             "kind": "b", "either": "z"}
+    assert as_dataclass(Outer, value, "file") == Outer(3, Inner("x"), (Inner("y", 2.0),), {7: 1.0}, "b", "z")
+    assert as_dataclass(Inner, {"name": "x", "new": 1}, "file", drop_unknown=True) == Inner("x")
+    assert as_type(dict[str, list[int]], {"a": [1]}, "file") == {"a": [1]}
+
+
+@pytest.mark.parametrize(("value", "found"), [
+    ([], "this is a list, and must be an object"),
+    ({}, "count is missing"),
+    ({"count": True}, "count is true, and must be a whole number"),
+    ({"count": 1.5}, "count is 1.5, and must be a whole number"),
+    ({"count": 11}, "count is 11, and must be 0 to 10"),
+    ({"count": 10**5000}, "count is a number beyond 64 bits"),
+    ({"count": 1, "cuont": 2}, "unknown key 'cuont'"),
+    ({"count": 1, "inner": {"name": None}}, "inner.name is null, and must be text"),
+    ({"count": 1, "inner": {"name": "x", "weight": 10**400}}, "inner.weight is a number beyond 64 bits"),
+    ({"count": 1, "many": {}}, "many is an object, and must be a list"),
+    ({"count": 1, "many": [{"name": "x"}, {"name": "\x1b[31m"}, 3]}, "many[2] is 3"),
+    ({"count": 1, "by_rank": {"x": 1}}, "by_rank.x is 'x', and must be a whole number as the key"),
+    ({"count": 1, "kind": "c"}, "kind is 'c', and must be 'a' or 'b'"),
+    ({"count": 1, "either": []}, "either is a list, and must be a whole number or text"),
+    ({"count": "\x1b[31m" * 100}, "count is '\\x1b[31m"),
+])
+def test_a_wrong_type_is_named_with_its_key(value, found):
+    with pytest.raises(UserError) as told:
+        as_dataclass(Outer, value, "file")
+    assert told.value.found.startswith(found)
+    assert told.value.where == "file"
+    assert "\x1b" not in told.value.found
+    assert len(told.value.found) < 200

@@ -1,0 +1,173 @@
+"""Private folders and the run's secret. What another user may do is tried with two users in test_strangers.py."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm.base.private import NotPrivate, make_private, open_private, remove_private
+from ezpz_llm.base.secret import SECRET_VARIABLE, derived, new_secret, run_secret
+
+_A_STRANGER = 5002
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o022, 0o077, 0o777])
+def any_umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.mark.usefixtures("any_umask")
+def test_a_folder_and_its_files_are_private_under_any_umask(tmp_path: Path) -> None:
+    with make_private(tmp_path / "f") as folder:
+        assert mode(tmp_path / "f") == 0o700
+        before = os.umask(0)
+        folder.write("whole", b"1")
+        folder.create("new", b"2")
+        folder.overwrite("in-place", b"12345")
+        folder.overwrite("in-place", b"3")
+        folder.touch("empty")
+        folder.make_fifo("fifo")
+        os.umask(before)
+        assert {name: mode(tmp_path / "f" / name) for name in folder.names()} == dict.fromkeys(
+            ["empty", "fifo", "in-place", "new", "whole"], 0o600)
+        assert [folder.read(name) for name in ("whole", "new", "in-place", "empty")] == [b"1", b"2", b"3", b""]
+        assert folder.read("whole", 0) == b""
+        with pytest.raises(FileExistsError):
+            folder.create("new")
+        folder.remove("new")
+        folder.remove("new")
+        assert not folder.has("new")
+        assert folder.names("w") == ["whole"]
+
+
+def test_an_open_folder_of_ours_is_closed_by_its_maker_and_refused_by_a_reader(tmp_path: Path) -> None:
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f").chmod(0o2777)
+    with pytest.raises(NotPrivate, match=r"other users can use it \(mode 2777\)"):
+        open_private(tmp_path / "f")
+    make_private(tmp_path / "f").close()
+    assert mode(tmp_path / "f") & 0o777 == 0o700
+    open_private(tmp_path / "f").close()
+    (tmp_path / "f").chmod(0o755)
+    open_private(tmp_path / "f").close()
+    assert mode(tmp_path / "f") == 0o755
+
+
+@pytest.mark.parametrize("take", [make_private, open_private])
+def test_links_and_files_in_the_place_of_a_folder_are_refused(tmp_path: Path, take) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    (tmp_path / "file").touch()
+    for name in ("link", "nowhere"):
+        with pytest.raises(NotPrivate, match="it is a link"):
+            take(tmp_path / name)
+    with pytest.raises(NotADirectoryError):
+        take(tmp_path / "file")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", _A_STRANGER, _A_STRANGER)
+    for take in (make_private, open_private):
+        with pytest.raises(NotPrivate, match="it belongs to another user \\(uid 5002\\)"):
+            take(tmp_path / "theirs")
+    remove_private(tmp_path / "theirs")
+    assert (tmp_path / "theirs").is_dir()
+    with make_private(tmp_path / "ours") as folder:
+        (tmp_path / "ours/planted").write_text("stop")
+        os.chown(tmp_path / "ours/planted", _A_STRANGER, _A_STRANGER)
+        for act in (folder.read, folder.stat, folder.touch, lambda name: folder.overwrite(name, b"x")):
+            with pytest.raises(NotPrivate, match="another user"):
+                act("planted")
+        assert not folder.has("planted")
+        assert (tmp_path / "ours/planted").read_text() == "stop"
+
+
+def test_no_link_in_it_is_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("my thesis")
+    with make_private(tmp_path / "f") as folder:
+        (tmp_path / "f/soft").symlink_to(precious)
+        os.link(precious, tmp_path / "f/hard")
+        (tmp_path / "f/folder").mkdir()
+        for name in ("soft", "hard", "folder"):
+            for act in (folder.read, folder.touch, lambda name: folder.overwrite(name, b"x")):
+                with pytest.raises(OSError):
+                    act(name)
+        folder.write("soft", b"replaced")
+        folder.write("hard", b"replaced")
+        assert folder.read("soft") == folder.read("hard") == b"replaced"
+    assert precious.read_text() == "my thesis"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "../precious"])
+def test_names_stay_inside(tmp_path: Path, name: str) -> None:
+    with make_private(tmp_path / "f") as folder:
+        for act in (folder.read, folder.remove, folder.make_fifo, folder.stat,
+                    lambda name: folder.write(name, b"")):
+            with pytest.raises(ValueError, match="not the name of a file"):
+                act(name)
+
+
+def test_work_goes_on_in_the_folder_that_was_opened(tmp_path: Path) -> None:
+    """Who may write to the parent can move the folder away, and put another in its place."""
+    with make_private(tmp_path / "f") as folder:
+        (tmp_path / "f").rename(tmp_path / "moved")
+        (tmp_path / "f").mkdir()
+        folder.write("order", b"1")
+        assert os.listdir(tmp_path / "f") == []
+        assert folder.read("order") == b"1"
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_private(tmp_path / "f") as folder:
+        folder.write("a", b"old")
+        monkeypatch.setattr(os, "write", lambda handle, data: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
+            folder.write("a", b"new")
+        assert folder.read("a") == b"old"
+        assert os.listdir(tmp_path / "f") == ["a"]
+
+
+def test_descriptors_are_let_go_of(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for _ in range(3):
+        with make_private(tmp_path / "f") as folder:
+            folder.write("a", b"")
+            folder.read("a")
+        for name in ("link", "open"):
+            with pytest.raises(NotPrivate):
+                open_private(tmp_path / name)
+    remove_private(tmp_path / "f")
+    assert not (tmp_path / "f").exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_secret_is_of_its_variable_or_none() -> None:
+    one, other = new_secret(), new_secret()
+    assert one != other
+    assert run_secret({SECRET_VARIABLE: one}) == bytes.fromhex(one)
+    assert run_secret({}) is None
+    assert all(run_secret({SECRET_VARIABLE: value}) is None for value in ("", "no hex", one[:-2], "ü"))
+    secret = bytes.fromhex(one)
+    words = {derived(secret, "node", "n1"), derived(secret, "node", "n2"), derived(secret, "noden", "1"),
+             derived(bytes.fromhex(other), "node", "n1")}
+    assert len(words) == 4
+    assert derived(secret, "node", "n1") in words
+    assert not any(one[:16] in word for word in words)

@@ -1,0 +1,322 @@
+"""A corpus's files are known by content: JSON, gzip and zst are read, what holds no documents is refused."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ezpz_llm.data import making
+from ezpz_llm.data.corpora import find_corpus
+from ezpz_llm.data.encode import encode_task
+from ezpz_llm.data.formats import find_format
+from ezpz_llm.data.journal import Interrupted
+from ezpz_llm.data.manifest import read_manifest
+from ezpz_llm.data.prepare import check_corpus, prepare
+from ezpz_llm.data.reader import tasks
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizers import get_tokenizer
+from ezpz_llm.errors import UserError
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import check_run
+
+TEXTS = ["one", "zwei\nzwei", "", "trois é", "四 " * 300]
+BOM = b"\xef\xbb\xbf"
+PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def lines(texts: list[str], key: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts).encode()
+
+
+def tokens(*texts: str) -> list[int]:
+    return [token for text in texts if text for token in (256, *text.encode())]
+
+
+def tokens_of(path: Path) -> list[int]:
+    """The tokens of a file as a corpus, in tasks of a few documents."""
+    read = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(path)), size=64)]
+    assert sum(part.source_bytes for part in read) == path.stat().st_size
+    return np.concatenate([part.tokens for part in read]).tolist()
+
+
+def refused(path: Path, content: bytes | None = None) -> str:
+    """What is said of a file; the check and the work say the same, and nothing is made."""
+    if content is not None:
+        path.write_bytes(content)
+    said = []
+    for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
+        with pytest.raises(UserError) as caught:
+            act(str(path))
+        assert str(path) in str(caught.value)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    return said[0]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json", "a.txt", "a", "a.json.gz",
+                                  "a.jsonl.gz", "a.GZ", "plain-name-packed.jsonl"])
+def test_json_lines_are_documents_under_any_name(name: str, tmp_path: Path) -> None:
+    content = lines(TEXTS)
+    if "gz" in name.lower() or "packed" in name:
+        content = gzip.compress(content[:50]) + gzip.compress(content[50:])  # of two members, as bgzip writes
+    (tmp_path / name).write_bytes(content)
+    assert tokens_of(tmp_path / name) == tokens(*TEXTS)
+
+
+def test_what_looks_like_json_and_is_text_stays_text(tmp_path: Path) -> None:
+    for content in ('{"a": 1, this is prose', "{ braces }\n", '{\n "text": "over several lines"\n}', "[1, 2]\n",
+                    '{"a": 1}\nand then prose\n', "\n\n"):
+        (tmp_path / "a.txt").write_text(content)
+        assert tokens_of(tmp_path / "a.txt") == tokens(content)
+
+
+def test_a_line_longer_than_the_head_of_a_file(tmp_path: Path) -> None:
+    for packed in (bytes, gzip.compress):
+        (tmp_path / "a.json").write_bytes(packed(lines(["x" * 200_000, "y"])))
+        assert tokens_of(tmp_path / "a.json") == tokens("x" * 200_000, "y")
+
+
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+def test_an_array_of_objects_is_documents(tmp_path: Path, packed: object) -> None:
+    """Also of more than is read at once, with items longer than that."""
+    texts = [*TEXTS, "x" * 700_000, *(f"document {number}" for number in range(30_000))]
+    for indent in (None, 2):
+        content = json.dumps([{"text": text} for text in texts], indent=indent, ensure_ascii=False)
+        (tmp_path / "a.json").write_bytes(packed(BOM + content.encode()))
+        read = [encode_task(task, get_tokenizer("bytes")) for task in tasks(find_corpus(str(tmp_path / "a.json")),
+                                                                            size=300_000)]
+        assert len(read) > 2
+        assert np.concatenate([part.tokens for part in read]).tolist() == tokens(*texts)
+    for content, message in (('[{"text": "a"}, {"text": "b"', "not a whole JSON array in UTF-8"),
+                             ('[{"text": "a"}, {text: "b"}]', "item 1"),
+                             ('[{"text": "a"}] {}', "more follows it"),
+                             ('[{"text": "a"}, {"txt": "b"}]', 'item 1 has no "text"')):
+        (tmp_path / "b.json").write_bytes(packed(content.encode()))
+        with pytest.raises(UserError) as caught:
+            prepare(str(tmp_path / "b.json"), progress=False)
+        assert message in str(caught.value)
+
+
+def test_zst_takes_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
+        with pytest.raises(UserError) as caught:
+            find_format(path)
+        assert "pip install 'ezpz_llm[data]'" in str(caught.value)
+    zstandard = pytest.importorskip("zstandard")
+    packed = zstandard.compress(lines(TEXTS)) + zstandard.compress(lines(["end"]))
+    path.write_bytes(packed)
+    assert tokens_of(path) == tokens(*TEXTS, "end")
+    assert "packed by zstd, is damaged: it is cut short" in refused(path, packed[:-5])
+
+
+def _archive(kind: str) -> bytes:
+    made = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(made, "w") as archive:
+            archive.writestr("a.txt", "text")
+    else:
+        with tarfile.open(fileobj=made, mode=f"w:{kind}") as archive:
+            archive.addfile(tarfile.TarInfo("a.txt"), None)
+    return made.getvalue()
+
+
+OTHERS = {
+    "a.png": (PNG, "a PNG image"), "a.jsonl": (PNG, "a PNG image"),
+    "a.gz": (gzip.compress(PNG), "PNG image, packed"),
+    "a.zip": (_archive("zip"), "a zip archive"), "a.tar": (_archive(""), "a tar archive"),
+    "a.tar.gz": (_archive("gz"), "a tar archive, packed by gzip"), "a.bz2": (bz2.compress(b"text"), "bzip2"),
+    "a.xz": (lzma.compress(b"text"), "packed by xz"), "a.pdf": (b"%PDF-1.7\n", "a PDF document"),
+    "a.csv": (b"text,n\na,1\n", "a table (.csv)"), "a.TSV.gz": (gzip.compress(b"a\tb\n"), "a table (.tsv)"),
+    "twice.gz": (gzip.compress(gzip.compress(b"text")), "packed twice"), "a.npy": (b"\x93NUMPY\x01", "NumPy"),
+    "a.pt": (b"\x80\x02\x8a", "a Python pickle"), "a.mp4": (b"\0\0\0 ftypisom", "MP4"),
+    "a.json": (b'{\n "name": "x"\n}', "one JSON object over several lines"),
+    "b.json": (b"[1, 2]", "neither lines"),
+    "c.json": (b'"text"', "neither lines nor an array"),
+    "a.parquet.gz": (gzip.compress(b"PAR1"), "parquet, packed"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_are_refused_by_name_and_without_advice_that_harms(name: str, tmp_path: Path) -> None:
+    content, what = OTHERS[name]
+    said = refused(tmp_path / name, content)
+    assert what in said
+    assert "iconv" not in said
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.txt").write_text("good text")
+    (tmp_path / name).rename(tmp_path / "folder" / name)
+    with pytest.raises(UserError) as caught:  # in a folder, before any of it is read
+        check_corpus(str(tmp_path / "folder"))
+    assert what in str(caught.value)
+
+
+def test_only_text_in_another_encoding_is_to_be_converted(tmp_path: Path) -> None:
+    for name, content, advice in (("latin.txt", "café au lait".encode("latin-1"), "iconv -f LATIN1 -t UTF-8"),
+                                  ("utf16.txt", "text".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+                                  ("binary", bytes(range(256)) * 9, None)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            prepare(str(tmp_path / name), progress=False)
+        assert "not UTF-8" in str(caught.value)
+        assert advice is None or advice in str(caught.value)
+        assert ("iconv" in str(caught.value)) == (advice is not None)
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(lines([os.urandom(3000).hex() for _ in range(200)]))
+    for content in (whole[:-9], whole[:5000] + bytes(50) + whole[5050:]):
+        (tmp_path / "a.jsonl.gz").write_bytes(content)
+        with pytest.raises(UserError, match="packed by gzip, is damaged: "):
+            prepare(str(tmp_path / "a.jsonl.gz"), progress=False)
+    assert list(tmp_path.glob("cache/shards/.*")) == []
+
+
+def test_a_byte_order_mark_is_no_token_and_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(BOM + "eins \ufeff".encode())
+    (folder / "b.jsonl").write_bytes(BOM + lines(["zwei"]))
+    (folder / "c.txt.gz").write_bytes(gzip.compress(BOM + b"drei"))
+    (folder / "d.txt").write_bytes(BOM)
+    made = prepare(str(folder), val_fraction=0.0)
+    assert TokenData.open(made).split("train")[:].tolist() == tokens("eins \ufeff", "zwei", "drei")
+    assert read_manifest(made)["source"]["byte_order_marks"] == 4
+    assert "4 byte-order marks at the beginning of files were dropped" in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+        made = prepare(str(folder), val_fraction=0.0)
+    assert TokenData.open(made).split("train")[:].tolist() == tokens("text")
+    said = capsys.readouterr().err
+    assert f"{folder / 'pipe'} (a FIFO)" in said
+    assert f"{folder / 'socket'} (a socket)" in said
+    assert "the corpus is a FIFO, which can be read only once" in refused(folder / "pipe")
+
+
+def test_the_name_of_the_text_can_be_another(tmp_path: Path) -> None:
+    """In JSON lines, an array and parquet; shards of one name are not those of another."""
+    (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"], "content"))
+    with pytest.raises(UserError) as caught:
+        prepare(str(tmp_path / "a.jsonl"), progress=False)
+    assert 'line 1 has no "text"' in str(caught.value)
+    assert "--text-key NAME" in str(caught.value)
+    made = prepare(str(tmp_path / "a.jsonl"), text_key="content", val_fraction=0.0, progress=False)
+    assert TokenData.open(made).split("train")[:].tolist() == tokens("one", "two")
+    facts = read_manifest(made)
+    assert facts["source"]["text_key"] == "content"
+    assert "--text-key content" in facts["command"]
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "x", "b": "y"}\n')
+    assert len({prepare(str(tmp_path / "a.jsonl"), text_key=key, progress=False) for key in "ab"}) == 2
+    (tmp_path / "b.json").write_text('[{"a": "x"}]')
+    mixed = f"{tmp_path / 'a.jsonl'}=1,{tmp_path / 'b.json'}=1,{made}=1"
+    assert len(TokenData.open(prepare(mixed, text_key="a", progress=False)).parts) == 3
+    with pytest.raises(UserError, match="prepared already"):
+        check_corpus(str(made), text_key="a")
+    # The trainer takes it too: only with it are the shards the ones that are there, and too few.
+    (tmp_path / "a.jsonl").write_bytes(b'{"a": "' + b"x" * 99 + b'", "b": "y"}\n')
+    prepare(str(tmp_path / "a.jsonl"), text_key="a", progress=False)
+    words = ["--corpus", str(tmp_path / "a.jsonl"), "--global-batch", "4"]
+    assert check_run(parse([*words, "--text-key", "b"]), 1).config.text_key == "b"
+    with pytest.raises(UserError, match="90 tokens are too few"):
+        check_run(parse([*words, "--text-key", "a"]), 1)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"content": ["p"], "text": [1]}), tmp_path / "c.parquet")
+    made = prepare(str(tmp_path / "c.parquet"), text_key="content", val_fraction=0.0, progress=False)
+    assert TokenData.open(made).split("train")[:].tolist() == tokens("p")
+
+
+def _broken_folder(folder: Path) -> Path:
+    """Good documents, and five that cannot be read, of every kind."""
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(["one"]) + b'{"txt": 1}\n{"text": "cut\n\xff{}\n' + lines(["two"]))
+    (folder / "b.txt").write_bytes(b"x" * 5_000_000 + b" \xff " + b"y" * 5_000_000)
+    (folder / "c.json").write_text('[{"text": "three"}, {"text": null}]')
+    (folder / "d.txt").write_text("four")
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_broken_documents_are_left_out_and_counted_up_to_a_limit(tmp_path: Path, workers: int,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _broken_folder(tmp_path / "folder")
+    with pytest.raises(UserError, match='line 2 has no "text"') as caught:  # the default: the first one is an error
+        prepare(str(folder), workers=workers, progress=False)
+    assert "--max-broken N" in caught.value.instead
+    with pytest.raises(Interrupted, match="4 broken documents were left out before it") as caught:
+        prepare(str(folder), workers=workers, max_broken=4, progress=False)
+    assert "--max-broken 40" in caught.value.instead
+    made = prepare(str(folder), workers=workers, max_broken=5, val_fraction=0.0)
+    assert TokenData.open(made).split("train")[:].tolist() == tokens("one", "two", "three", "four")
+    broken = read_manifest(made)["source"]["broken"]
+    assert broken["documents"] == 5
+    for named, found in zip(("a.jsonl:2: ", "a.jsonl:3: ", "a.jsonl:4: ", "b.txt: ", "c.json: "), broken["first"],
+                            strict=True):
+        assert found.startswith(str(folder / named))
+    assert "offset 5,000,001" in broken["first"][3]
+    assert "5 broken documents were left out" in capsys.readouterr().err
+    # Accepted once, they need not be accepted again.
+    assert prepare(str(folder), val_fraction=0.0, progress=False) == made
+    chars = prepare(str(folder), "char", max_broken=5, progress=False)
+    assert set(TokenData.open(chars).tokenizer.characters) == set("onetwothreefour")
+
+
+def test_counts_of_broken_documents_hold_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the middle and gone on with: the same manifest as of an undisturbed work."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(
+        lines([f"document {number} " * 40]) + b"broken\n" * (number % 10 == 0) for number in range(300))))
+    whole = prepare(str(folder), out=tmp_path / "whole", max_broken=99, progress=False)
+    monkeypatch.setattr(making, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(making, "tasks", lambda *args, **kwargs: tasks(*args, size=1 << 13, **kwargs))
+    with pytest.raises(Interrupted, match="17 broken documents were left out before it"):
+        prepare(str(folder), out=tmp_path / "out", max_broken=17, progress=False)
+    said = []
+    monkeypatch.setattr(making, "say", said.append)
+    prepare(str(folder), out=tmp_path / "out", max_broken=99)
+    assert any("going on after" in line for line in said)
+    facts = [read_manifest(made) for made in (whole, tmp_path / "out")]
+    assert facts[0]["source"]["broken"]["documents"] == 30
+    for name in ("source", "splits", "documents"):
+        assert facts[0][name] == facts[1][name]
+
+
+def test_names_too_long_for_a_path_are_one_message(tmp_path: Path) -> None:
+    """Also as a mixture, a tokenizer, and as the name of a file that is there."""
+    long = "x" * 320
+    for words in ([f"{long}=1"], [f"{long}=0.7,{long}2=0.3"], [f"/{long}"], ["stdlib", "--tokenizer", long]):
+        done = subprocess.run([sys.executable, "-m", "ezpz_llm.data", "prepare", *words], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stderr.startswith(("error: unknown corpus", "error: no such corpus", "error: unknown tok"))
+    (tmp_path / ("y" * 250)).write_text("text " * 50)
+    assert prepare(str(tmp_path / ("y" * 250)), progress=False).is_dir()

@@ -1,0 +1,374 @@
+"""Reading a ds_config: its text, its keys by the shipped table, its precision and loss scale."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_table import TABLE, deepspeed_table, removed, write
+
+from ezpz_llm import train
+from ezpz_llm.base.outside import plain_json
+from ezpz_llm.engine import ops
+from ezpz_llm.engine.deepspeed_keys import REMOVED, convert, table
+from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.precision_block import DynamicScale
+from ezpz_llm.engine.resolve import Resolved, resolve
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.train import main
+
+SAME = version("deepspeed") == table().version
+THEIRS = pytest.mark.skipif(not SAME, reason=f"the table is that of DeepSpeed {table().version}")
+
+
+@pytest.fixture
+def own(tmp_path: Path):
+    """Resolve a ds_config of one's own, from its values or its text."""
+    def own(values: dict[str, Any] | str | bytes, **given: Any) -> Resolved:
+        path = tmp_path / "mine.json"
+        if isinstance(values, bytes):
+            path.write_bytes(values)
+        else:
+            path.write_text(values if isinstance(values, str) else json.dumps(values))
+        return resolve(str(path), world_size=given.pop("world_size", 2), **given)
+    return own
+
+
+ANNOTATED = """\ufeff{
+  // which stage
+  "zero_optimization": {"stage": 2, # gradients too
+    "reduce_bucket_size": 5e6, /* elements,
+    not bytes */ },
+  "csv_monitor": {"job_name": "a // b # c /* d */, } \\" e",},
+  "gradient_clipping": 0.5, // }
+  "steps_per_print": 10, /* } */ "memory_breakdown": false /* ] */ ,
+}
+"""
+
+
+def test_comments_trailing_commas_and_a_byte_order_mark_are_read_over(own) -> None:
+    resolved = own(ANNOTATED.encode())
+    assert (resolved.layout.zero_stage, resolved.clip) == (2, 0.5)
+    assert resolved.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5_000_000
+    assert resolved.deepspeed["csv_monitor"]["job_name"] == 'a // b # c /* d */, } " e'
+    plain = plain_json(ANNOTATED)
+    assert [len(line) for line in plain.splitlines()] == [len(line) for line in ANNOTATED.splitlines()]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ('{\n// one\n"zero_optimization": {"stage": 1}\n"fp16": {}}', "line 4, column 1"),
+    ('{"fp16": {"enabled": false}, # no }\n"bf16" {}}', "line 2, column 8"),
+    ("{zero_optimization: {}}", "names and text in double quotes"),
+    ('{"communication_data_type": fp32}', "column 29"),
+    ("{'fp16': {}}", "double quotes"),
+    ('{"fp16": {} /* for ever', "line 1"),
+    ('{"gradient_clipping": NaN}', "NaN is no value"),
+    ('{"fp16": {},, }', "not JSON"),
+    ('{"fp16": {}, // once\n"fp16": {}}', "occurs twice"),
+])
+def test_what_is_no_json_is_refused_by_line_and_column(own, text: str, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        own(text)
+    assert words in str(raised.value), raised.value
+
+
+def test_other_names_of_a_setting_are_read_as_the_first(own) -> None:
+    resolved = own({"zero_optimization": {
+        "stage": 3, "max_live_parameters": 5, "max_reuse_distance": 6, "prefetch_bucket_size": 7,
+        "param_persistence_threshold": 8, "gather_16bit_weights_on_model_save": True}})
+    zero = resolved.deepspeed["zero_optimization"]
+    assert {key: zero[key] for key in zero if key.startswith("stage3")} == {
+        "stage3_max_live_parameters": 5, "stage3_max_reuse_distance": 6, "stage3_prefetch_bucket_size": 7,
+        "stage3_param_persistence_threshold": 8, "stage3_gather_16bit_weights_on_model_save": True}
+    assert "stage3_prefetch_bucket_size" not in resolved.explain()  # it is not ours to choose
+    with pytest.raises(UserError, match="two names of one setting"):
+        own({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}})
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "is 0; DeepSpeed takes a whole number > 0"),
+    ({"zero_optimization": {"stage": 2, "overlap_comm": "maybe"}}, "DeepSpeed takes true or false"),
+    ({"zero_optimization": {"stage": 3, "sub_group_size": 1.5}}, "takes a whole number"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}}, "number <= 1"),
+    ({"zero_optimization": True}, '"zero_optimization": {"stage": 1}'),
+    ({"fp16": {"initial_scale_power": "high"}}, "initial_scale_power"),
+])
+def test_values_that_deepspeed_refuses_are_refused_before(own, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        own(values)
+    assert words in str(raised.value), raised.value
+
+
+def test_a_block_that_is_null_is_not_there(own) -> None:
+    resolved = own({"zero_optimization": {"stage": 3, "offload_optimizer": None}, "fp16": None})
+    assert resolved.layout.offload_optimizer is None
+
+
+def test_a_key_that_only_a_newer_deepspeed_may_know_is_a_warning(own, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"zero_optimization": {"stage": 1, "overlap_com": True}, "brand_new": {"a": 1}}
+    with pytest.raises(UserError, match="unknown key"):
+        own(values)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.0")
+    resolved = own(values)
+    assert "did you mean overlap_comm" in resolved.warnings[0]
+    assert "brand_new of mine.json is not known to DeepSpeed" in resolved.warnings[1]
+    assert resolved.deepspeed["brand_new"] == {"a": 1}
+    assert resolved.deepspeed["zero_optimization"]["overlap_com"] is True
+    with pytest.raises(UserError, match="removed"):
+        own({"elasticity": {}})
+    with pytest.raises(UserError, match="motor"):
+        own({"ezpz_llm": {"motor": "torch"}})
+
+
+@THEIRS
+def test_the_table_of_keys_is_that_of_the_installed_deepspeed(
+        pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    if pytestconfig.getoption("--write-deepspeed-keys"):
+        write()
+    assert json.loads(TABLE.read_text()) == deepspeed_table()
+    assert removed() == set(REMOVED)
+
+
+@THEIRS
+def test_values_are_taken_as_deepspeed_takes_them() -> None:
+    """Each key of a kind, with values of all sorts, against DeepSpeed's own model."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    kinds = table().keys["zero_optimization"]
+    checked = {kind: key for key, kind in kinds.items() if isinstance(kind, str) and kind != "any"
+               and not key.startswith(("cpu_offload", "stage3_gather_fp16", "compute_grad_norm"))}
+    assert len(checked) >= 4
+    names = {alias: name for name, alias in table().aliases["zero_optimization"].items()}
+    for kind, key in checked.items():
+        for value in (0, 1, -1, 2, 2e8, 1.5, True, False, None, "5", "5e8", "true", "no", "maybe", [1], {}):
+            try:
+                theirs = getattr(DeepSpeedZeroConfig(**{key: value}), names.get(key, key))
+            except ValidationError:
+                theirs = ValidationError
+            try:
+                ours = convert(value, kind)
+            except ValueError:
+                ours = ValidationError
+            if key == "overlap_comm" and value is None:
+                theirs = None  # by the stage
+            assert (ours, type(ours)) == (theirs, type(theirs)), (key, kind, value)
+
+
+@THEIRS
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3_nvme", "zero3_offload_all", "tiled"])
+def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    resolved = resolve(name, world_size=1, global_batch=8, clip=1.0)
+    parsed = DeepSpeedConfig(json.loads(json.dumps(resolved.deepspeed)))
+    assert parsed.zero_optimization_stage == resolved.layout.zero_stage
+    assert parsed.train_batch_size == 8
+
+
+@pytest.mark.parametrize(("values", "precision", "words"), [
+    ({"bf16": {"enabled": False}, "fp16": {"enabled": False}}, "fp32", "no precision is enabled"),
+    ({"fp16": {"enabled": False}}, "fp32", "no precision is enabled"),
+    ({"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}, "fp32", "no precision is enabled"),
+    ({"torch_autocast": {"enabled": False}}, "fp32", "no precision is enabled"),
+    ({"bf16": {}}, "fp32", "no precision is enabled"),
+    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, "auto", "is filled by the run"),
+    ({"fp16": {"enabled": "auto"}}, "auto", "is filled by the run"),
+    ({}, "auto", "DeepSpeed would compute in fp32"),
+    ({"ezpz_llm": {"tp": 1}}, "auto", ""),
+    ({"bfloat16": {"enabled": True, "check_grad_overflow": False}}, "bf16", "is skipped nevertheless"),
+    ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16", "gradients are added in fp32"),
+    ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16", "inputs are tokens"),
+    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+      }, "bf16", "covers the whole forward pass"),
+    ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp32", ""),
+])
+def test_the_precision_of_a_ds_config(own, values: dict[str, Any], precision: str, words: str) -> None:
+    resolved = own(values)
+    assert resolved.precision == precision
+    assert words in " ".join(resolved.notes)
+    assert bool(resolved.notes) == bool(words) or precision == "fp32"
+    assert own(values, precision="fp16").precision == "fp16"  # the command line comes first
+
+
+def test_fp16_is_scaled_as_the_block_says(own) -> None:
+    block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4,
+             "min_loss_scale": 2, "consecutive_hysteresis": True}
+    assert own({"fp16": block}).loss_scale == DynamicScale(4096.0, 500, 4, 2, True)
+    assert own({"fp16": {"enabled": True}}).loss_scale == DynamicScale(65536.0, 1000, 2, 1, False)
+    assert own({}, precision="fp16").loss_scale == DynamicScale()
+
+
+@THEIRS
+@pytest.mark.parametrize("settings", [
+    DynamicScale(), DynamicScale(2.0**8, 3, 2, 1.0), DynamicScale(2.0**8, 3, 3, 4.0, True),
+    DynamicScale(2.0**5, 1, 1)])
+def test_the_loss_scale_moves_as_deepspeeds(settings: DynamicScale) -> None:
+    import random
+
+    from deepspeed import comm
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    draw = random.Random(0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(comm, "get_rank", lambda: 1)  # it prints on rank 0 alone
+        theirs = DynamicLossScaler(settings.start, settings.window, settings.least, settings.hysteresis,
+                                   settings.consecutive)
+        ours = LossScale(settings)
+        for _ in range(200):
+            finite = draw.random() < 0.7
+            try:
+                theirs.update_scale(not finite)
+            except Exception:
+                with pytest.raises(UserError, match="diverged"):
+                    ours.update(finite)
+                return
+            ours.update(finite)
+            assert ours.scale == theirs.cur_scale
+
+
+def test_a_default_of_deepspeeds_comes_after_what_somebody_wrote(own) -> None:
+    values = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "eps": "auto"}}}
+    resolved = own(values, sources={"beta2": "recipe of gpt2-124m"})
+    assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
+    assert "beta1 0.9, beta2 0.999, weight_decay 0.01" in " ".join(resolved.notes)
+    assert "torch_adam of the optimizer" in " ".join(resolved.notes)
+    resolved = own(values, sources={"beta2": "run.yaml", "lr": "run.yaml", "weight_decay": "command line"})
+    assert resolved.adam == {"lr": 1e-4, "beta1": 0.9}
+
+
+def test_the_commands_schedule_comes_before_the_files(own) -> None:
+    values = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+              "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 7}}}
+    assert own(values).adam["lr"] == 3e-4
+    resolved = own(values, sources={"schedule": "command line"})
+    assert (resolved.adam["lr"], resolved.adam.keys() & {"schedule", "warmup_steps"}) == (1e-4, set())
+    assert "gives way to --schedule" in " ".join(resolved.notes)
+
+
+@THEIRS
+def test_defaults_are_deepspeeds() -> None:
+    """The numbers that a block's omissions stand for, against the constructors that have them."""
+    import inspect
+
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    from ezpz_llm.engine import optimizer_block
+    from ezpz_llm.trainer.plan import _DEFAULT_CLIP
+
+    def defaults(function: Any) -> dict[str, Any]:
+        return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+    for kind, decay in ((FusedAdam, 0.0), (DeepSpeedCPUAdam, 0.0),
+                        (torch.optim.AdamW, optimizer_block.TORCH_ADAM_DECAY)):
+        theirs = defaults(kind)
+        assert (theirs["lr"], *theirs["betas"], theirs["eps"]) == tuple(optimizer_block.ADAM_DEFAULTS.values())[:4]
+        assert theirs["weight_decay"] == decay
+    warmup = defaults(lr_schedules.WarmupLR)
+    assert {"warmup_steps": warmup["warmup_num_steps"], "warmup_type": warmup["warmup_type"],
+            "warmup_min_lr": warmup["warmup_min_lr"]} == optimizer_block.WARMUP_DEFAULTS
+    assert defaults(lr_schedules.WarmupDecayLR)["warmup_max_lr"] == optimizer_block.DECAY_LR_PEAK
+    assert defaults(lr_schedules.WarmupCosineLR)["cos_min_ratio"] == optimizer_block.COS_MIN_RATIO
+    assert DeepSpeedFP16Config().dynamic_loss_scale_args() == {
+        "init_scale": 2**16, "scale_window": 1000, "delayed_shift": 2, "consecutive_hysteresis": False,
+        "min_scale": 1}
+    assert GRADIENT_CLIPPING_DEFAULT == _DEFAULT_CLIP  # a file without the key is clipped as DeepSpeed clips it
+
+
+@pytest.mark.parametrize(("values", "world_size", "words"), [
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6, "4 does not divide the 6 ranks"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6, "zero_hpz_partition_size 2 or 3 or 6"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "ezpz_llm": {"tp": 2}}, 4, "with tp 2"),
+    ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 2, "does not scale gradients before that"),
+    ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4}, 2, '"reduce_scatter": false'),
+    ({"wandb": {"enabled": True}}, 1, "--track wandb"),
+    ({"comet": {"enabled": True}}, 1, "delete the key"),
+])
+def test_what_deepspeed_would_refuse_on_every_rank_is_refused_before(
+        own, values: dict[str, Any], world_size: int, words: str) -> None:
+    with pytest.raises(UserError) as raised:
+        own(values, world_size=world_size)
+    assert words in str(raised.value), raised.value
+
+
+def test_what_deepspeed_would_take_is_not_refused(own) -> None:
+    for world_size in (1, 2, 4, 8):
+        own({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, world_size=world_size)
+    own({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 4}, "prescale_gradients": True}, world_size=6)
+    own({"zero_optimization": {"stage": 3, "reduce_scatter": False}, "prescale_gradients": True})
+    own({"ezpz_llm": {"pp": 2}, "pipeline": {"partition": "uniform"}, "zero_optimization": {"stage": 1}})
+
+
+def test_keys_that_change_nothing_here_are_left_out_with_a_note(own) -> None:
+    resolved = own({"checkpoint": {"tag_validation": "Fail"}, "dataloader_drop_last": True,
+                    "seq_parallel_communication_data_type": "bf16", "pipeline": {"partition": "uniform"}})
+    notes = " ".join(resolved.notes)
+    for word in ("layout-neutral form", "whole global batch", "over sequence-parallel ranks too",
+                 "partition uniform"):
+        assert word in notes
+    assert not {"checkpoint", "dataloader_drop_last", "pipeline"} & resolved.deepspeed.keys()
+
+
+@pytest.mark.full
+def test_a_foreign_ds_config_runs_as_it_says_and_writes_into_the_run_directory(tmp_path: Path) -> None:
+    """fp32 because it says so, WarmupLR's rates, its own values of AdamW, DeepSpeed's curves beside the run's."""
+    config = tmp_path / "mine.json"
+    config.write_text('''{
+      "bf16": {"enabled": false}, // an old GPU
+      "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "torch_adam": true}},
+      "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+      "csv_monitor": {"enabled": true, "job_name": "curves"},
+      "zero_optimization": {"stage": 1,},
+    }''')
+    here, run_dir = tmp_path / "here", RunDir(tmp_path / "run")
+    here.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "ezpz_llm.train", "--ds-config", str(config), "--run-dir", str(run_dir.path),
+         "--n-layer", "1", "--n-embd", "32", "--block-size", "32", "--steps", "6", "--micro-batch", "2",
+         "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false",
+         "--device", "cpu"], cwd=here, capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(run_dir)
+    assert record["precision"] == "fp32"
+    assert (record["config"]["beta2"], record["config"]["weight_decay"]) == (0.999, 0.01)
+    rates = [line["lr"] for line in read_lines(run_dir.metrics)]
+    assert rates == pytest.approx([0, 0, 0.0005, 0.001, 0.0015, 0.002])
+    assert list(run_dir.path.glob("trackers/deepspeed-csv_monitor/curves/*.csv"))
+    assert list(here.iterdir()) == []
+    assert "no precision is enabled in mine.json" in done.stdout
+
+
+def test_fp16_where_only_cpus_are_is_found_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any rank starts, where launch says that all will run on this host, which has no accelerator."""
+    config = tmp_path / "mine.json"
+    config.write_text('{"fp16": {"enabled": true}}')
+
+    def check(hosts: str, *argv: str) -> int:
+        monkeypatch.setenv(PLACES_VARIABLE, hosts)
+        return main(["--ds-config", str(config), "--check", "--world-size", "2", *argv])
+
+    monkeypatch.setattr(train, "has_none", lambda env: True)
+    with pytest.raises(UserError, match="fp16 on a CPU"):
+        check(f"{socket.gethostname()} 2")
+    assert check("elsewhere 2") == 0
+    assert check(f"{socket.gethostname()} 2", "--device", "cuda") == 0
+    monkeypatch.setattr(train, "has_none", lambda env: False)
+    assert check(f"{socket.gethostname()} 2") == 0

@@ -1,0 +1,83 @@
+"""Traces of any size and content: read in bounded memory, or refused with what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.explain import trace_file
+from ezpz_llm.explain.trace import read_trace
+from ezpz_llm.explain.trace_file import load_trace
+
+EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 2, "ts": 5.5, "dur": 1.25,
+         "args": {"External id": 7, "correlation": 3, "Input Dims": [[1, 2]]}}
+STEP = {"ph": "X", "cat": "user_annotation", "name": "step 1", "tid": 2, "ts": 1, "dur": 2}
+
+
+def _write(path: Path, text: str) -> Path:
+    with gzip.open(path, "wt") as file:
+        file.write(text)
+    return path
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("part", [1, 7, 1 << 20])
+def test_what_is_read_does_not_depend_on_the_parts(tmp_path: Path, monkeypatch, indent: int | None,
+                                                   part: int) -> None:
+    monkeypatch.setattr(trace_file, "_PART", part)
+    whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": [EVENT, {"ph": "M"}, EVENT],
+             "ezpz_llm": {"rank": 0}, "empty": {}}
+    found = load_trace(_write(tmp_path / "t.json.gz", json.dumps(whole, indent=indent)))
+    kept = {**{name: EVENT[name] for name in ("name", "ts", "dur", "tid", "cat", "ph")}, "args": {"correlation": 3}}
+    assert found == {**whole, "traceEvents": [kept, kept]}
+    assert load_trace(_write(tmp_path / "t.json.gz", "{}")) == {"traceEvents": []}
+
+
+def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        file.write('{"traceEvents": [')
+        for _ in range(20):
+            file.write(json.dumps([{"ph": "M", "name": "x" * 20}] * 10_000)[1:-1] + ",")
+        file.write(json.dumps(EVENT) + "]}")
+    tracemalloc.start()
+    assert len(load_trace(path)["traceEvents"]) == 1
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20e6
+
+
+def test_limits_are_said(tmp_path: Path, monkeypatch) -> None:
+    path = _write(tmp_path / "t.json.gz", json.dumps({"traceEvents": [EVENT] * 50}))
+    monkeypatch.setattr(trace_file, "MOST_EVENTS", 40)
+    with pytest.raises(UserError, match="more than 40 events") as error:
+        load_trace(path)
+    assert "--trace-steps" in error.value.instead
+    monkeypatch.setattr(trace_file, "MOST_CHARACTERS", 100)
+    with pytest.raises(UserError, match="larger than"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("text", [
+    "", "[", "[]", "{", '{"traceEvents"', '{"traceEvents": [', '{"traceEvents": [{"ph": "X"', '{"traceEvents": 5}',
+    '{"traceEvents": ' + "[" * 5000, '{"a": ' + "1" * 5000 + "}", '{"traceEvents": [nonsense]}', '{"ezpz_llm": {}',
+    json.dumps({"traceEvents": [{**EVENT, "ts": "x"}]}), json.dumps({"traceEvents": [{**EVENT, "name": None}]}),
+    json.dumps({"traceEvents": [{**EVENT, "tid": []}]}),
+    json.dumps({"traceEvents": [{**EVENT, "dur": float("inf")}]}),
+    json.dumps({"traceEvents": [STEP], "ezpz_llm": {}}), json.dumps({"traceEvents": [STEP], "ezpz_llm": []}),
+    json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu", "collectives": 5}}),
+    json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu"}, "baseTimeNanoseconds": "x"}),
+])
+def test_what_is_none_of_ours_is_an_error_with_the_file(tmp_path: Path, text: str) -> None:
+    path = _write(tmp_path / "t.json.gz", text)
+    with pytest.raises(UserError) as error:
+        read_trace(path)
+    assert error.value.where.startswith(str(path))
+    path.write_bytes(path.read_bytes()[:-9] + b"\0garbage\0")
+    with pytest.raises(UserError):
+        read_trace(path)

@@ -1,0 +1,76 @@
+"""What others can write into a run directory, damaged or of wrong types: passed over, and nobody's end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from ezpz_llm.launch.failures.record import Failure, read_failures
+from ezpz_llm.launch.node.orders import (
+    SignalOrder,
+    StacksOrder,
+    StopOrder,
+    signals_ordered,
+    stacks_ordered,
+    stop_ordered,
+)
+from ezpz_llm.launch.node.report import RUNNING, NodeReport, RankReport, read_reports, write_report
+from ezpz_llm.rundir.layout import RunDir
+
+HOSTILE = ["{", "", "3", "null", "[]", "{}", '{"run_id": "me"}', "[" * 50_000, "1" * 5000, '{"run_id": ["me"]}']
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    found = RunDir(tmp_path / "run")
+    found.create()
+    found.control.mkdir(exist_ok=True)
+    return found
+
+
+def changed(whole: dict) -> list[str]:
+    """The object with each member missing, and of each wrong kind."""
+    texts = [json.dumps({name: value for name, value in whole.items() if name != left}) for left in whole]
+    others = ([[]], {"a": 1}, 10**25, "\x1b[31m", True)
+    texts += [json.dumps({**whole, name: value}) for name in whole for value in others
+              if type(value) is not type(whole[name])]
+    return [*texts, *HOSTILE]
+
+
+def test_orders_that_are_none_are_passed_over(run_dir):
+    good = [(StopOrder("me", 5.0, "n1"), "stop"), (StacksOrder("me", "t", (0, 1)), "stacks-a"),
+            (SignalOrder("me", "t", 15), "signal-a")]
+    for order, name in good:
+        for text in changed(asdict(order)):
+            (run_dir.control / name).write_text(text)
+            stop_ordered(run_dir, "me"), stacks_ordered(run_dir, "me"), signals_ordered(run_dir, "me")
+    for order, name in good:
+        (run_dir.control / name).write_text(json.dumps(asdict(order)))
+    (run_dir.control / "stacks-b").write_text("[" * 50_000)
+    (run_dir.control / "signal-b").write_text('{"run_id": "me", "token": "t", "number": 4000}')
+    assert stop_ordered(run_dir, "me") == good[0][0]
+    assert stacks_ordered(run_dir, "me") == [good[1][0]]
+    assert signals_ordered(run_dir, "me") == [good[2][0]]
+    assert stop_ordered(run_dir, "other") is None
+
+
+def test_records_that_are_none_keep_no_other_from_being_read(run_dir):
+    whole = Failure(1, "n1", 7, 3, None, 100.0, 1.0, ("a",), ("b",), launch="me")
+    (run_dir.errors / "rank0001.json").write_text(json.dumps(asdict(whole)))
+    for text in changed(asdict(whole)):
+        (run_dir.errors / "rank0000.json").write_text(text)
+        assert whole in read_failures(run_dir, "me")
+    (run_dir.errors / "rank0000.json").write_text(json.dumps({**asdict(whole), "ended": 1e300}))
+    assert read_failures(run_dir, "me") == [whole]
+
+
+def test_reports_that_are_none_keep_no_other_from_being_read(run_dir):
+    whole = NodeReport("me", "n1", 2, RUNNING, 1.0, {2: RankReport(7, "step", 3)})
+    run_dir.node_report(0).parent.mkdir(exist_ok=True)
+    write_report(run_dir, whole)
+    first = run_dir.node_report(0)
+    for text in [*changed(asdict(whole)), json.dumps({**asdict(whole), "ranks": {"x": {}}})]:
+        first.write_text(text)
+        assert whole in read_reports(run_dir, "me")

@@ -1,0 +1,277 @@
+"""A run directory has one owner at a time: real launches beside and after each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, launch, left_over, record, start
+from simcluster.cluster import Cluster
+
+from ezpz_llm.errors import UserError
+from ezpz_llm.launch import owner
+from ezpz_llm.launch.node.processes import place
+from ezpz_llm.launch.owner import Owner, own
+from ezpz_llm.launch.ports import free_port
+from ezpz_llm.rundir import RunDir
+
+_ELSEWHERE = Owner("n9", 1, 1, "another boot", None, 0, "0123456789abcdef", 1.7e9)
+
+
+def _wait_for(path: Path, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} has not come"
+        time.sleep(0.02)
+
+
+def _until(path: str) -> tuple[str, ...]:
+    """A program that says that it runs, and ends once `path` is there."""
+    return "sh", "-c", f"touch {path}.runs; while [ ! -e {path} ]; do sleep 0.05; done"
+
+
+def _owned_by(run_dir: Path, who: Owner, number: int = 1) -> Path:
+    made = RunDir(run_dir).create()
+    file = made.control / f"owner-{number:06d}"
+    file.write_text(json.dumps(asdict(who)))
+    return file
+
+
+def test_of_two_at_once_one_runs(tmp_path: Path) -> None:
+    both = [start(tmp_path, "-n", "1", "--run-dir", "r", *_until("end")) for _ in range(2)]
+    _wait_for(tmp_path / "end.runs")
+    while all(one.poll() is None for one in both):
+        time.sleep(0.02)
+    other, refused = sorted(both, key=lambda one: one.poll() is not None)
+    _, said = refused.communicate(timeout=60)
+    assert refused.returncode == 2, said
+    assert f"the run directory is in use: launch, pid {other.pid} on " in said
+    (tmp_path / "end").touch()
+    _, said = other.communicate(timeout=60)
+    assert other.returncode == 0, said
+    assert record(tmp_path / "r")["exit"]["code"] == 0
+
+
+def test_a_second_launch_does_not_end_the_first(tmp_path: Path) -> None:
+    first = start(tmp_path, "-n", "2", "--run-dir", "r", *_until("end"))
+    _wait_for(tmp_path / "end.runs")
+    before = record(tmp_path / "r")
+    second = launch(tmp_path, "-n", "2", "--run-dir", "r", "sh", "-c", "touch second; exit 7")
+    assert second.returncode == 2, second.stderr
+    assert "in use" in second.stderr
+    assert "instead:" in second.stderr
+    train = launch(tmp_path, "-n", "1", sys.executable, "-m", "ezpz_llm.train", "--run-dir", "r", "--resume", "r")
+    assert (train.returncode, "in use" in train.stderr) == (2, True), "the reason is not what its check finds"
+    assert record(tmp_path / "r") == before
+    # A record of somebody else's rank is nobody's failure.
+    (tmp_path / "r/errors/rank0001.json").write_text('{"rank": 1, "exit_code": 7, "launch": "another"}')
+    (tmp_path / "r/errors/rank0000.json").write_text("{")
+    time.sleep(0.5)
+    (tmp_path / "end").touch()
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 0, said
+    assert not (tmp_path / "second").exists()
+    again = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
+    assert (again.returncode, "taken over" in again.stderr) == (0, False), "it was let go of"
+
+
+def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
+    first = start(tmp_path, "-n", "2", "--run-dir", "r", *_until("never"))
+    _wait_for(tmp_path / "never.runs")
+    first.kill()
+    first.communicate(timeout=30)
+    second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
+    assert second.returncode == 0, second.stderr
+    assert f"taken over from launch, pid {first.pid} on " in second.stderr
+    assert "that process has ended" in second.stderr
+    assert left_over(tmp_path / "r") == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launch_that_is_ended_lets_go(tmp_path: Path, number: signal.Signals) -> None:
+    first = start(tmp_path, "-n", "1", "--run-dir", "r", *_until("never"))
+    _wait_for(tmp_path / "never.runs")
+    first.send_signal(number)
+    first.communicate(timeout=60)
+    second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
+    assert (second.returncode, "taken over" in second.stderr) == (0, False), second.stderr
+
+
+def test_rank_0_owns_the_directory_where_there_is_no_launch(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("""
+import sys, time
+from pathlib import Path
+from ezpz_llm.dist.setup import setup
+from ezpz_llm.errors import UserError
+try:
+    with setup(device="cpu", run_dir=Path("r")):
+        Path("up").touch()
+        while not Path("end").exists():
+            time.sleep(0.05)
+except UserError as error:
+    print(error)
+    sys.exit(2)
+""")
+    words = [sys.executable, "rank.py"]
+    first = subprocess.Popen(words, cwd=tmp_path, env=clean_env())
+    _wait_for(tmp_path / "up")
+    ranks = {**clean_env(OMP_NUM_THREADS="1"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1", str(tmp_path)))}
+    others = [subprocess.Popen(words, cwd=tmp_path, env={**ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                               text=True, stdout=subprocess.PIPE) for rank in range(2)]
+    launched = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
+    name = f"in use: rank 0, pid {first.pid} on "
+    for rank in others:
+        said, _ = rank.communicate(timeout=120)
+        assert (rank.returncode, name in said) == (2, True), said
+    (tmp_path / "end").touch()
+    assert first.wait(timeout=60) == 0
+    assert (launched.returncode, name in launched.stderr) == (2, True), launched.stderr
+    assert launch(tmp_path, "-n", "1", "--run-dir", "r", "true").returncode == 0
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_many_that_try_one_owns(tmp_path: Path, stale: bool) -> None:
+    run_dir = RunDir(tmp_path / "r").create()
+    if stale:
+        _owned_by(run_dir.path, replace(_ELSEWHERE, place=place(), pid=os.getpid(), begun=1))
+    begin, owned, refused = threading.Barrier(8), [], []
+
+    def try_it() -> None:
+        begin.wait()
+        try:
+            owned.append(own(run_dir, "x", {}))
+        except UserError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=try_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(owned), len(refused)) == (1, 7)
+    owned[0].release()
+    with own(run_dir, "y", {}):
+        pass
+    assert [file.name for file in run_dir.control.glob("owner-*")] == [f"owner-{3 if stale else 2:06d}"]
+
+
+def test_an_owner_on_another_host_is_watched(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(owner, "SILENT_S", 1.0)
+    file = _owned_by(tmp_path / "r", _ELSEWHERE)
+    living = threading.Event()
+
+    def live() -> None:
+        beat = 0
+        while not living.wait(0.1):
+            beat += 1
+            file.write_text(json.dumps(asdict(replace(_ELSEWHERE, beat=beat))))
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    with pytest.raises(UserError, match="in use: launch, pid 1 on n9"):
+        own(RunDir(tmp_path / "r"), "x", {})
+    living.set()
+    thread.join()
+    # Its clock may say what it likes: only a change that is seen here is a sign of life.
+    os.utime(file, (time.time() + 3600,) * 2)
+    with own(RunDir(tmp_path / "r"), "x", {}) as owned:
+        assert owned.killed == ""
+    assert "taken over from launch, pid 1 on n9" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("job", "env", "said"), [
+    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"}, "its job has been started again"),
+    ("SLURM_JOB_ID 41", {"SLURM_JOB_ID": "42"}, "job 41 is over"),
+    ("PBS_JOBID 41.pbs", {}, "job 41.pbs is over"),
+])
+def test_a_job_that_is_over_owns_nothing(tmp_path: Path, job: str, env: dict, said: str, capfd) -> None:
+    for name, text in (("squeue", "slurm_load_jobs error: Invalid job id specified"),
+                       ("qstat", "qstat: 41.pbs Job has finished, use -x or -H")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    _owned_by(tmp_path / "r", replace(_ELSEWHERE, job=job))
+    began = time.monotonic()
+    own(RunDir(tmp_path / "r"), "x", {"PATH": f"{tmp_path}:/bin:/usr/bin", **env}).release()
+    assert time.monotonic() - began < owner.SILENT_S / 2
+    assert said in capfd.readouterr().err
+
+
+def test_whoever_was_succeeded_ends(tmp_path: Path) -> None:
+    RunDir(tmp_path / "r").create()
+    (tmp_path / "own.py").write_text("""
+import time
+from pathlib import Path
+from ezpz_llm.launch import owner
+from ezpz_llm.rundir import RunDir
+owner.BEAT_S = 0.1
+with owner.own(RunDir(Path("r")), "x", {}):
+    Path("up").touch()
+    time.sleep(60)
+""")
+    running = subprocess.Popen([sys.executable, "own.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    _wait_for(tmp_path / "up")
+    _owned_by(tmp_path / "r", _ELSEWHERE, 2)
+    _, said = running.communicate(timeout=30)
+    assert running.returncode == -signal.SIGKILL
+    assert "was taken over by launch, pid 1 on n9" in said
+
+
+@pytest.mark.cluster
+def test_on_other_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    """One that lives there is waited for until its next sign of life; a job that is requeued succeeds itself."""
+    (tmp_path / "job.sh").write_text("""#!/bin/bash
+#SBATCH --nodes=1 --nodelist=n1 --requeue --output=job.log --open-mode=append
+if [[ ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
+    launch -n 1 --run-dir r sh -c 'touch up; sleep 300' &
+    until [[ -e killed ]]; do sleep 0.1; done
+    kill -9 $!
+    scontrol requeuehold $SLURM_JOB_ID
+    sleep 60
+fi
+launch -n 1 --run-dir r hostname
+""")
+    sent = cluster.run("sbatch", "--parsable", "job.sh", cwd=tmp_path)
+    assert sent.returncode == 0, sent.stderr
+    _wait_for(tmp_path / "up")
+    job = sent.stdout.strip()
+    refused = cluster.run("launch", "-n", "1", "--run-dir", "r", "true", node="n2", cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert f"on n1, job {job}, since" in refused.stderr
+    (tmp_path / "killed").touch()
+    deadline = time.monotonic() + 90
+    for words in (("update", f"JobId={job}", "NodeList="), ("update", f"JobId={job}", "ExcNodeList=n1"),
+                  ("release", job)):
+        while cluster.run("scontrol", *words).returncode:
+            assert time.monotonic() < deadline, "the job is not queued again"
+            time.sleep(0.5)
+    while "exit" not in (end := record(tmp_path / "r")) or end["exit"] is None:
+        assert time.monotonic() < deadline, (tmp_path / "job.log").read_text()
+        time.sleep(0.2)
+    said = (tmp_path / "job.log").read_text()
+    assert f"job {job}, since" in said, said
+    assert "its job has been started again" in said, said
+    assert end["exit"]["code"] == 0, said
+    assert end["launch"]["hosts"] != ["n1"]
+
+
+def test_the_next_launch_removes_half_written_checkpoints(tmp_path: Path) -> None:
+    """Where it owns the directory; those of a run that goes on there are its own."""
+    checkpoints = tmp_path / "r/checkpoints"
+    for name in (".step-00000010.partial", ".step-00000005.removed", "step-00000005"):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "rank-00000.safetensors").write_text("x")
+    with owner.own(RunDir(tmp_path / "r").create(), "another", {}):
+        assert launch(tmp_path, "-n", "1", "--run-dir", "r", "true").returncode == 2
+    assert len(list(checkpoints.iterdir())) == 3
+    done = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000005"]

@@ -1,0 +1,71 @@
+"""The place of a rank in the names that torch reads: always of the launcher that has started it, whatever the shell
+or an outer launcher had left. Simulated nodes are in test_launch_steps.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from launch_runs import launch, need_mpiexec
+
+STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8",
+         "GROUP_RANK": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+_REPORT = """
+import json, os, sys
+from ezpz_llm.launch.ranks import find_rank
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+said = json.dumps({"place": [os.environ.get(name) for name in names], "source": find_rank(os.environ).source,
+                   "found": [find_rank(os.environ).rank, find_rank(os.environ).world_size],
+                   "meets": [bool(os.environ.get(name)) for name in ("MASTER_ADDR", "MASTER_PORT")],
+                   "store": os.environ.get("TORCHELASTIC_USE_AGENT_STORE")})
+# A bare mpiexec mixes what its ranks print.
+if len(sys.argv) > 1:
+    open(sys.argv[1] + str(find_rank(os.environ).rank), "w").write(said)
+print(said)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    (tmp_path / "report.py").write_text(_REPORT)
+    return str(tmp_path / "report.py")
+
+
+def _reports(logs: Iterable[Path]) -> list[dict]:
+    return [json.loads(log.read_text()) for log in sorted(logs)]
+
+
+@pytest.mark.parametrize(("launcher", "source"), [("mpiexec", "Hydra (PMI_RANK)"), ("torchrun", "torchrun (RANK)")])
+def test_stale_values_reach_no_rank(tmp_path: Path, program: str, launcher: str, source: str) -> None:
+    if launcher == "mpiexec":
+        need_mpiexec()
+    done = launch(tmp_path, "--launcher", launcher, "-n", "2", "--run-dir", "r", sys.executable, program, **STALE)
+    assert done.returncode == 0, done.stderr
+    assert "RANK=7, WORLD_SIZE=9, LOCAL_RANK=5" in done.stderr
+    reports = _reports((tmp_path / "r").glob("logs/rank*.log"))
+    assert [report["place"] for report in reports] == [["0", "2", "0", "2", "0"], ["1", "2", "1", "2", "0"]]
+    assert all(report["source"] == source for report in reports)
+    assert all(report["meets"] == [True, True] for report in reports)
+    # A rank 0 without torchrun serves the store itself.
+    assert {report["store"] for report in reports} == {"True" if launcher == "torchrun" else None}
+
+
+@pytest.mark.parametrize("outer", ["mpiexec", "torchrun"])
+def test_inside_a_rank(tmp_path: Path, program: str, outer: str) -> None:
+    """Its own launch, and a bare mpiexec: neither takes the outer rank's place, nor torchrun's store."""
+    need_mpiexec()
+    inner = (tmp_path / "inner.sh")
+    inner.write_text(f"{sys.executable} -m ezpz_llm.launch --launcher mpiexec -n 2 --run-dir inner"
+                     f" {sys.executable} {program} || exit\nmpiexec -n 3 {sys.executable} {program} bare\n")
+    done = launch(tmp_path, "--launcher", outer, "-n", "1", "--run-dir", "r", "sh", str(inner), timeout=90)
+    assert done.returncode == 0, done.stderr
+    reports = _reports((tmp_path / "inner").glob("logs/rank*.log"))
+    assert [report["place"] for report in reports] == [["0", "2", "0", "2", "0"], ["1", "2", "1", "2", "0"]]
+    assert [(report["found"], report["source"], report["store"]) for report in reports] == [
+        ([0, 2], "Hydra (PMI_RANK)", None), ([1, 2], "Hydra (PMI_RANK)", None)]
+    bare = _reports(tmp_path.glob("bare*"))
+    assert [report["found"] for report in bare] == [[0, 3], [1, 3], [2, 3]]
+    assert {report["source"] for report in bare} == {"Hydra (PMI_RANK)"}

@@ -1,0 +1,238 @@
+"""Ranks that come late or never, and hosts that refuse to start any: who is named, and how the run is ended."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from launch_runs import launch, left_over, record
+from simcluster.cluster import Cluster
+
+from ezpz_llm.launch.arrivals import Arrivals
+from ezpz_llm.launch.failures import sayings as said
+from ezpz_llm.launch.failures.sayings import read_sayings
+from ezpz_llm.launch.life import SignsOfLife
+from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
+from ezpz_llm.rundir import RunDir
+
+_HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+_EXECVE = "slurmstepd-n2: error: execve(): /x/python: No such file or directory\n"
+_TASK = "srun: error: n2: task {}: Exited with exit code 2\n"
+
+# Read by every Python that starts: the shim of one rank, or of one node, is SECONDS late.
+_LATE = """
+import os, sys, time
+if "ezpz_llm.launch.shim" in sys.orig_argv and {who}:
+    time.sleep({seconds})
+"""
+
+
+def _late(folder: Path, who: str, seconds: float) -> dict[str, str]:
+    (folder / "late").mkdir()
+    (folder / "late/sitecustomize.py").write_text(_LATE.format(who=who, seconds=seconds))
+    return {"PYTHONPATH": str(folder / "late")}
+
+
+def _arrivals(folder: Path, limit_s: float | None = 10.0, words: str = "") -> Arrivals:
+    run_dir = RunDir(folder).create()
+    run_dir.launcher_log.write_text(words)
+    return Arrivals(_HOSTS, run_dir, limit_s, named_after_s=1.0)
+
+
+# Who is missing, and what is said of it
+
+def test_missing_ranks_are_named_again_as_they_change(tmp_path: Path) -> None:
+    arrivals = _arrivals(tmp_path)
+    assert arrivals.news(_HOSTS, 0.5) is None
+    assert arrivals.news({1: "n1", 2: "n2", 3: "n2"}, 1.5) == (
+        "3 of 4 ranks have not started after 2 s: rank 1 on n1, ranks 2-3 on n2; the run is ended after 10 s"
+        " (--timeout-start)")
+    assert arrivals.news({1: "n1", 2: "n2", 3: "n2"}, 100) is None
+    assert "1 of 4 ranks" in (arrivals.news({1: "n1"}, 101) or "")
+    assert arrivals.news({}, 109) == "all 4 ranks have started, the last after 109 s"
+    assert arrivals.news({}, 110) is None
+
+
+def test_a_start_in_time_is_no_news(tmp_path: Path) -> None:
+    arrivals = _arrivals(tmp_path)
+    assert arrivals.news(_HOSTS, 0.5) is None
+    assert arrivals.news({}, 2.0) is None
+    assert arrivals.verdict({}, 99.0) is None
+
+
+def test_many_hosts_are_named_in_a_line(tmp_path: Path) -> None:
+    hosts = {rank: f"x{rank // 4}" for rank in range(10_000)}
+    text = Arrivals(hosts, RunDir(tmp_path).create(), None, named_after_s=1.0).news(hosts, 2.0)
+    assert text is not None
+    assert len(text) < 400
+    assert text.endswith("ranks 32-9999 on 2492 more hosts")
+
+
+def test_the_deadline(tmp_path: Path) -> None:
+    assert _arrivals(tmp_path).verdict({3: "n2"}, 9.0) is None
+    stop = _arrivals(tmp_path).verdict({3: "n2"}, 10.5)
+    assert stop is not None
+    assert (stop.kind, stop.text.partition(" (")[0]) == ("late", "rank 3 on n2 did not start within 10 s")
+    assert _arrivals(tmp_path, limit_s=None).verdict({3: "n2"}, 1e6) is None
+
+
+@pytest.mark.parametrize(("words", "missing", "is_refused"), [
+    (_EXECVE, {2: "n2"}, True),
+    (_TASK.format("2-3"), {3: "n2"}, True),
+    # A rank that has come tells of its own end.
+    (_TASK.format("0"), {3: "n2"}, False),
+    ("a program: all is well\n", {3: "n2"}, False),
+])
+def test_the_launchers_words_end_it_at_once(tmp_path: Path, words: str, missing: dict[int, str],
+                                            is_refused: bool) -> None:
+    arrivals = _arrivals(tmp_path, None, words)
+    assert arrivals.verdict(missing, 3.0) is None  # others may still say more
+    stop = arrivals.verdict(missing, 6.0)
+    assert (stop is not None) is is_refused
+    if stop is not None:
+        assert (stop.kind, stop.text.startswith(" ".join(words.split()))) == ("refused", True)
+    assert arrivals.verdict({}, 7.0) is None
+
+
+def test_what_rank_0_says_of_other_hosts_is_its_own_matter(tmp_path: Path) -> None:
+    """Its standard error is in the launcher's log, too: a program may run git or ssh."""
+    words = "ssh: Could not resolve hostname github.com: Temporary failure in name resolution\n"
+    arrivals = _arrivals(tmp_path, None, words)
+    RunDir(tmp_path).rank_log(0).write_text(f"begin\n{words}end\n")
+    assert arrivals.verdict({3: "n2"}, 3.0) is None
+    assert arrivals.verdict({3: "n2"}, 9.0) is None
+
+
+def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
+    """No room for an agent, an agent that gave up, a disk without room for its report."""
+    run_dir = RunDir(tmp_path).create()
+    life = SignsOfLife(run_dir, "id", {**_HOSTS, 4: "n3", 5: "n3", 6: "n4", 7: "n4"}, started=0.0)
+    life.look(1.0)
+    assert len(life.missing) == 8
+    write_report(run_dir, NodeReport("id", "n1", 0, "running", 1.0, {0: RankReport()}))
+    run_dir.rank_heartbeat(3).touch()
+    write_report(run_dir, NodeReport("id", "n3", 4, "running", 1.0, {}, error="Traceback\nOSError"))
+    run_dir.node_report(6).touch()
+    life.look(2.0)
+    assert dict(life.missing) == {1: "n1", 2: "n2"}
+
+
+# What refuses a start, in its own words
+
+@pytest.mark.parametrize(("words", "who", "host"), [
+    # Seen with MPICH 5.0.2 and OpenSSH 9.2 on simulated nodes.
+    ("root@n2: Permission denied (publickey,password,hostbased).", said.SSH, "n2"),
+    ("ssh: connect to host n2 port 22: Connection refused", said.SSH, "n2"),
+    ("ssh: Could not resolve hostname nope: Temporary failure in name resolution", said.SSH, "nope"),
+    # By OpenSSH's sources.
+    ("ssh: connect to host n2 port 22: Connection timed out", said.SSH, "n2"),
+    ("No ED25519 host key is known for n2 and you have requested strict checking.\nHost key verification failed.",
+     said.SSH, "n2"),
+    ("Host key verification failed.", said.SSH, None),
+    ("Connection closed by 10.0.0.2 port 22", said.SSH, "10.0.0.2"),
+    ("bash: line 1: /x/bin/hydra_pmi_proxy: No such file or directory", "mpiexec", None),
+    ("bash: line 1: orted: command not found", "mpiexec", None),
+    ("/x/python3: No module named ezpz_llm.launch", "Python", None),
+    ("/x/python3: Error while finding module specification for 'ezpz_llm.launch.shim' (ModuleNotFoundError: No"
+     " module named 'ezpz_llm')", "Python", None),
+    ("slurmstepd: error: execve(): /x/python: No such file or directory", "Slurm", None),
+    ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential", "Slurm", "n2"),
+])
+def test_words_of_a_refusal(words: str, who: str, host: str | None) -> None:
+    [saying] = read_sayings(f"before\n{words}\nafter\n")
+    assert (saying.who, saying.means, saying.host) == (who, said.NOT_STARTED, host)
+
+
+# Real runs
+
+def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
+    late = _late(tmp_path, 'os.environ.get("PMI_RANK") == "1"', 1000)
+    began = time.monotonic()
+    done = launch(tmp_path, "-n", "2", "--timeout-start", "4", "--run-dir", "r", "sleep", "100", **late)
+    assert done.returncode == 124, done.stderr
+    assert time.monotonic() - began < 45
+    assert "the launcher could not start the ranks: rank 1 on" in done.stderr
+    assert "did not start within 4 s (--timeout-start); the run is ended" in done.stderr
+    assert "under the same paths" in (tmp_path / "r/postmortem.txt").read_text()
+    assert record(tmp_path / "r")["exit"]["kind"] == "not_started"
+    assert left_over(tmp_path / "r") == {}
+
+
+def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    late = _late(tmp_path, 'os.environ.get("PMI_RANK") == "1"', 4)
+    done = launch(tmp_path, "-n", "2", "--timeout-start", "0", "--run-dir", "r", "echo", "here", **late)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r/logs/rank0001.log").read_text() == "here\n"
+
+
+@contextmanager
+def _python_missing_on(cluster: Cluster, node: str) -> Iterator[None]:
+    """As an unmounted file system, or an environment on another node's own disk."""
+    folder = str(Path(sys.executable).parent)
+    mounted = cluster.run("mount", "-t", "tmpfs", "tmpfs", folder, node=node)
+    assert mounted.returncode == 0, mounted.stderr
+    try:
+        yield
+    finally:
+        cluster.run("umount", folder, node=node)
+
+
+def test_python_missing_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
+    """srun tells at once, and leaves rank 0 to run or to wait alone."""
+    with _python_missing_on(cluster, "n2"):
+        began = time.monotonic()
+        done = cluster.run("salloc", "--quiet", "-N2", "--ntasks-per-node=1", "launch", "--run-dir", "r", "sleep",
+                           "100", cwd=tmp_path, timeout=90)
+        assert time.monotonic() - began < 60
+    assert done.returncode == 3, done.stderr
+    first = next(line for line in done.stderr.splitlines() if "the launcher could not start the ranks" in line)
+    assert "n2" in first
+    # `python` or `python3`: whichever name pip gave to the first line of the installed `launch`.
+    folder = re.escape(str(Path(sys.executable).parent))
+    assert re.search(rf"execve\(\): {folder}/python3?: No such file or directory", first)
+    assert "see that n2 can read the Python" in done.stderr
+    assert cluster.processes(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]) == {}
+
+
+@pytest.mark.slow
+def test_ranks_that_are_90_seconds_late_are_named_and_come(cluster: Cluster, tmp_path: Path) -> None:
+    late = _late(tmp_path, 'os.uname().nodename == "n2"', 90)
+    done = cluster.run("salloc", "--quiet", "-N2", "--ntasks-per-node=2", "launch", "--run-dir", "r", "hostname",
+                       cwd=tmp_path, timeout=240, **late)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 4 ranks have not started after 6" in done.stderr
+    assert ": ranks 2-3 on n2; the run is ended after 600 s (--timeout-start)" in done.stderr
+    assert (tmp_path / "r/logs/rank0003.log").read_text() == "n2\n"
+
+
+@contextmanager
+def _sshd(cluster: Cluster, node: str, options: str | None) -> Iterator[None]:
+    """Another sshd on the node, or none."""
+    again = "/usr/sbin/sshd -f /etc/ssh/sshd_config"
+    stop = "pkill -x sshd; while pgrep -x sshd > /dev/null; do sleep 0.05; done;"
+    cluster.run("bash", "-c", f"{stop} {f'{again} {options}' if options else ''}", node=node)
+    try:
+        yield
+    finally:
+        cluster.run("bash", "-c", f"{stop} {again}", node=node)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (None, "ssh: connect to host n2 port 22: Connection refused"),
+    ("-o AuthorizedKeysFile=none -o HostbasedAuthentication=yes -o KbdInteractiveAuthentication=no",
+     "root@n2: Permission denied (publickey,hostbased)."),
+])
+def test_sshs_refusal_is_quoted_first(host_cluster: Cluster, tmp_path: Path, options: str | None,
+                                      words: str) -> None:
+    with _sshd(host_cluster, "n2", options):
+        done = host_cluster.run("launch", "--hosts", "n1,n2", "--run-dir", "r", "sleep", "100", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    text = (tmp_path / "r/postmortem.txt").read_text()
+    assert text.startswith(f"launch: n2: the launcher could not start the ranks: {words}\n")
+    assert "try: `ssh n2 true` from here must work without a question" in text
+    assert "HYDRA_LAUNCHER_EXEC=pbs_tmrsh" in text

@@ -1,0 +1,92 @@
+"""A program can write into its run directory, and a full disk can cut a file short: launch's own end does not
+depend on what lies there. The cause keeps its code, and all nodes are cleared."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import left_over, start
+
+from ezpz_llm.launch.failures import RunFacts, Stop, bare_account
+from ezpz_llm.rundir import RunDir
+
+_PROGRAM = """
+import json, os, pathlib, shutil, signal, subprocess, sys, time
+rank, run = int(os.environ["EZPZ_LLM_RANK"]), pathlib.Path(os.environ["EZPZ_LLM_RUN_DIR"])
+run_id = os.environ["EZPZ_LLM_RUN_ID"]
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+time.sleep(1)
+{damage}
+time.sleep(1.5)
+sys.exit(3)
+"""
+
+_DAMAGES = {
+    "cut short": """
+for name in ("errors/rank0000.json", "errors/rank0001.json", "control/stop", "control/stacks-1", "control/signal-1",
+             "heartbeat/node0000.json", "run.json"):
+    (run / name).write_text("{")
+""",
+    "of wrong types": """
+for name in ("errors/rank0000.json", "control/stop", "control/stacks-1", "control/signal-1",
+             "heartbeat/node0007.json"):
+    for text in ('[1]', '{"run_id": 1}', json.dumps({"run_id": run_id, "ranks": 7, "token": [], "grace_s": "x"})):
+        (run / name).write_text(text)
+        time.sleep(0.2)
+""",
+    "of ranks that are none": """
+(run / "heartbeat/node0007.json").write_text(json.dumps({"run_id": run_id, "host": "n9", "first_rank": 7,
+    "state": "ended", "interval_s": 1.0, "ranks": {"1000000": {"ended": 9}, "-3": {"ended": 9}}}))
+(run / "errors/rank1000000.json").write_text(json.dumps({"rank": 1000000, "host": "n9", "pid": 1, "exit_code": 9,
+    "signal": None, "ended": 1.0, "duration_s": 1.0, "launch": run_id}))
+""",
+    "folders": """
+for name in ("errors/rank0000.json", "errors/rank0001.json", "control/stop", "control/stacks-1", "control/signal-1",
+             "heartbeat/node0007.json", "postmortem.txt"):
+    (run / name).mkdir()
+""",
+    "away": """
+for name in ("errors", "control", "heartbeat"):
+    shutil.rmtree(run / name)
+""",
+    "away altogether": """
+shutil.rmtree(run)
+""",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("several", [list(_DAMAGES)[:3], list(_DAMAGES)[3:]], ids=["files", "folders"])
+def test_the_cause_keeps_its_code(tmp_path: Path, several: list[str]) -> None:
+    runs = {}
+    for number, what in enumerate(several):
+        (tmp_path / f"{number}.py").write_text(_PROGRAM.format(damage=_DAMAGES[what]))
+        (tmp_path / f"r{number}").mkdir()
+        runs[number] = start(tmp_path, "-n", "2", "--run-dir", f"r{number}", sys.executable, f"{number}.py")
+    said = {number: run.communicate(timeout=90)[1] for number, run in runs.items()}
+    for number, what in enumerate(several):
+        assert "Traceback" not in said[number], f"{what}\n{said[number]}"
+        assert runs[number].returncode == 3, f"{what}\n{said[number]}"
+        assert f"rank 1 on {os.uname().nodename} failed: exit code 3" in said[number], f"{what}\n{said[number]}"
+        assert "may be left" not in said[number], f"{what}\n{said[number]}"
+        if what not in ("cut short", "away altogether"):
+            assert left_over(tmp_path / f"r{number}") == {}, what
+            assert json.loads((tmp_path / f"r{number}/run.json").read_text())["exit"]["code"] == 3
+
+
+@pytest.mark.parametrize(("stopped", "status", "code"), [
+    (None, 7, 7), (None, 0, 0), (None, -9, 137), (Stop("rank", "a rank failed"), 143, 143),
+    (Stop("idle", "no sign of life"), 143, 124), (Stop("signal", "launch was sent SIGINT", "SIGINT"), 1, 130),
+    (Stop("late", "a rank did not start"), 1, 124), (Stop("refused", "a rank cannot start"), 1, 3)])
+def test_what_is_said_where_nothing_makes_sense(tmp_path: Path, stopped: Stop | None, status: int,
+                                                code: int) -> None:
+    (tmp_path / "errors").write_text("x")
+    facts = RunFacts(2, ("n1", "n1"), "srun", status, 1000.0, stopped)
+    assert bare_account(RunDir(tmp_path), "id", facts).code == code

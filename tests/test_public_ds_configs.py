@@ -1,0 +1,84 @@
+"""What becomes of other people's ds_configs: each is honoured as it says, or refused with a reason that is true."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from public_ds_configs import PUBLIC, Public
+
+from ezpz_llm.engine import ops
+from ezpz_llm.engine.deepspeed_keys import table
+from ezpz_llm.errors import UserError
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import RunPlan, check_run
+
+
+def plan(public: Public, folder: Path) -> RunPlan:
+    """What `launch` checks before a run of 100 steps with that ds_config."""
+    text = json.dumps(public.values)
+    for plain, written in public.text.items():
+        assert plain in text
+        text = text.replace(plain, written)
+    path = folder / "ds_config.json"
+    path.write_text(text)
+    return check_run(parse(["--ds-config", str(path), "--steps", "100", *public.argv]), public.world_size)
+
+
+def found(run: RunPlan, name: str) -> Any:
+    """A setting of the run by its name in the table."""
+    resolved = run.resolved
+    if name == "stage":
+        return resolved.layout.zero_stage
+    if name == "scale":
+        return resolved.loss_scale.start, resolved.loss_scale.window, resolved.loss_scale.hysteresis
+    if name.startswith("zero."):
+        return resolved.deepspeed["zero_optimization"][name.removeprefix("zero.")]
+    for owner in (resolved.layout, resolved.batch, resolved):
+        if hasattr(owner, name):
+            return getattr(owner, name)
+    return getattr(run.config, name) if hasattr(run.config, name) else resolved.deepspeed[name]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.title)
+def test_a_public_ds_config(public: Public, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+    if isinstance(public.expected, str):
+        with pytest.raises(UserError) as raised:
+            plan(public, tmp_path)
+        assert public.expected in str(raised.value), raised.value
+        return
+    run = plan(public, tmp_path)
+    assert {name: found(run, name) for name in public.expected} == public.expected
+    notes = " ".join(run.resolved.notes)
+    for words in public.notes:
+        assert words in notes, notes
+
+
+def test_there_are_enough_of_each_project() -> None:
+    projects = Counter(public.repo.split("/")[1] for public in PUBLIC)
+    assert set(projects) == {"axolotl", "accelerate", "transformers", "DeepSpeedExamples", "Megatron-DeepSpeed"}
+    assert min(projects.values()) >= 6
+    assert len({(public.repo, public.path, public.commit) for public in PUBLIC}) == len(PUBLIC) >= 40
+
+
+@pytest.mark.skipif(version("deepspeed") != table().version, reason="another DeepSpeed")
+@pytest.mark.parametrize("public", [public for public in PUBLIC if isinstance(public.expected, str) and (
+    "unknown key" in public.expected or "DeepSpeed takes" in public.expected or "removed" in public.expected)],
+    ids=lambda public: public.title)
+def test_a_refusal_that_names_deepspeed_is_deepspeeds_own(public: Public, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said to be no key of DeepSpeed's, or removed, DeepSpeed itself refuses, or ignores in silence."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    values = {**json.loads(json.dumps(public.values)), "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1,
+              "gradient_accumulation_steps": 1}
+    if "cuda_visible_devices" in public.expected:
+        assert not hasattr(DeepSpeedConfig(values), "cuda_visible_devices")
+        return
+    with pytest.raises(Exception, match=r"extra_forbidden|Extra inputs|greater than|has been removed"):
+        DeepSpeedConfig(values)

@@ -1,0 +1,134 @@
+"""Another user of the node at the ports of a preflight and a run: he ends nothing, and nobody believes him.
+
+Each attack is tried a few times; 100 times each with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from strangers import Strangers
+
+CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+_ESCAPE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f]")
+
+# Attacks each port of MASTER_PORT's range at which user argv[1] listens, in all of the ways argv[3] at once, until
+# it is ended. Writes the ports that it found to argv[2].
+ATTACK = r"""
+import collections, json, socket, sys, threading, time
+
+victim, log, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3].split()
+EVIL = "\x1b]0;PWNED\x07\x1b[31mevil"
+tries, seen = collections.Counter(), set()
+
+def ports():
+    for name in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{name}").read().splitlines()[1:]:
+            words = line.split()
+            address, _, port = words[1].rpartition(":")
+            port = int(port, 16)
+            if words[3] == "0A" and int(words[7]) == victim and 20000 <= port < 32010:
+                yield port
+
+def frame(message):
+    body = json.dumps(message).encode()
+    return bytes(32) + len(body).to_bytes(4, "big") + body + bytes(32)
+
+def attack(kind, port):
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=2) as peer:
+            peer.settimeout(5)
+            if kind == "deep":
+                peer.sendall(b"[" * 100_000 + b"\n")
+            elif kind == "norank":
+                peer.sendall(json.dumps({"token": "x"}).encode() + b"\n" + frame({"host": EVIL}))
+            elif kind == "impostor":
+                peer.sendall(frame({"token": "x", "rank": 1, "host": EVIL}))
+            elif kind == "unfinished":
+                for _ in range(500):
+                    peer.sendall(b"x" * 100_000)
+            elif kind == "idle":
+                time.sleep(3)
+            elif kind == "slow":
+                for _ in range(5):
+                    peer.sendall(b"\0")
+                    time.sleep(1)
+            elif kind == "echo":
+                while data := peer.recv(4096):
+                    peer.sendall(data)
+    except OSError:
+        pass
+
+def keep_on(kind):
+    while True:
+        for port in list(seen):
+            tries[kind] += 1
+            attack(kind, port)
+        time.sleep(0.01)
+
+for kind in kinds:
+    for _ in range(20 if kind == "idle" else 1):
+        threading.Thread(target=keep_on, args=(kind,), daemon=True).start()
+while True:
+    now = set(ports())
+    seen |= now
+    seen &= now
+    if now:
+        with open(log, "a") as file:
+            print(sorted(now), dict(tries), file=file)
+    time.sleep(0.05)
+"""
+KINDS = "deep norank impostor unfinished idle slow echo"
+
+
+def attacked(strangers: Strangers, *words: str) -> tuple[str, bool]:
+    """What the victim's `launch WORDS` prints, which has to end with code 0, and whether he found a port."""
+    victim, attacker = strangers.victim, strangers.attacker
+    log = attacker.home / "log"
+    attacker.run("rm", "-f", log)
+    attacking = attacker.start(sys.executable, "-c", ATTACK, str(victim.uid), log, KINDS)
+    try:
+        done = victim.launch(*words, timeout=150, **CALM)
+    finally:
+        attacker.end_all()
+        _, said = attacking.communicate(timeout=20)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, f"{text}\n{said}"
+    assert "Traceback" not in said, said
+    assert not _ESCAPE.search(text), ascii(text)
+    assert "PWNED" not in text
+    return text, log.exists()
+
+
+def preflight(strangers: Strangers) -> None:
+    text, met = attacked(strangers, "--preflight", "-n", "2", "hostname")
+    assert met
+    assert "preflight: fit" in text
+    assert "2 of 2 ranks" in text
+
+
+def training(strangers: Strangers) -> None:
+    _, met = attacked(strangers, "-n", "2", sys.executable, "-m", "ezpz_llm.test_dist", "--steps", "20")
+    assert not met, "something listens where ranks meet"
+
+
+def test_a_preflight_among_strangers(strangers: Strangers) -> None:
+    preflight(strangers)
+
+
+def test_ranks_of_one_node_listen_at_no_port_of_theirs(strangers: Strangers) -> None:
+    training(strangers)
+
+
+@pytest.mark.slow
+def test_a_hundred_preflights_among_strangers(strangers: Strangers) -> None:
+    for _ in range(100):
+        preflight(strangers)
+
+
+@pytest.mark.slow
+def test_a_hundred_runs_among_strangers(strangers: Strangers) -> None:
+    for _ in range(100):
+        training(strangers)

@@ -1,0 +1,151 @@
+"""What `--resume` comes to: a run goes on, begins anew or is complete, with its own settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch_runs import launch, left_over, start
+
+from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.errors import UserError
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.train import main
+from ezpz_llm.trainer import loop
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import plan_run
+from ezpz_llm.trainer.resuming import find_beginning
+from ezpz_llm.trainer.run import run
+
+SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
+         "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
+         "--micro-batch", "2", "--lr", "2e-3", "--log-every", "2"]
+
+
+class Died(Exception):
+    """Somebody ended the run."""
+
+
+@pytest.fixture
+def train(monkeypatch, capsys):
+    """Runs of one rank in this process; `dies` is the step in which one is ended."""
+    step_as_it_is = loop.train_step
+
+    def run_it(*words: object, dies: int = 0) -> tuple[int, str]:
+        def step(session, number):
+            if number + 1 == dies:
+                raise Died
+            step_as_it_is(session, number)
+
+        monkeypatch.setattr(loop, "train_step", step)
+        capsys.readouterr()
+        code = run(parse([*map(str, words), "--device", "cpu"]))
+        return code, capsys.readouterr().out
+
+    return run_it
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(RunDir(run_dir).metrics)]
+
+
+def test_one_command_goes_through_all_of_it(train, tmp_path, capsys):
+    """Die before the first checkpoint, die after it, finish, and again: as a job that is queued again does."""
+    run_dir = tmp_path / "run"
+    words = [*SMALL, "--ds-config", "ddp", "--steps", "12", "--save-every", "4", "--run-dir", run_dir,
+             "--resume", "auto"]
+    with pytest.raises(Died):
+        train(*words, dies=4)
+    kept = RunDir(run_dir).metrics.read_bytes()
+    assert main([*map(str, words), "--check"]) == 0
+    with pytest.raises(Died):
+        train(*words, dies=10)
+    out = capsys.readouterr().out
+    assert f"note: {run_dir} ended before its first checkpoint: the run begins anew\n" in out
+    [aside] = run_dir.glob("metrics-before-*.jsonl")
+    assert aside.read_bytes() == kept, "nothing is lost"
+    code, out = train(*words)
+    assert code == 0
+    # A checkpoint is complete when ranks have agreed that it is: some steps after the one it is of.
+    assert re.match(rf"resuming after step [48] \(\d+ samples\) from {run_dir}/checkpoints/", out), out
+    once_more = train(*words)
+    assert once_more == (0, f"{run_dir} is complete, step 12 of 12: nothing is left to do\n")
+    assert main([*map(str, words), "--check"]) == 0
+    assert train(*SMALL, "--ds-config", "ddp", "--steps", "12", "--run-dir", tmp_path / "whole")[0] == 0
+    assert losses(run_dir) == losses(tmp_path / "whole")
+
+
+def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
+    """By its name alone, from another folder's point of view, on any number of ranks, under another layout."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 90)
+    words = [*SMALL, "--corpus", text, "--tokenizer", "char", "--ds-config", "ddp", "--save-every", "4", "--beta2",
+             "0.9", "--seed", "5"]
+    whole = tmp_path / "whole"
+    assert train(*words, "--steps", "8", "--run-dir", whole)[0] == 0
+    half = whole / "checkpoints" / "step-00000004"
+    code, out = train("--resume", half, "--run-dir", tmp_path / "on")
+    assert code == 0
+    assert losses(tmp_path / "on") == losses(whole)[4:]
+    assert f"run {whole} (its command line): n_layer 1, " in " ".join(out.split())
+    ours, theirs = (read_record(RunDir(path))["config"] for path in (tmp_path / "on", whole))
+    differing = {name for name in theirs if ours[name] != theirs[name]} - {"run_dir", "resume"}
+    assert differing == {"global_batch"}, "what followed is a number now"
+
+    def plan(*more: str, ranks: int = 2):
+        return plan_run(find_beginning(parse(["--resume", str(half), "--device", "cpu", *more])).options, ranks)
+
+    def batch(*more: str, ranks: int = 2) -> tuple[int, int, int]:
+        found = plan(*more, ranks=ranks).resolved.batch
+        return found.global_batch, found.micro_batch, found.accumulation
+
+    assert batch() == (2, 1, 1), "the global batch holds on any number of ranks"
+    assert batch("--global-batch", "8") == (8, 2, 2)
+    assert batch("--micro-batch", "2", "--accumulation", "3") == (12, 2, 3)
+    assert plan("--ds-config", "tp2").resolved.layout.tp == 2
+    assert plan("--steps", "20").config.decay_steps == 20, "what followed follows again"
+    assert plan("--lr", "1e-3").config.min_lr == 1e-4
+    assert plan("--n-embd", "64").model.n_embd == 64, "what is typed wins, and the checkpoint refuses it"
+
+
+def test_runs_with_nothing_saved(train, tmp_path, capsys):
+    assert train(*SMALL, "--ds-config", "ddp", "--steps", "2", "--save-every", "-1", "--run-dir", tmp_path / "a",
+                 "--resume", "auto")[0] == 0
+    code, out = train("--resume", "auto", "--run-dir", tmp_path / "a")
+    assert (code, "complete, without checkpoints" in out) == (0, True), out
+    code, out = train("--resume", tmp_path / "a", "--run-dir", tmp_path / "b", "--steps", "1", "--save-every", "0")
+    assert (code, "ended before its first checkpoint: the run begins anew" in out) == (0, True), out
+    assert len(losses(tmp_path / "a")) == 2, "another run's metrics stay where they are"
+    assert [folder.name for folder in complete(RunDir(tmp_path / "b").checkpoints)] == ["step-00000001"]
+    (tmp_path / "empty").mkdir()
+    for wrong in ("empty", "missing"):
+        with pytest.raises(UserError):
+            find_beginning(parse(["--resume", str(tmp_path / wrong)]))
+    assert "begins in a new directory" in find_beginning(parse(["--resume", "auto"])).notes[0]
+
+
+def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
+    words = ["-n", "1", sys.executable, "-m", "ezpz_llm.train", *SMALL, "--device", "cpu", "--run-dir", "r",
+             "--resume", "auto", "--save-every", "5000", "--steps"]
+    first = start(tmp_path, *words, "9000", OMP_NUM_THREADS="1")
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "r/metrics.jsonl").exists():
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for pid, command in left_over(tmp_path / "r").items():
+        if "ezpz_llm.train" in command and "ezpz_llm.launch" not in command:
+            os.kill(pid, signal.SIGKILL)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 137, said
+    done = launch(tmp_path, *words, "4", timeout=120, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "ended before its first checkpoint: the run begins anew" in done.stdout
+    assert [line["step"] for line in read_lines(RunDir(tmp_path / "r").metrics)] == [1, 2, 3, 4]
+    again = launch(tmp_path, *words, "4", timeout=120, OMP_NUM_THREADS="1")
+    assert (again.returncode, "r is complete, step 4 of 4" in again.stdout) == (0, True), again.stderr
