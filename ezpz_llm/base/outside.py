@@ -88,6 +88,8 @@ def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[di
         NoFile: there is none.
         UserError: it cannot be read, or a line is no JSON object or beyond the limits; with its number.
     """
+    import orjson  # a quarter of the time of Python's own, for files of a million lines
+
     with os.fdopen(_open(path), "rb") as file:
         number = 0
         while True:
@@ -102,11 +104,9 @@ def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[di
             if not line.endswith(b"\n"):
                 return
             try:
-                # The quick way, for files of a million lines; what it does not take is looked at below.
-                value, end = _DECODER.raw_decode(line.decode())
-                is_plain = (end + 1 == len(line) and isinstance(value, dict)
-                            and line.count(b"[") + line.count(b"{") <= MOST_DEPTH)
-            except (ValueError, RecursionError):
+                value = orjson.loads(line)
+                is_plain = isinstance(value, dict) and line.count(b"[") + line.count(b"{") <= MOST_DEPTH
+            except ValueError:  # a blank line, NaN, or what is none: told apart below
                 is_plain = False
             if not is_plain:
                 if not line.strip():

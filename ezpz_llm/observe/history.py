@@ -88,9 +88,9 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
             except (KeyError, TypeError):  # some are missing, or null
                 del values[number * len(ON_EACH_LINE):]
                 values.extend([_number(line.get(name)) for name in ON_EACH_LINE])
-            for name, found in of_some.items():
+            for name in ON_SOME_LINES:
                 if name in line:
-                    found[number] = _number(line[name])
+                    of_some[name][number] = _number(line[name])
         except (KeyError, TypeError, OverflowError) as error:
             raise UserError(f"after {number} steps comes a line that is none of a run's ({error!r})", where=where,
                             instead="remove that line") from error
