@@ -123,12 +123,14 @@ def test_ranks_of_one_node_listen_at_no_port_of_theirs(strangers: Strangers) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_hundred_preflights_among_strangers(strangers: Strangers) -> None:
     for _ in range(100):
         preflight(strangers)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_hundred_runs_among_strangers(strangers: Strangers) -> None:
     for _ in range(100):
         training(strangers)
