@@ -22,16 +22,15 @@ from pathlib import Path
 
 import torch
 
+from ezpz_llm import checkpoint
+from ezpz_llm.checkpoint.saver import host_bytes
+from ezpz_llm.checkpoint.writer import read_shard
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine import checkpoint
-from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.checkpoint.host_copy import host_bytes
-from ezpz_llm.engine.checkpoint.writer import read_shard
-from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config, parameter_count
-from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import write_json
 
 BLOCK = 128

@@ -33,8 +33,8 @@ from typing import Any
 import psutil
 import tiktoken
 
+from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.journal import JOURNAL
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.tokenizers import get_tokenizer
 from ezpz_llm.rundir import write_json

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.data.read_ahead import ReadAhead
-from ezpz_llm.data.samples import Batches
+from ezpz_llm.data.samples import Batches, ReadAhead
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.rundir import write_json
 

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify.cells import natural_worlds
-from ezpz_llm.engine import ds_config
+from ezpz_llm.certify.cases import natural_worlds
+from ezpz_llm.layout import ds_config
 from ezpz_llm.rundir import RunDir, read_record, write_json
 
 TIMEOUT_S = 1200

@@ -22,12 +22,11 @@ import torch
 
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.rundir import RunDir, write_json
 
 KINDS = ("bare", "gate", "norms")

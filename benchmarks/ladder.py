@@ -86,13 +86,13 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 
     from ezpz_llm.data.samples import Batches
     from ezpz_llm.dist.setup import setup
-    from ezpz_llm.evaluate.corpus import open_corpus
+    from ezpz_llm.evaluate.validation import open_corpus
     from ezpz_llm.model.flops import flops_per_token
     from ezpz_llm.observe import peak_flops, run_environment
     from ezpz_llm.trainer.options import parse
     from ezpz_llm.trainer.plan import plan_run
+    from ezpz_llm.trainer.run import make_engine
     from ezpz_llm.trainer.schedule import learning_rate
-    from ezpz_llm.trainer.start import make_engine
 
     options = parse(words)
     with setup(run_dir=folder) as dist:
@@ -171,7 +171,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def measured_child(out: Path, words: list[str]) -> int:
-    from ezpz_llm.errors import UserError
+    from ezpz_llm.base.errors import UserError
 
     with tempfile.TemporaryDirectory() as folder:
         try:

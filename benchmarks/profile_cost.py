@@ -25,9 +25,8 @@ from typing import NamedTuple
 import torch
 
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.observe import HostProfile, StepTimeline, Window
 from ezpz_llm.observe.profile import PROFILE_STEPS
 from ezpz_llm.rundir import RunDir, write_json

@@ -21,11 +21,9 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.rundir import write_json
+from ezpz_llm.scaling.confidence import CONFIDENCE, estimate, ratio
 from ezpz_llm.scaling.efficiency import curves_of, points_of
-from ezpz_llm.scaling.fit import Fit
-from ezpz_llm.scaling.interval import CONFIDENCE, estimate, ratio
-from ezpz_llm.scaling.law import Shape
-from ezpz_llm.scaling.predict import predict
+from ezpz_llm.scaling.fit import Fit, Shape, predict
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from scale_laws import Law, noisy, study

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.errors import run_command, unknown, version_text
+from ezpz_llm.base.errors import run_command, unknown, version_text
 
 _PACKAGE = Path(__file__).parent
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.errors import UserError, run_command
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
-from ezpz_llm.hf.reading import given_warning, tokenizer_of
+from ezpz_llm.hf.tokenizer import given_warning, tokenizer_of
 from ezpz_llm.launch.ranks import find_rank
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     """The texts, each with its prompt; the same on every rank. Collective."""
     import torch
 
-    from ezpz_llm.evaluate.sampling import sample
+    from ezpz_llm.evaluate.model import sample
 
     engine = open_model(plan, dist)
     tokens = torch.tensor(prompt.tolist(), device=engine.device)

@@ -7,15 +7,14 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ezpz_llm.engine.rank_map import Places
-from ezpz_llm.errors import run_command
+from ezpz_llm.base.errors import run_command
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import read_places
-from ezpz_llm.trainer.account import account, warning
+from ezpz_llm.layout.rank_map import Places
+from ezpz_llm.trainer.check_report import account, remarks, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
-from ezpz_llm.trainer.resuming import find_beginning
-from ezpz_llm.trainer.settings import remarks
+from ezpz_llm.trainer.resume import find_beginning
 
 
 def main(argv: Sequence[str]) -> int:

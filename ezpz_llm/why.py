@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.clean import show
+from ezpz_llm.base.errors import UserError, run_command, show
 from ezpz_llm.base.private import open_private
-from ezpz_llm.errors import UserError, run_command
-from ezpz_llm.launch.failures.account import account, tail_text
 from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
+from ezpz_llm.launch.failures.postmortem import account, tail_text
 from ezpz_llm.launch.failures.ranks import unfold
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.orders import order_logs, take_stacks

@@ -17,7 +17,7 @@ from engine_ranks import CONFIGS, make_engine
 from rank_jobs import sequences
 
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine.memory import matrix_elements
+from ezpz_llm.layout.memory import matrix_elements
 
 _TOKENS = 23
 """Nothing in the model has this size: no activation looks like a matrix."""

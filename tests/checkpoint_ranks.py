@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 import torch.distributed as torch_dist
 
+from ezpz_llm import checkpoint
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint.folder import complete
 from ezpz_llm.dist.setup import Dist, setup
-from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.checkpoint.folder import complete
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.init import decay_groups, init_weights
 from ezpz_llm.rundir import RunDir
 
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3")

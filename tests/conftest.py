@@ -17,7 +17,7 @@ _FIXTURES = (*_SETTLED, "wide_cluster", "links")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-deepspeed-keys", action="store_true",
-                     help="write ezpz_llm/engine/deepspeed_keys.json (test_ds_config.py)")
+                     help="write ezpz_llm/layout/deepspeed_keys.json (test_ds_config.py)")
     parser.addoption("--write-faults", action="store_true", help="write docs/faults.md (test_cluster_faults.py)")
     parser.addoption("--write-foreign-scripts", action="store_true",
                      help="write benchmarks/results/foreign_scripts.json (test_foreign_scripts.py)")
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-study", action="store_true",
                      help="write benchmarks/results/scaling_links.json (test_scale_cluster.py)")
     parser.addoption("--write-wire", action="store_true",
-                     help="write ezpz_llm/observe/wire_gloo.json (test_wire.py)")
+                     help="write ezpz_llm/observe/traffic_gloo.json (test_wire.py)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ezpz_llm.data import making
-from ezpz_llm.data.journal import JOURNAL
+from ezpz_llm.data import tokenize_corpus
+from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.reader import tasks
 
@@ -58,8 +58,8 @@ def child(corpus: str, out: Path, kill_at: int | None = None, after: bool = Fals
 
     for name in OPERATIONS:
         setattr(os, name, counted(getattr(os, name)))
-    making._SECONDS_BETWEEN_SAVES = 0.0
-    making.tasks = functools.partial(tasks, size=1 << 12)
+    tokenize_corpus._SECONDS_BETWEEN_SAVES = 0.0
+    tokenize_corpus.tasks = functools.partial(tasks, size=1 << 12)
     code = 1
     try:
         prepare(corpus, "bytes", out=out, shard_tokens=9_000, val_fraction=0.4, workers=1, progress=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-TABLE = Path(__file__).parent.parent / "ezpz_llm/engine/deepspeed_keys.json"
+TABLE = Path(__file__).parent.parent / "ezpz_llm/layout/deepspeed_keys.json"
 
 ELSEWHERE = {
     # deepspeed.initialize makes a mesh of them before it reads the rest.

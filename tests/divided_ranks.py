@@ -31,17 +31,16 @@ from tensor_parallel_ranks import (
 )
 from torch import Tensor, nn
 
+from ezpz_llm import checkpoint
+from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine import checkpoint
-from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.decay import decay_groups
-from ezpz_llm.resources import data_dir
+from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
 # No number of rows or columns that 2 or 4 ranks or tiles divide, but the width's.

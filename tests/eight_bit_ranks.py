@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from tensor_parallel_ranks import ACCUMULATION, BLOCK, CLIP, GLOBAL_BATCH, VOCABULARY, train
 
+from ezpz_llm import checkpoint
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine import checkpoint
-from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
 # Large enough for halves of its matrices to be rounded.

@@ -20,18 +20,17 @@ from rank_jobs import sequences
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.resources import data_dir
+from ezpz_llm.model.init import decay_groups, init_weights
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP = 20, 8, 2, 0.5
 BLOCK = 32

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from planted_train import plant
 
+from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import Batches
-from ezpz_llm.engine.checkpoint.saver import Saver
 from ezpz_llm.model.gpt import Block
 from ezpz_llm.train import main
 

@@ -39,7 +39,7 @@ class Job:
                        for rank in range(len(self.pids)))
 
     def phase(self, rank: int) -> str:
-        """What the rank says it is doing (launch/phases.py); "" at first."""
+        """What the rank says it is doing (launch/variables.py); "" at first."""
         path = self._folder / f"heartbeat{rank}"
         return path.read_text().split("\n")[0] if path.exists() else ""
 
@@ -164,7 +164,7 @@ def _fork(question: dict[str, Any]) -> int:
             os.dup2(source, target)
         os.environ.update(question["env"])
         module, function = question["program"].split(":")
-        from ezpz_llm.errors import run_command
+        from ezpz_llm.base.errors import run_command
 
         code = run_command(getattr(importlib.import_module(module), function), question["words"])
     except BaseException:

@@ -29,7 +29,7 @@ from random import Random
 
 import hostile_kinds
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 
 HANG_S = 10
 """Of processor time, which a busy machine does not lengthen."""

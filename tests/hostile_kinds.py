@@ -15,7 +15,7 @@ from typing import Any
 
 import hostile_mutations as mutate
 
-from ezpz_llm.resources import data_dir
+from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer import options
 
@@ -165,7 +165,7 @@ def board(rng: Random, folder: Path) -> object:
 
 @kind
 def ds(rng: Random, folder: Path) -> object:
-    from ezpz_llm.engine.resolve import resolve
+    from ezpz_llm.layout.resolve import resolve
 
     whole = rng.choice(sorted(data_dir("ds_configs").glob("*.json"))).read_text()
     if rng.random() < 0.6:
@@ -202,7 +202,7 @@ def hfconfig(rng: Random, folder: Path) -> object:
 
 @kind
 def hostfile(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.schedulers import hostfile as hostfiles
+    from ezpz_llm.launch import host_selection as hostfiles
 
     return hostfiles.read(
         _written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))
@@ -253,8 +253,8 @@ def launchcli(rng: Random, folder: Path) -> object:
 
 @kind
 def manifest(rng: Random, folder: Path) -> object:
-    from ezpz_llm.engine.checkpoint.index import read_index
-    from ezpz_llm.engine.checkpoint.manifest import describe, read_manifest, read_state, verify
+    from ezpz_llm.checkpoint.index import read_index
+    from ezpz_llm.checkpoint.manifest import describe, read_manifest, read_state, verify
 
     checkpoint = folder / "step-3"
     index = {

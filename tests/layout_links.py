@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify.textbook import textbook
-from ezpz_llm.explain.account import described
+from ezpz_llm.certify.case import textbook
+from ezpz_llm.explain.diagnosis import described
 from ezpz_llm.explain.intervals import subtract, total, union
 from ezpz_llm.explain.split import owned
 from ezpz_llm.explain.trace import RankTrace, read_trace
 from ezpz_llm.explain.waits import PAIRED, waits
-from ezpz_llm.observe.wire import NOTHING, Wire, measured, textbook_bytes, wire
+from ezpz_llm.observe.traffic import NOTHING, Wire, measured, textbook_bytes, wire
 from ezpz_llm.rundir import RunDir, read_record
 
 _SCALAR = 8

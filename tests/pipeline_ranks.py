@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from rank_jobs import sequences
 
+from ezpz_llm import checkpoint
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine import build, checkpoint
-from ezpz_llm.engine.assemble import assemble
+from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.pipeline_engine import PipelineEngine
-from ezpz_llm.engine.resolve import resolve
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.decay import decay_groups
-from ezpz_llm.model.recompute import recompute_blocks
+from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 8, 8, 4, 0.5, 32

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import Batches
-from ezpz_llm.engine.checkpoint.saver import Saver
 from ezpz_llm.model.gpt import Block
 from ezpz_llm.train import main
 

@@ -18,13 +18,13 @@ import torch
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.rundir import read_lines
-from ezpz_llm.trainer.between import flush
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.position import Position
+from ezpz_llm.trainer.run import go_back, start
 from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session, WallClock
-from ezpz_llm.trainer.start import go_back, start
+from ezpz_llm.trainer.step_hooks import flush
 
 
 def take_steps(session: Session, count: int) -> dict[str, Any]:

@@ -23,23 +23,21 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
+from ezpz_llm import checkpoint
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.engine import checkpoint
-from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig, get_model_config
-from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.embedding import Columns
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.head import Head
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.placement import placement_of, size, whole
-from ezpz_llm.model.recompute import recompute_blocks
+from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.model.parameters import placement_of, size, whole
 from ezpz_llm.model.tensor_parallel import RankedDropout
-from ezpz_llm.model.vocabulary import Columns
 from ezpz_llm.rundir import RunDir
 
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch
 
-from ezpz_llm.base.clean import cleaned
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.console import say
+from ezpz_llm.base.errors import UserError, cleaned
+from ezpz_llm.launch.relay import say
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir
 

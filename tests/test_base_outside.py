@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import pytest
 
 from ezpz_llm.base import outside
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import Range, as_dataclass, as_type
-from ezpz_llm.errors import UserError
 
 DEEP = 100_000
 

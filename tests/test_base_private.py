@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.base.private import NotPrivate, make_private, open_private, remove_private
-from ezpz_llm.base.secret import SECRET_VARIABLE, derived, new_secret, run_secret
+from ezpz_llm.base.private import (
+    SECRET_VARIABLE,
+    NotPrivate,
+    derived,
+    make_private,
+    new_secret,
+    open_private,
+    remove_private,
+    run_secret,
+)
 
 _A_STRANGER = 5002
 

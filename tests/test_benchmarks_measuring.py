@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from ezpz_llm.resources import data_dir
+from ezpz_llm.base.package_data import data_dir
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32", "--log-every", "5"]
 

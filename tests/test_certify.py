@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.certify import bounds, recipe, verdict
-from ezpz_llm.certify.cells import Cell, divide, natural_worlds, quick_cells, resolve_cell
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.certify import recipe, verdict
+from ezpz_llm.certify.case import textbook
+from ezpz_llm.certify.cases import Cell, divide, natural_worlds, quick_cells, resolve_cell
 from ezpz_llm.certify.docs import BEGIN, END, write_docs
+from ezpz_llm.certify.injected_faults import PLANTS
 from ezpz_llm.certify.options import parser, plan
-from ezpz_llm.certify.plants import PLANTS
 from ezpz_llm.certify.report import all_passed, as_json, closing
-from ezpz_llm.certify.textbook import textbook
-from ezpz_llm.engine import ds_config, ops
-from ezpz_llm.engine.memory import memory_per_rank
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout import ds_config, ops
+from ezpz_llm.layout.memory import memory_per_rank
 from ezpz_llm.model.config import parameter_count
 
 ROOT = Path(__file__).parents[1]
@@ -126,9 +126,9 @@ def test_under_launch_only_what_fits_the_ranks_is_done() -> None:
 def test_gradient_bounds_grow_towards_the_embedding() -> None:
     names = ["transformer.ln_f.weight", "transformer.h.3.attn.c_proj.weight", "transformer.h.0.ln_1.bias",
              "transformer.wte.weight"]
-    assert [bounds.depth(name, 4) for name in names] == [0, 1, 4, 5]
-    assert bounds.gradient_bound(names[0], 4, "bf16") == 4 * 2 ** -8
-    assert bounds.gradient_bound(names[3], 4, "fp32") == pytest.approx(4 * 1.03 ** 5 * 2 ** -24)
+    assert [verdict.depth(name, 4) for name in names] == [0, 1, 4, 5]
+    assert verdict.gradient_bound(names[0], 4, "bf16") == 4 * 2 ** -8
+    assert verdict.gradient_bound(names[3], 4, "fp32") == pytest.approx(4 * 1.03 ** 5 * 2 ** -24)
 
 
 def test_the_recipe_is_the_same_every_time_and_learnable() -> None:
@@ -189,7 +189,7 @@ def test_what_fails_is_named(change, said: str) -> None:
 
 def test_a_missing_op_is_no_pass() -> None:
     work = planned("--layouts", "ddp", "--world", "1")
-    from ezpz_llm.certify.cells import Skipped
+    from ezpz_llm.certify.cases import Skipped
 
     missing = Skipped(work.cells[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
     assert not all_passed([{"passed": True}], [missing])

@@ -12,9 +12,9 @@ import pytest
 from launch_runs import clean_env, launch
 
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cells import layout_of
-from ezpz_llm.certify.plants import PLANTS
-from ezpz_llm.engine.ops import is_built, needed_ops
+from ezpz_llm.certify.cases import layout_of
+from ezpz_llm.certify.injected_faults import PLANTS
+from ezpz_llm.layout.ops import is_built, needed_ops
 
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")}

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ezpz_llm.engine.checkpoint.boxes import Part, common
-from ezpz_llm.engine.checkpoint.index import Index, Parameter, Piece, check_model
-from ezpz_llm.engine.checkpoint.slices import cut
-from ezpz_llm.errors import UserError
-from ezpz_llm.model.placement import Placement, size, whole
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint.index import Index, Parameter, Part, Piece, check_model, common
+from ezpz_llm.engine.slices import cut
+from ezpz_llm.model.parameters import Placement, size, whole
 
 
 @st.composite

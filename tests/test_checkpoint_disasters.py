@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from forked_ranks import Server, wait_for
 
-from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import complete
-from ezpz_llm.engine.checkpoint.manifest import read_manifest, verify
+from ezpz_llm.checkpoint import find
+from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32", "--ds-config", "zero2",
@@ -122,9 +122,9 @@ import json, os, pathlib, pickle, sys
 from types import SimpleNamespace
 import torch
 from ezpz_llm.dist.degrees import Degrees
-from ezpz_llm.engine.checkpoint import load
-from ezpz_llm.engine.checkpoint.manifest import describe, write_manifest
-from ezpz_llm.engine.checkpoint.torch_state import TorchState
+from ezpz_llm.checkpoint import load
+from ezpz_llm.checkpoint.manifest import describe, write_manifest
+from ezpz_llm.engine.optimizer_state import TorchState
 
 class Bad:
     def __reduce__(self):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.engine.checkpoint import Keep, find, prune
-from ezpz_llm.engine.checkpoint.finding import candidates
-from ezpz_llm.engine.checkpoint.folder import complete, publish, start_partial
-from ezpz_llm.engine.checkpoint.index import read_index
-from ezpz_llm.engine.checkpoint.manifest import Damaged, describe, read_manifest, verify, write_manifest
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint import Keep, find, prune
+from ezpz_llm.checkpoint.folder import complete, publish, start_partial
+from ezpz_llm.checkpoint.index import read_index
+from ezpz_llm.checkpoint.manifest import Damaged, describe, read_manifest, verify, write_manifest
+from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.rundir import RunDir
 
 
@@ -190,6 +190,6 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 
 def test_looking_for_a_checkpoint_imports_no_torch(tmp_path: Path) -> None:
     folder = write(RunDir(tmp_path), 1)
-    program = ("import sys; from ezpz_llm.engine.checkpoint import find; find(sys.argv[1]); "
+    program = ("import sys; from ezpz_llm.checkpoint import find; find(sys.argv[1]); "
                "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=60).returncode == 0

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from forked_ranks import Job, Server, wait_for
 
-from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import STATE, complete, latest, step_of
-from ezpz_llm.engine.checkpoint.manifest import read_json, read_manifest, verify
+from ezpz_llm.checkpoint import find
+from ezpz_llm.checkpoint.folder import STATE, complete, latest, step_of
+from ezpz_llm.checkpoint.manifest import read_json, read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, write_json
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "kills.json"

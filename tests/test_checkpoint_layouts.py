@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from forked_ranks import Server
 
+from ezpz_llm.checkpoint.folder import STATE, complete
+from ezpz_llm.checkpoint.manifest import read_json
+from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.engine.checkpoint.finding import find
-from ezpz_llm.engine.checkpoint.folder import STATE, complete
-from ezpz_llm.engine.checkpoint.manifest import read_json
-from ezpz_llm.engine.ops import is_built
+from ezpz_llm.layout.ops import is_built
 from ezpz_llm.rundir import RunDir, read_record, write_json
 from ezpz_llm.trainer.position import Position, hash_samples
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.folder import complete
-from ezpz_llm.engine.checkpoint.manifest import read_manifest, verify
-from ezpz_llm.engine.ops import is_built
+from ezpz_llm.checkpoint import find
+from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import read_manifest, verify
+from ezpz_llm.layout.ops import is_built
 
 PROGRAM = Path(__file__).with_name("checkpoint_ranks.py")
 LAYOUTS = ["ddp", "zero0", "zero1", "zero2", "zero3", "zero3_in_pieces"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ezpz_llm.engine.checkpoint import rng
-from ezpz_llm.engine.checkpoint.host_copy import HostMemory, host_bytes
-from ezpz_llm.engine.checkpoint.torch_state import TorchState
-from ezpz_llm.engine.checkpoint.writer import read_shard, write_shard
+from ezpz_llm.checkpoint import writer
+from ezpz_llm.checkpoint.saver import HostMemory, host_bytes
+from ezpz_llm.checkpoint.writer import read_shard, write_shard
+from ezpz_llm.engine.optimizer_state import TorchState
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])]
@@ -30,10 +30,10 @@ def draws(device: torch.device) -> list[object]:
 def test_every_generator_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
     device = torch.device(name)
     draws(device)
-    states = rng.capture(device)
+    states = writer.capture(device)
     expected = draws(device), draws(device)
     assert expected[0] != expected[1]
-    rng.restore({source: value.clone() for source, value in states.items()}, device)
+    writer.restore({source: value.clone() for source, value in states.items()}, device)
     assert (draws(device), draws(device)) == expected
     assert ("device" in states) == (name != "cpu")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from launch_runs import record
 
+from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist.device import device_index
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.resources import data_dir
 
 MEET = f"{sys.executable} {Path(__file__).with_name('meeting_ranks.py')}"
 LAUNCHERS = ("srun", "mpiexec", "torchrun")

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ezpz_llm.data.making import entropy
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import Batches, validation_windows
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.errors import UserError
+from ezpz_llm.data.tokenize_corpus import entropy
 
 
 @pytest.fixture(autouse=True)

@@ -18,17 +18,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ezpz_llm.data import making
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data import tokenize_corpus
+from ezpz_llm.data.atomic_dir import Interrupted
 from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.encode import encode_task
 from ezpz_llm.data.formats import find_format
-from ezpz_llm.data.journal import Interrupted
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import encode_task
 from ezpz_llm.data.tokenizers import get_tokenizer
-from ezpz_llm.errors import UserError
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_run
 
@@ -295,12 +295,12 @@ def test_counts_of_broken_documents_hold_over_a_kill(tmp_path: Path, monkeypatch
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(b"".join(
         lines([f"document {number} " * 40]) + b"broken\n" * (number % 10 == 0) for number in range(300))))
     whole = prepare(str(folder), out=tmp_path / "whole", max_broken=99, progress=False)
-    monkeypatch.setattr(making, "_SECONDS_BETWEEN_SAVES", 0.0)
-    monkeypatch.setattr(making, "tasks", lambda *args, **kwargs: tasks(*args, size=1 << 13, **kwargs))
+    monkeypatch.setattr(tokenize_corpus, "_SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(tokenize_corpus, "tasks", lambda *args, **kwargs: tasks(*args, size=1 << 13, **kwargs))
     with pytest.raises(Interrupted, match="17 broken documents were left out before it"):
         prepare(str(folder), out=tmp_path / "out", max_broken=17, progress=False)
     said = []
-    monkeypatch.setattr(making, "say", said.append)
+    monkeypatch.setattr(tokenize_corpus, "say", said.append)
     prepare(str(folder), out=tmp_path / "out", max_broken=99)
     assert any("going on after" in line for line in said)
     facts = [read_manifest(made) for made in (whole, tmp_path / "out")]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ezpz_llm.data.making import entropy
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.mixture import BLOCK, draw, shares
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import IGNORED, Batches, sample_windows, validation_windows
 from ezpz_llm.data.shards import Mixture, TokenData, TokenStream
-from ezpz_llm.errors import UserError
+from ezpz_llm.data.tokenize_corpus import entropy
 
 
 @pytest.fixture(autouse=True)

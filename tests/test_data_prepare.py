@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_runs import cpu_seconds
 
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.journal import JOURNAL
-from ezpz_llm.data.making import entropy
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks, texts
 from ezpz_llm.data.shard_writer import ShardWriter
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
-from ezpz_llm.errors import UserError
 
 SHAKESPEARE_SHA = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DATA = [sys.executable, "-m", "ezpz_llm.data"]

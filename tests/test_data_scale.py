@@ -18,22 +18,22 @@ import numpy as np
 import pytest
 from hub_standin import COMMIT, hub
 
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.atomic_dir import JOURNAL
 from ezpz_llm.data.corpora import find_corpus
-from ezpz_llm.data.encode import encode_task
-from ezpz_llm.data.journal import JOURNAL
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import encode_task
 from ezpz_llm.data.tokenizers import get_tokenizer
-from ezpz_llm.errors import UserError
 
 # The command, but with a journal after each task of 16 kB, so that a small corpus is a long work.
 HASTY = [sys.executable, "-c", """
 import functools, sys
 from ezpz_llm.data import making
 from ezpz_llm.data.commands import main
-from ezpz_llm.errors import run_command
+from ezpz_llm.base.errors import run_command
 making._SECONDS_BETWEEN_SAVES = 0.0
 making.tasks = functools.partial(making.tasks, size=1 << 14)
 sys.argv[0] = "python3 -m ezpz_llm.data"

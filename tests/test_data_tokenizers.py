@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ezpz_llm.data.encode import pack, token_dtype
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.reader import cut_text
+from ezpz_llm.data.tokenize_corpus import pack, token_dtype
 from ezpz_llm.data.tokenizers import (
     GPT2_FINGERPRINT,
     GPT2_NAMES,
@@ -30,7 +31,6 @@ from ezpz_llm.data.tokenizers import (
     read_merges,
     to_entry,
 )
-from ezpz_llm.errors import UserError
 
 GPT2_TEXT = "Hello, I'm a language model,"
 

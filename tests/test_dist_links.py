@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ezpz_llm.explain.links import slow_link
+from ezpz_llm.explain.waits import slow_link
 
 RANKS = Path(__file__).parent / "link_ranks.py"
 

@@ -16,16 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.private import make_private
 from ezpz_llm.dist import device as device_module
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, refuse_idle_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
-from ezpz_llm.dist.meeting import raise_together
 from ezpz_llm.dist.mesh import AXES, Degrees
-from ezpz_llm.dist.node_store import _named, meet_on_node
+from ezpz_llm.dist.rendezvous import _named, meet_on_node, raise_together
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
 
 STREAMS = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(["init", "data", "dropout", "sample"]),
@@ -215,7 +214,7 @@ def test_ranks_of_a_node_meet_in_a_file_again_and_again(tmp_path):
 
 
 def test_programs_of_one_run_do_not_meet_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_llm.dist.node_store._LOCK_WITHIN_S", 0.2)
+    monkeypatch.setattr("ezpz_llm.dist.rendezvous._LOCK_WITHIN_S", 0.2)
     info, soon = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
     with make_private(tmp_path / "f") as folder, _named(folder, "store-at-29500"):
         with pytest.raises(UserError, match="another program of this run is just being set up"):
@@ -252,9 +251,9 @@ from pathlib import Path
 import torch
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.gpt import GPT
 
 dist = setup(device="cpu", run_dir=Path(sys.argv[1]))

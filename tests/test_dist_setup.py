@@ -15,9 +15,8 @@ import pytest
 import torch
 from launch_runs import CAPTURED, captured_env, clean_env
 
-from ezpz_llm.dist.alone import say_if_alone
-from ezpz_llm.dist.setup import setup
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist.setup import say_if_alone, setup
 from ezpz_llm.launch.ranks import find_rank
 
 SCRIPT = str(Path(__file__).with_name("dist_ranks.py"))

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as torch_dist
 from launch_runs import clean_env, launch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.test_dist.options import check, parser
@@ -31,7 +31,7 @@ PLOTS = {"loss.txt", "sps.txt", "dt.txt", "dtf.txt", "dtb.txt"}
 # the training is not the others'.
 DEAF = """
 import sys, torch, torch.distributed as dist
-from ezpz_llm.errors import run_command
+from ezpz_llm.base.errors import run_command
 from ezpz_llm.test_dist import run
 from ezpz_llm.test_dist.__main__ import main
 original, measured = dist.all_reduce, run.held_out_loss

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from launch_runs import cpu_seconds
 
-from ezpz_llm.doctor import machine, network, reservation, software, tools
-from ezpz_llm.engine import build_ops, ops
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.check import machine, reservation, software
+from ezpz_llm.layout import ops
 
 
 def run_doctor(*words: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
@@ -147,11 +147,11 @@ def test_the_machine(tmp_path: Path) -> None:
 
 
 def test_the_network_and_the_clock() -> None:
-    assert [network.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
+    assert [machine.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
         "ok", "warn", "warn"]
-    assert tools.clock(1.8e9, True).level == "ok"
-    assert tools.clock(0.0, True).level == "bad"
-    assert tools.clock_is_kept() in (True, False, None)
+    assert software.clock(1.8e9, True).level == "ok"
+    assert software.clock(0.0, True).level == "bad"
+    assert software.clock_is_kept() in (True, False, None)
 
 
 def test_an_unknown_op_offers_the_nearest(cache: Path) -> None:
@@ -197,19 +197,19 @@ def test_a_stale_lock_is_removed_and_a_held_one_is_not(cache: Path, capsys: pyte
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=lock.parent)
     try:
         with pytest.raises(UserError) as caught:
-            build_ops._clear("cpu_adam")
+            ops._clear("cpu_adam")
         assert str(worker.pid) in str(caught.value)
         assert lock.exists()
     finally:
         worker.kill()
         worker.wait()
-    build_ops._clear("cpu_adam")
+    ops._clear("cpu_adam")
     assert not lock.exists()
     assert f"removing the stale lock {lock}" in capsys.readouterr().out
 
 
 def test_two_builds_of_one_op_do_not_meet(cache: Path) -> None:
-    with build_ops._alone("cpu_adam"):
+    with ops._alone("cpu_adam"):
         done = run_doctor("--build-ops", "cpu_adam")
     assert done.returncode == 1
     assert f"process {os.getpid()}" in done.stderr

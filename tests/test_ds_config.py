@@ -16,14 +16,14 @@ import pytest
 from deepspeed_table import TABLE, deepspeed_table, removed, write
 
 from ezpz_llm import train
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import plain_json
-from ezpz_llm.engine import ops
-from ezpz_llm.engine.deepspeed_keys import REMOVED, convert, table
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.precision_block import DynamicScale
-from ezpz_llm.engine.resolve import Resolved, resolve
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.layout import ops
+from ezpz_llm.layout.ds_config import REMOVED, convert, table
+from ezpz_llm.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.layout.resolve import Resolved, resolve
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 
@@ -270,22 +270,22 @@ def test_defaults_are_deepspeeds() -> None:
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
-    from ezpz_llm.engine import optimizer_block
+    from ezpz_llm.layout import ds_config_blocks
     from ezpz_llm.trainer.plan import _DEFAULT_CLIP
 
     def defaults(function: Any) -> dict[str, Any]:
         return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
     for kind, decay in ((FusedAdam, 0.0), (DeepSpeedCPUAdam, 0.0),
-                        (torch.optim.AdamW, optimizer_block.TORCH_ADAM_DECAY)):
+                        (torch.optim.AdamW, ds_config_blocks.TORCH_ADAM_DECAY)):
         theirs = defaults(kind)
-        assert (theirs["lr"], *theirs["betas"], theirs["eps"]) == tuple(optimizer_block.ADAM_DEFAULTS.values())[:4]
+        assert (theirs["lr"], *theirs["betas"], theirs["eps"]) == tuple(ds_config_blocks.ADAM_DEFAULTS.values())[:4]
         assert theirs["weight_decay"] == decay
     warmup = defaults(lr_schedules.WarmupLR)
     assert {"warmup_steps": warmup["warmup_num_steps"], "warmup_type": warmup["warmup_type"],
-            "warmup_min_lr": warmup["warmup_min_lr"]} == optimizer_block.WARMUP_DEFAULTS
-    assert defaults(lr_schedules.WarmupDecayLR)["warmup_max_lr"] == optimizer_block.DECAY_LR_PEAK
-    assert defaults(lr_schedules.WarmupCosineLR)["cos_min_ratio"] == optimizer_block.COS_MIN_RATIO
+            "warmup_min_lr": warmup["warmup_min_lr"]} == ds_config_blocks.WARMUP_DEFAULTS
+    assert defaults(lr_schedules.WarmupDecayLR)["warmup_max_lr"] == ds_config_blocks.DECAY_LR_PEAK
+    assert defaults(lr_schedules.WarmupCosineLR)["cos_min_ratio"] == ds_config_blocks.COS_MIN_RATIO
     assert DeepSpeedFP16Config().dynamic_loss_scale_args() == {
         "init_scale": 2**16, "scale_window": 1000, "delayed_shift": 2, "consecutive_hysteresis": False,
         "min_scale": 1}

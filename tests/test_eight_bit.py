@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.eight_bit import check_optimizer
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.resolve import resolve
 
 SCRIPT = Path(__file__).with_name("eight_bit_ranks.py")
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")

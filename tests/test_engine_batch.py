@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ezpz_llm.engine.batch import Batch, solve_batch
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout.batch import Batch, solve_batch
 
 SMALL = st.integers(1, 64)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist.private_names import check_deepspeed, find
 from ezpz_llm.dist.stubbed import stubbed_collectives
-from ezpz_llm.engine.checkpoint import moments
+from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.held import living_storages
-from ezpz_llm.errors import UserError
-from ezpz_llm.private_names import check_deepspeed, find
+from ezpz_llm.engine.live_memory import living_storages
 
 
 def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_private_name_of_torch_that_is_gone_is_told_at_import():
     done = python("import torch; del torch._fused_sdp_choice\n"
-                  "from ezpz_llm.train import main\nfrom ezpz_llm.errors import run_command\n"
+                  "from ezpz_llm.train import main\nfrom ezpz_llm.base.errors import run_command\n"
                   "sys.exit(run_command(main, ['--steps', '1', '--device', 'cpu']))")
     assert done.returncode == 2, done.stderr
     version = importlib.metadata.version("torch")
@@ -68,9 +68,9 @@ def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
     done = python(f"""
 import torch, torch.distributed as dist
-from ezpz_llm.engine.checkpoint import moments
+from ezpz_llm.checkpoint import moments
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.held import living_storages
+from ezpz_llm.engine.live_memory import living_storages
 import deepspeed.accelerator.{accelerator}_accelerator as kind
 from deepspeed.accelerator import get_accelerator, set_accelerator
 chosen = kind.{accelerator.upper()}_Accelerator()
@@ -110,10 +110,10 @@ def test_adamw_counts_steps_in_a_tensor_whatever_it_derives_from(monkeypatch):
     monkeypatch.setattr(torch.optim, "Adam", type("Adam", (), {}))
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
-    moments.storage(optimizer, optimizer.param_groups[0], parameter)
+    optimizer_state.storage(optimizer, optimizer.param_groups[0], parameter)
     parameter.grad = torch.ones(2)
     optimizer.step()
-    assert moments.get_step(optimizer) == 1
+    assert optimizer_state.get_step(optimizer) == 1
 
 
 def test_a_tensor_that_is_undefined_holds_nothing():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.engine.ops import is_built
+from ezpz_llm.layout.ops import is_built
 
 SCRIPT = Path(__file__).with_name("engine_ranks.py")
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3")

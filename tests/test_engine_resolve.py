@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ezpz_llm.engine import ds_config, ops
-from ezpz_llm.engine.batch import Batch
-from ezpz_llm.engine.memory import held_parameters
-from ezpz_llm.engine.resolve import Resolved, resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout import ds_config, ops
+from ezpz_llm.layout.batch import Batch
+from ezpz_llm.layout.memory import held_parameters
+from ezpz_llm.layout.resolve import Resolved, resolve
 from ezpz_llm.model.config import get_model_config, parameter_count
 from ezpz_llm.rundir import RunDir
 
@@ -53,7 +53,7 @@ def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = ("import sys; from ezpz_llm.engine.resolve import resolve; resolve('zero3', world_size=4); "
+    program = ("import sys; from ezpz_llm.layout.resolve import resolve; resolve('zero3', world_size=4); "
                "import ezpz_llm.doctor; sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 

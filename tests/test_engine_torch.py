@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer import make_adamw
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.precision_block import DynamicScale
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model.decay import decay_groups
+from ezpz_llm.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
 ALONE = Mesh(Degrees(1), 0)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ezpz_llm.errors import UserError, run_command, unknown
-from ezpz_llm.resources import user_path
+from ezpz_llm.base.errors import UserError, run_command, unknown
+from ezpz_llm.base.package_data import user_path
 
 
 def test_a_users_error_is_a_message_with_a_place_and_a_remedy(capsys):
@@ -37,7 +37,7 @@ def test_our_own_faults_keep_their_traceback():
 
 
 def test_a_reader_that_goes_away_is_no_fault():
-    code = ("import sys; from ezpz_llm.errors import run_command\n"
+    code = ("import sys; from ezpz_llm.base.errors import run_command\n"
             "def main(argv):\n    [print('x' * 1000) for _ in range(10000)]\n"
             "sys.exit(run_command(main, []))")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -48,7 +48,7 @@ def test_a_reader_that_goes_away_is_no_fault():
 
 
 def test_a_working_directory_that_went_is_named(tmp_path):
-    code = ("import os, pathlib, sys; from ezpz_llm.errors import run_command\n"
+    code = ("import os, pathlib, sys; from ezpz_llm.base.errors import run_command\n"
             "os.rmdir(os.getcwd())\nsys.exit(run_command(lambda argv: print(pathlib.Path('x').absolute()), []))")
     (tmp_path / "gone").mkdir()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True,
@@ -57,7 +57,7 @@ def test_a_working_directory_that_went_is_named(tmp_path):
 
 
 def test_any_locale_can_show_any_text():
-    code = ("import sys; from ezpz_llm.errors import run_command\n"
+    code = ("import sys; from ezpz_llm.base.errors import run_command\n"
             "sys.exit(run_command(lambda argv: print('\\xfc\\u2192'), []))")
     done = subprocess.run([sys.executable, "-c", code], env={"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True,
                           timeout=20, check=False)

@@ -17,8 +17,8 @@ from typing import ClassVar
 import pytest
 
 from ezpz_llm import generate
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import __main__ as checkpoint
-from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate import __main__ as evaluate
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
@@ -181,7 +181,7 @@ def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
     stored["parameters"]["transformer.wte.weight"]["pieces"][0]["stop"] -= 1
     index.write_text(json.dumps(stored))
     manifest = json.loads((folders[1] / "manifest.json").read_text())
-    from ezpz_llm.engine.checkpoint.manifest import hash_file
+    from ezpz_llm.checkpoint.manifest import hash_file
 
     manifest["files"]["index.json"] = {"size": index.stat().st_size, "sha256": hash_file(index)}
     (folders[1] / "manifest.json").write_text(json.dumps(manifest))
@@ -240,7 +240,7 @@ def test_commands_find_mistakes_without_torch(words: list[str], message: str, tr
     places = {"RUN": str(trained / "at-run"), "HF": str(exported)}
     module, *rest = [places.get(word, word) for word in words]
     name = "ezpz_llm.evaluate.__main__" if module == "evaluate" else f"ezpz_llm.{module}"
-    code = (f"import sys; from ezpz_llm.errors import run_command; from {name} import main\n"
+    code = (f"import sys; from ezpz_llm.base.errors import run_command; from {name} import main\n"
             f"code = run_command(lambda argv: main({[*rest, '--check', '--world-size', '2']!r}))\n"
             "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules); raise SystemExit(code)")
     done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60,

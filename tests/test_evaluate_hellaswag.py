@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2
 from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import Item, Score, _batch, _rows, _shares, read_items, score
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT

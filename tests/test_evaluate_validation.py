@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.samples import ValidationWindows, validation_windows
 from ezpz_llm.data.shards import TokenStream
 from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT

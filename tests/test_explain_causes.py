@@ -9,14 +9,14 @@ import sys
 import pytest
 from made_up_traces import MadeUp, of_all
 
-from ezpz_llm.engine.batch import Batch
-from ezpz_llm.engine.layout import Layout
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
-from ezpz_llm.explain.links import slow_link
 from ezpz_llm.explain.split import split_traces
 from ezpz_llm.explain.trace import rank_trace
+from ezpz_llm.explain.waits import slow_link
+from ezpz_llm.layout.batch import Batch
+from ezpz_llm.layout.layout import Layout
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
 

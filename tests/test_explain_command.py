@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import _mend
-from ezpz_llm.errors import UserError
 from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.rundir import RunDir, read_record
 

@@ -7,10 +7,10 @@ import mmap
 import pytest
 import torch
 
-from ezpz_llm.engine.held import taken
-from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.memory import bucket_bytes, held_parameters
+from ezpz_llm.engine.live_memory import taken
 from ezpz_llm.explain.checks import checks_text
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.memory import bucket_bytes, held_parameters
 from ezpz_llm.model.config import get_model_config
 
 MODEL = get_model_config("gpt2-124m")

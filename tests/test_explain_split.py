@@ -8,12 +8,12 @@ import json
 import pytest
 from made_up_traces import MadeUp, of_all
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.flight import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
 from ezpz_llm.explain.text import collectives_text
 from ezpz_llm.explain.trace import rank_trace
-from ezpz_llm.observe.wire import wire
+from ezpz_llm.observe.traffic import wire
 from ezpz_llm.rundir import RunDir
 
 

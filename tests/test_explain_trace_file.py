@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.explain import trace_file
-from ezpz_llm.explain.trace import read_trace
-from ezpz_llm.explain.trace_file import load_trace
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.explain import trace
+from ezpz_llm.explain.trace import load_trace, read_trace
 
 EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 2, "ts": 5.5, "dur": 1.25,
          "args": {"External id": 7, "correlation": 3, "Input Dims": [[1, 2]]}}
@@ -29,7 +28,7 @@ def _write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("part", [1, 7, 1 << 20])
 def test_what_is_read_does_not_depend_on_the_parts(tmp_path: Path, monkeypatch, indent: int | None,
                                                    part: int) -> None:
-    monkeypatch.setattr(trace_file, "_PART", part)
+    monkeypatch.setattr(trace, "_PART", part)
     whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": [EVENT, {"ph": "M"}, EVENT],
              "ezpz_llm": {"rank": 0}, "empty": {}}
     found = load_trace(_write(tmp_path / "t.json.gz", json.dumps(whole, indent=indent)))
@@ -54,11 +53,11 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
 
 def test_limits_are_said(tmp_path: Path, monkeypatch) -> None:
     path = _write(tmp_path / "t.json.gz", json.dumps({"traceEvents": [EVENT] * 50}))
-    monkeypatch.setattr(trace_file, "MOST_EVENTS", 40)
+    monkeypatch.setattr(trace, "MOST_EVENTS", 40)
     with pytest.raises(UserError, match="more than 40 events") as error:
         load_trace(path)
     assert "--trace-steps" in error.value.instead
-    monkeypatch.setattr(trace_file, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(trace, "MOST_CHARACTERS", 100)
     with pytest.raises(UserError, match="larger than"):
         load_trace(path)
 

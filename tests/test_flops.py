@@ -11,15 +11,14 @@ import torch
 from launch_runs import cpu_seconds
 from torch import nn
 
-from ezpz_llm.model import flop_check
 from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.flop_check import count_flops, counted_flops
 from ezpz_llm.model.flops import FlopCount
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.observe import Peak, StepWork, ceiling, final_text, measure_ceiling, summarise
-from ezpz_llm.observe.ceiling import Ceiling, fastest_product
+from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarise
+from ezpz_llm.observe.peaks import Ceiling, fastest_product
 from ezpz_llm.rundir import RunDir, append_line
-from ezpz_llm.trainer.work import describe
+from ezpz_llm.trainer import step_work
+from ezpz_llm.trainer.step_work import count_flops, counted_flops, describe
 
 CPU = torch.device("cpu")
 
@@ -55,7 +54,7 @@ def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
             for block in self.transformer["h"]:
                 block.mlp.c_proj = nn.Sequential(block.mlp.c_proj, nn.Linear(config.n_embd, config.n_embd))
 
-    monkeypatch.setattr(flop_check, "GPT", Wider)
+    monkeypatch.setattr(step_work, "GPT", Wider)
     found = count_flops(MODELS["tiny-gpt2"])
     assert not found.is_proven
     assert found.counted - found.products == 6 * 4 * 128 * 128
@@ -92,7 +91,7 @@ def test_the_best_rate_counts_whatever_its_size(monkeypatch):
     def burst(factors, products):
         return products * 2 * len(factors[0]) ** 3 / rate[len(factors[0])]
 
-    monkeypatch.setattr(ceiling, "_burst", burst)
+    monkeypatch.setattr(peaks, "_burst", burst)
     assert fastest_product(CPU, torch.float32, budget_s=10) == (pytest.approx(3e9), 512)
 
 
@@ -105,8 +104,8 @@ def test_what_the_first_product_costs_is_not_taken_from_the_budget(monkeypatch):
             time.sleep(0.3)
         return products * 1e-5
 
-    monkeypatch.setattr(ceiling, "_burst", burst)
-    monkeypatch.setattr(ceiling, "_LARGEST", 512)
+    monkeypatch.setattr(peaks, "_burst", burst)
+    monkeypatch.setattr(peaks, "_LARGEST", 512)
     assert fastest_product(CPU, torch.float32, budget_s=0.2)[1] == 512
 
 

@@ -23,9 +23,9 @@ import pytest
 from launch_runs import need_mpiexec
 from simcluster.cluster import Cluster, missing
 
+from ezpz_llm.base.package_data import cache_dir, data_dir
 from ezpz_llm.launch.mpi_world import mpi_settings, offered_plugins, use_of_mpi
 from ezpz_llm.launch.node.mpi import lonely_mpi
-from ezpz_llm.resources import cache_dir, data_dir
 
 SCRIPTS = Path(__file__).with_name("foreign_scripts")
 NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",

@@ -12,26 +12,23 @@ import pytest
 import torch
 from test_data_tokenizers import vocab_bpe
 
+from ezpz_llm import checkpoint
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2, to_entry
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
-from ezpz_llm.hf import names
+from ezpz_llm.hf import config
 from ezpz_llm.hf.config import from_hf, to_hf
 from ezpz_llm.hf.export import export
-from ezpz_llm.hf.reading import FileTokenizer
 from ezpz_llm.hf.source import adapted, find_source
-from ezpz_llm.hf.tokenizer import write_tokenizer
+from ezpz_llm.hf.tokenizer import FileTokenizer, write_tokenizer
 from ezpz_llm.hf.weights import open_weights
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config, parameter_count
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import load_values
-from ezpz_llm.model.placement import whole
-from ezpz_llm.model.shapes import HEAD, TABLE, parameter_shapes
+from ezpz_llm.model.init import decay_groups, load_values
+from ezpz_llm.model.parameters import HEAD, TABLE, parameter_shapes, whole
 from ezpz_llm.rundir import RunDir
 
 transformers = pytest.importorskip("transformers")
@@ -135,13 +132,13 @@ def test_a_layer_that_is_not_transposed_is_noticed(module: str, tmp_path: Path,
     """A square matrix has the right shape either way: only its logits tell."""
     theirs = make("gpt2")
     theirs.save_pretrained(tmp_path / "hf")
-    right = names._gpt2
+    right = config._gpt2
 
     def wrong(*args: Any) -> Any:
         for stored in right(*args):
             yield replace(stored, transposed=stored.transposed and module not in stored.name)
 
-    monkeypatch.setattr(names, "_gpt2", wrong)
+    monkeypatch.setattr(config, "_gpt2", wrong)
     if module == "attn.c_proj":
         assert difference(read(tmp_path / "hf"), theirs) > 0.1
     else:
@@ -260,7 +257,7 @@ def test_a_run_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path: Path, monke
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_shape_has_a_form_there(name: str) -> None:
     config = MODELS[name]
-    stored = names.stored_tensors(config)
+    stored = config.stored_tensors(config)
     shapes = parameter_shapes(config)
     with torch.device("meta"):
         assert {key: tuple(value.shape) for key, value in GPT(config).named_parameters()} == shapes
@@ -285,7 +282,7 @@ def test_every_shape_has_a_form_there(name: str) -> None:
 
 
 def test_the_published_124m_has_149_tensors_with_the_head() -> None:
-    assert len(names.stored_tensors(MODELS["gpt2-124m"])) + 1 == 149
+    assert len(config.stored_tensors(MODELS["gpt2-124m"])) + 1 == 149
 
 
 def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import addresses
 from ezpz_llm.launch.addresses import find_meeting, is_here
 from ezpz_llm.launch.interfaces import interface_address, own_interfaces, require_interfaces

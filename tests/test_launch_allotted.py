@@ -10,7 +10,7 @@ import pytest
 from launch_runs import CAPTURED, captured_env
 from simcluster.cluster import Cluster
 
-from ezpz_llm.launch.options import parse
+from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers import pbs, slurm
 

@@ -291,7 +291,7 @@ def test_ranks_on_other_hosts_run_on_their_cores(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_host_without_the_cores_is_told_of() -> None:
-    program = ("import os; from ezpz_llm.launch.shim.cores import keep_to_cores;"
+    program = ("import os; from ezpz_llm.launch.shim.rank import keep_to_cores;"
                " from ezpz_llm.launch.ranks import find_rank; keep_to_cores(find_rank({}), os.environ);"
                " print(sorted(os.sched_getaffinity(0)))")
     done = subprocess.run([sys.executable, "-c", program], env=clean_env(EZPZ_LLM_BIND="9000-9007"), timeout=60,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from ezpz_llm.launch.failures.record import Failure, read_failures
+from ezpz_llm.launch.failures.facts import Failure, read_failures
 from ezpz_llm.launch.node.orders import (
     SignalOrder,
     StacksOrder,
@@ -17,7 +17,7 @@ from ezpz_llm.launch.node.orders import (
     stop_ordered,
 )
 from ezpz_llm.launch.node.report import RUNNING, NodeReport, RankReport, read_reports, write_report
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 HOSTILE = ["{", "", "3", "null", "[]", "{}", '{"run_id": "me"}', "[" * 50_000, "1" * 5000, '{"run_id": ["me"]}']
 

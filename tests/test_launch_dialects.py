@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, launch
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.devices import expand
 from ezpz_llm.launch.dialects import choose, identify, srun, torchrun
-from ezpz_llm.launch.dialects.cores import logical_cores, mask
-from ezpz_llm.launch.dialects.work import Built, Launcher, Work
+from ezpz_llm.launch.dialects.work import Built, Launcher, Work, logical_cores, mask
 from ezpz_llm.launch.placement import Placement
 
 _PALS = "mpiexec version 1.8.0 revision 1.2.3\n"

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from launch_runs import captured_env, clean_env, launch
 
 from ezpz_llm.dist.degrees import Degrees
-from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.rank_map import crossing, rank_map
 from ezpz_llm.launch.hostlist import expand_hosts, fold_hosts
 from ezpz_llm.launch.precheck import read_places, write_places
 from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.rank_map import crossing, rank_map
 
 TRAIN = ("python3", "-m", "ezpz_llm.train")
 

@@ -15,13 +15,12 @@ import pytest
 from launch_runs import CAPTURED, clean_env, launch, record
 
 from ezpz_llm.launch.failures import Failure, RunFacts, Stop, account, exit_record
-from ezpz_llm.launch.failures import sayings as said
-from ezpz_llm.launch.failures.facts import facts_from
+from ezpz_llm.launch.failures import log_patterns as said
+from ezpz_llm.launch.failures.facts import Raised, facts_from
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.kinds import Kind, classify
+from ezpz_llm.launch.failures.log_patterns import read_sayings
 from ezpz_llm.launch.failures.ranks import fold, unfold
-from ezpz_llm.launch.failures.record import Raised
-from ezpz_llm.launch.failures.sayings import read_sayings
 from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record
 

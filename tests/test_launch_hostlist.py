@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_runs import CAPTURED, cpu_seconds
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
 
 needs_scontrol = pytest.mark.skipif(shutil.which("scontrol") is None, reason="no scontrol here (slurm-client)")

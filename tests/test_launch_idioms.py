@@ -22,7 +22,7 @@ from launch_runs import clean_env, left_over, record
 from simcluster.cluster import Cluster
 from test_trainer_early_end import LONG
 
-from ezpz_llm.engine.checkpoint.folder import complete
+from ezpz_llm.checkpoint.folder import complete
 from ezpz_llm.launch.node.processes import is_alive, started_at
 
 # Saves as a trainer does: told to end, it finishes its step first. It talks all the time, so that a console that

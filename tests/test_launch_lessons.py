@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from launch_runs import captured_env, clean_env, launch, left_over, record, start
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.options import parse
+from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import place
 from ezpz_llm.launch.plan import build_plan
 from ezpz_llm.launch.ranks import FAMILIES

@@ -10,8 +10,8 @@ import pytest
 
 import ezpz_llm
 from ezpz_llm import __version__
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.options import Options, parse
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.option_parsing import Options, parse
 from ezpz_llm.launch.target import read_command, run_dir_of
 
 

@@ -16,7 +16,7 @@ import pytest
 from launch_runs import clean_env, launch, left_over, record, start
 from simcluster.cluster import Cluster
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import owner
 from ezpz_llm.launch.node.processes import place
 from ezpz_llm.launch.owner import Owner, own
@@ -110,7 +110,7 @@ def test_rank_0_owns_the_directory_where_there_is_no_launch(tmp_path: Path) -> N
 import sys, time
 from pathlib import Path
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 try:
     with setup(device="cpu", run_dir=Path("r")):
         Path("up").touch()

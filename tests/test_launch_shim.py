@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, left_over, record
 
-from ezpz_llm.base.private import remove_private
-from ezpz_llm.base.secret import new_secret
+from ezpz_llm.base.private import new_secret, remove_private
 from ezpz_llm.launch.node.folder import own_folders
 from ezpz_llm.launch.shim.memory import kills_in, read_count
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.launch import devices
-from ezpz_llm.launch.options import parse
+from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.sites import Site, find, find_site
-from ezpz_llm.resources import data_dir
+from ezpz_llm.launch.sites import Site, file, find_site
 
 SITES = ("aurora", "frontier", "generic", "perlmutter", "polaris", "sunspot")
 _FOLDER = data_dir("launchers") / "sites"
@@ -72,7 +72,7 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     checkout = tmp_path / "checkout"
     shutil.copytree(_FOLDER, checkout / "sites")
     shutil.copy(own, checkout / "sites")
-    monkeypatch.setattr(find, "data_dir", lambda name: checkout)
+    monkeypatch.setattr(file, "data_dir", lambda name: checkout)
     assert find_site("mine", {}).devices_per_host == 3
     assert find_site(None, {"SLURM_CLUSTER_NAME": "m7"}).source == "guessed from SLURM_CLUSTER_NAME=m7"
     with pytest.raises(UserError, match="unknown site 'polarsi'") as raised:

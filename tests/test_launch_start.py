@@ -14,9 +14,9 @@ from launch_runs import launch, left_over, record
 from simcluster.cluster import Cluster
 
 from ezpz_llm.launch.arrivals import Arrivals
-from ezpz_llm.launch.failures import sayings as said
-from ezpz_llm.launch.failures.sayings import read_sayings
-from ezpz_llm.launch.life import SignsOfLife
+from ezpz_llm.launch.failures import log_patterns as said
+from ezpz_llm.launch.failures.log_patterns import read_sayings
+from ezpz_llm.launch.liveness import SignsOfLife
 from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from launch_runs import launch, left_over, record, start
 
-from ezpz_llm.base.private import make_private, remove_private
-from ezpz_llm.base.secret import new_secret
-from ezpz_llm.launch.life import RankLife, SignsOfLife, judge
+from ezpz_llm.base.private import make_private, new_secret, remove_private
+from ezpz_llm.launch.liveness import RankLife, SignsOfLife, judge
 from ezpz_llm.launch.node import folder
-from ezpz_llm.launch.node.folder import base, prefix
+from ezpz_llm.launch.node.folder import base, prefix, remove_stale
 from ezpz_llm.launch.node.processes import place
 from ezpz_llm.launch.node.report import (
     ENDED,
@@ -29,9 +28,8 @@ from ezpz_llm.launch.node.report import (
     read_reports,
     write_report,
 )
-from ezpz_llm.launch.node.stale import remove_stale
-from ezpz_llm.launch.phases import COMPILING, EVALUATING, MEETING, SAVING, TRAINING
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.variables import COMPILING, EVALUATING, MEETING, SAVING, TRAINING
 from ezpz_llm.rundir import RunDir
 
 
@@ -136,7 +134,7 @@ def test_a_file_system_survives_many_nodes() -> None:
 _HANG = """
 import os, time
 from ezpz_llm.dist.heartbeat import Heartbeat
-from ezpz_llm.dist.stacks import answer_with_stacks
+from ezpz_llm.dist.heartbeat import answer_with_stacks
 answer_with_stacks(os.environ)
 heart, rank, folder = Heartbeat(os.environ), int(os.environ["EZPZ_LLM_RANK"]), os.environ["EZPZ_LLM_RUN_DIR"]
 def wait_for_a_lock():

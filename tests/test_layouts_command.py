@@ -15,15 +15,15 @@ import pytest
 import torch
 from rank_jobs import results_of
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.degrees import Degrees
-from ezpz_llm.engine import ds_config, ops
-from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.memory import cast_per_rank, held_parameters, matrix_elements, memory_per_rank, total
-from ezpz_llm.engine.nearest import shipped_layouts
 from ezpz_llm.engine.precision import autocast_forward
-from ezpz_llm.engine.resolve import Resolved, resolve
-from ezpz_llm.errors import UserError
-from ezpz_llm.layouts.__main__ import main
+from ezpz_llm.layout import ds_config, ops
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.memory import cast_per_rank, held_parameters, matrix_elements, memory_per_rank, total
+from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.suggest import shipped_layouts
+from ezpz_llm.layouts import main
 from ezpz_llm.model.config import MODELS, parameter_count
 from ezpz_llm.model.gpt import GPT
 
@@ -92,7 +92,7 @@ def test_degrees_that_are_left_out_are_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
 def test_the_arithmetic_counts_what_ranks_really_hold(model: str, tp: int, pp: int) -> None:
     """Against the parts that are assembled for training, on every rank."""
-    from ezpz_llm.engine.assemble import assemble
+    from ezpz_llm.engine.build import assemble
 
     config, layout = MODELS[model], Layout("x", "deepspeed", 1, tp=tp, pp=pp)
     degrees = Degrees.of_world(tp * pp, tp, pp)
@@ -167,7 +167,7 @@ def test_numbers_that_are_none_are_refused(argv: tuple[str, ...]) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = ("import sys; from ezpz_llm.layouts.__main__ import main; main(['--world', '64', '--model', "
+    program = ("import sys; from ezpz_llm.layouts import main; main(['--world', '64', '--model', "
                "'llama3-8b']); sys.exit(bool({'torch', 'deepspeed', 'numpy', 'rich'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr

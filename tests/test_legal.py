@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from ezpz_llm.engine import legal, ops
-from ezpz_llm.engine.batch import solve_batch
-from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.legal import Case, examine
-from ezpz_llm.engine.nearest import choices, is_legal, selection, settle, shipped_layouts, words
-from ezpz_llm.engine.resolve import Resolved, resolve
-from ezpz_llm.errors import UserError, run_command
+from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.layout import constraints, ops
+from ezpz_llm.layout.batch import solve_batch
+from ezpz_llm.layout.constraints import Case, examine
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.suggest import choices, is_legal, selection, settle, shipped_layouts, words
 from ezpz_llm.model.config import MODELS, ModelConfig
-from ezpz_llm.resources import data_dir
 from ezpz_llm.train import main
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_run_is_refused_with_choices_that_can(title: str) -
     rule, case, offered = REFUSED[title]
     _, _, problem = examine(case)
     assert problem is not None
-    assert problem == getattr(legal, rule)(case)
+    assert problem == getattr(constraints, rule)(case)
     found = choices(case, problem)
     assert {words(case, choice) for choice in found} == offered
     for choice in found:
@@ -116,7 +116,7 @@ def test_a_layout_that_cannot_run_is_refused_with_choices_that_can(title: str) -
 
 def test_each_rule_is_shown_to_fire() -> None:
     repairs = {"pipelines_want_micro_batches"}
-    assert {rule.__name__ for rule in legal.RULES} == {rule for rule, *_ in REFUSED.values()} | repairs
+    assert {rule.__name__ for rule in constraints.RULES} == {rule for rule, *_ in REFUSED.values()} | repairs
 
 
 def test_stage_0_under_a_pipeline_becomes_stage_1() -> None:

@@ -7,12 +7,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ezpz_llm.model.attention import attention_kernel
 from ezpz_llm.model.compile import compile_blocks, eager
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT, gelu
 from ezpz_llm.model.head import Head
 from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.kernel import attention_kernel
 
 
 @pytest.mark.slow

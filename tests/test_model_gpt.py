@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import MODELS, get_model_config, parameter_count
 from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.model.gpt import GPT, rotate, rotation_tables

@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights, initial_std, initial_value
+from ezpz_llm.model.init import decay_groups, init_weights, initial_std, initial_value
 
 
 def initialised(config, seed=1337):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ezpz_llm.model import row_attention as module
+from ezpz_llm.model import attention as module
+from ezpz_llm.model.attention import row_attention
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.row_attention import row_attention
 
 
 def inputs(heads: int, kv_heads: int, length: int, dim: int) -> tuple[torch.Tensor, ...]:

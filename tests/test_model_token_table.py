@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.embedding import TokenTable
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import init_weights
 from ezpz_llm.model.pipeline import PipelineStage
-from ezpz_llm.model.token_table import TokenTable
 
 CONFIG = get_model_config("tiny-gpt2", vocab_size=300, block_size=32)
 

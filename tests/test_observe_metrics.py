@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe import MetricsLog, Peak, StepTimeline, StepWork
 from ezpz_llm.rundir import RunDir, SideFiles, read_lines
 

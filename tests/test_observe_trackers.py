@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe.trackers import Choice, Tracking, choose, tracking
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
@@ -110,7 +110,7 @@ def test_mistakes_are_found_before_anything_starts(text, found, instead):
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch):
-    monkeypatch.setattr("ezpz_llm.observe.trackers.choice.find_spec", lambda name: None)
+    monkeypatch.setattr("ezpz_llm.observe.trackers.tracking.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs mlflow and sqlalchemy and alembic") as error:
         choose("mlflow", {})
     assert error.value.instead == "pip install 'ezpz_llm[mlflow]'"

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine import nvme, ops
-from ezpz_llm.engine.layout import Layout
-from ezpz_llm.engine.ops import is_built, needed_ops
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.engine import nvme
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout import ops
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.ops import is_built, needed_ops
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse

@@ -17,16 +17,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ezpz_llm.engine import checkpoint
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm import checkpoint
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import MODELS, get_model_config, parameter_count
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.parameters import placement_of
 from ezpz_llm.model.partition import Weights, balance, part_weights, stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
-from ezpz_llm.model.placement import placement_of
-from ezpz_llm.model.recompute import recompute_blocks
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 SCRIPT = Path(__file__).with_name("pipeline_ranks.py")

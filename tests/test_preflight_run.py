@@ -16,17 +16,16 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, cpu_seconds, launch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.errors import UserError
+from ezpz_llm.check.client import reach, read_unreached
+from ezpz_llm.check.facts.network import addresses, used_interfaces
+from ezpz_llm.check.measure import Worker
+from ezpz_llm.check.protocol import Place, meeting_point
+from ezpz_llm.check.server import Board
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.preflight.board import Board
-from ezpz_llm.preflight.client import reach, read_unreached
-from ezpz_llm.preflight.facts.network import addresses
-from ezpz_llm.preflight.facts.sockets import used_interfaces
-from ezpz_llm.preflight.wire import Place, meeting_point
-from ezpz_llm.preflight.worker import Worker
 
-PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
+PREFLIGHT = (sys.executable, "-m", "ezpz_llm.check")
 SECRET = bytes(range(32))
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -51,7 +50,7 @@ def test_its_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
 def test_ranks_without_an_address_are_told_to_use_launch() -> None:
     with pytest.raises(UserError, match="no MASTER_PORT") as caught:
         meeting_point({"MASTER_ADDR": "n1"}, 4)
-    assert "launch python3 -m ezpz_llm.preflight" in str(caught.value)
+    assert "launch python3 -m ezpz_llm.check" in str(caught.value)
     assert meeting_point({}, 1) == ("127.0.0.1", 0)
 
 
@@ -86,7 +85,7 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
     (hanging / "__init__.py").write_text("import time\ntime.sleep(300)\n")
     (hanging / "version.py").write_text("__version__ = '2.11.0'\n")
     program = (f'[ "$PMI_RANK" = 0 ] || export PYTHONPATH={hanging.parent}; '
-               'exec "$0" -m ezpz_llm.preflight --limit 20 --run-dir "$1"')
+               'exec "$0" -m ezpz_llm.check --limit 20 --run-dir "$1"')
     core = str(min(os.sched_getaffinity(0)))
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -117,7 +116,7 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_under_torchrun_whose_agent_holds_the_port(tmp_path: Path) -> None:
-    done = run("torchrun", "--nproc-per-node", "2", "--master-port", "29617", "-m", "ezpz_llm.preflight",
+    done = run("torchrun", "--nproc-per-node", "2", "--master-port", "29617", "-m", "ezpz_llm.check",
                "--run-dir", str(tmp_path / "r"), timeout=120, **CALM)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "preflight: fit" in done.stdout
@@ -173,7 +172,7 @@ def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
 
 def test_whoever_holds_the_port_does_not_hold_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A squatter that sends a byte now and then for ever, and one that sends back what it gets."""
-    monkeypatch.setattr("ezpz_llm.preflight.client.FIRST_WORDS_S", 0.3)
+    monkeypatch.setattr("ezpz_llm.check.client.FIRST_WORDS_S", 0.3)
     ended = threading.Event()
 
     def drip(peer: socket.socket) -> None:
@@ -201,8 +200,8 @@ def test_whoever_holds_the_port_does_not_hold_a_rank(monkeypatch: pytest.MonkeyP
 
 def test_the_board_lets_nobody_wait_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who say nothing are dropped after a while, the oldest of too many at once."""
-    monkeypatch.setattr("ezpz_llm.preflight.board.FIRST_WORDS_S", 0.3)
-    monkeypatch.setattr("ezpz_llm.preflight.board._MOST_UNPROVEN", 5)
+    monkeypatch.setattr("ezpz_llm.check.server.FIRST_WORDS_S", 0.3)
+    monkeypatch.setattr("ezpz_llm.check.server._MOST_UNPROVEN", 5)
     board = Board("127.0.0.1", 0, SECRET)
     idle = [socket.create_connection(("127.0.0.1", board.port)) for _ in range(20)]
     assert board.wait(time.monotonic() + 20, lambda: not board._unproven and _are_closed(idle))

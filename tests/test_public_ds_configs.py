@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from public_ds_configs import PUBLIC, Public
 
-from ezpz_llm.engine import ops
-from ezpz_llm.engine.deepspeed_keys import table
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout import ops
+from ezpz_llm.layout.ds_config import table
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, check_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo, find_rank, rank_variables
 
 CAPTURED = Path(__file__).with_name("captured")

@@ -16,11 +16,11 @@ import pytest
 from browser import Browser, find_browser
 from well_formed import check_balance
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.report.__main__ import main
 from ezpz_llm.report.charts import Axis, Series, chart
-from ezpz_llm.report.compare import differences, verdict
 from ezpz_llm.report.document import report_page
+from ezpz_llm.report.results import differences, verdict
 from ezpz_llm.report.runs import load_runs
 from ezpz_llm.report.terminal import report_text
 from ezpz_llm.rundir import RunDir, append_line, write_json

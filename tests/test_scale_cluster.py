@@ -19,8 +19,8 @@ from launch_runs import record
 from scale_runs import TRAIN
 from simcluster.cluster import Cluster, missing
 
-from ezpz_llm.observe.wire import measured, wire_of
-from ezpz_llm.scaling.point import Repeat, read_repeats
+from ezpz_llm.observe.traffic import measured, wire_of
+from ezpz_llm.scaling.sample import Repeat, read_repeats
 
 # One rank a node: two cores are all that the nodes have together.
 STUDY = ("--", "launch", "--ppn", "1", "python3", *TRAIN[1:], "--steps", "30", "--trace-steps", "3")

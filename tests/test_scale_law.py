@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 from scale_laws import noisy, repeat, study
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.scaling.above import explain_above, explain_predicted
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.scaling.confidence import Estimate, estimate, ratio, student_quantile
 from ezpz_llm.scaling.efficiency import curves_of, points_of
-from ezpz_llm.scaling.findings import Extrapolation
-from ezpz_llm.scaling.fit import Fit
-from ezpz_llm.scaling.interval import Estimate, estimate, ratio, student_quantile
-from ezpz_llm.scaling.law import Shape
-from ezpz_llm.scaling.predict import find_target, line, predict, sizes_to_speak_of
+from ezpz_llm.scaling.findings import Extrapolation, explain_above, explain_predicted
+from ezpz_llm.scaling.fit import Fit, Shape, find_target, line, predict, sizes_to_speak_of
 from ezpz_llm.scaling.tables import fit_notes, interval_text
 
 QUIET = {"runs": 1e-4, "within": 1e-4}

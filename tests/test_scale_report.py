@@ -18,15 +18,14 @@ from browser import Browser, find_browser
 from scale_laws import study
 from well_formed import check_balance
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
 from ezpz_llm.scaling.compare import compare, comparison_remarks
 from ezpz_llm.scaling.findings import find
 from ezpz_llm.scaling.page import findings_page
-from ezpz_llm.scaling.point import add_repeat
-from ezpz_llm.scaling.reporting import report_main
+from ezpz_llm.scaling.reporting import findings_text, report_main
+from ezpz_llm.scaling.sample import add_repeat
 from ezpz_llm.scaling.study import Point, Study
-from ezpz_llm.scaling.terminal import findings_text
 
 SIZES = (1, 2, 4)
 

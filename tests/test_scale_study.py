@@ -14,16 +14,15 @@ from launch_runs import clean_env
 from scale_runs import TRAIN, scale
 from test_submit import scheduler
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
 from ezpz_llm.scaling.measure import measure, untraced
-from ezpz_llm.scaling.options import parse
-from ezpz_llm.scaling.point import Repeat, add_repeat, points_file, read_repeats
-from ezpz_llm.scaling.points import MEASURING, plan_study
+from ezpz_llm.scaling.options import parse, value_of, without
+from ezpz_llm.scaling.precheck import MEASURING, plan_study
 from ezpz_llm.scaling.running import left
+from ezpz_llm.scaling.sample import Repeat, add_repeat, points_file, read_repeats
 from ezpz_llm.scaling.sizes import find_sizes
 from ezpz_llm.scaling.study import Point, Study, carve, read_study, run_dir_of, study_file
-from ezpz_llm.scaling.words import value_of, without
 
 PLAIN = "python3 -m ezpz_llm.train"
 ENV = clean_env()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from strangers import Strangers, User
 
-from ezpz_llm.base.secret import derived, new_secret
+from ezpz_llm.base.private import derived, new_secret
 
 
 def test_the_two_are_two_and_have_no_power(strangers: Strangers) -> None:

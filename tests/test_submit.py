@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, update_record
 from ezpz_llm.submit import pbs, slurm
-from ezpz_llm.submit.duration import clock, clock_with_days, read_duration
-from ezpz_llm.submit.environment import environment_lines, outside_a_job
 from ezpz_llm.submit.options import parse
-from ezpz_llm.submit.request import Request
-from ezpz_llm.submit.script import array_lines, fill_template, request_lines
+from ezpz_llm.submit.request import Request, clock, clock_with_days, read_duration
+from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, outside_a_job, request_lines
 from ezpz_llm.submit.state import find_state
 
 GOLDEN = Path(__file__).parent / "golden"

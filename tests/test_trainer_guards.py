@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poisoned_train import poisoned
 
-from ezpz_llm.engine.checkpoint.finding import find
-from ezpz_llm.engine.checkpoint.folder import complete
-from ezpz_llm.engine.checkpoint.manifest import read_json
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import read_json
+from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.engine.torch_engine import TorchEngine
-from ezpz_llm.errors import UserError
 from ezpz_llm.report.runs import load_runs
 from ezpz_llm.rundir import RunDir, read_lines, read_record, update_record
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
-from ezpz_llm.trainer.guards import LEAST, Guard
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
+from ezpz_llm.trainer.spike_detector import LEAST, Guard
 
 SCRIPT = Path(__file__).with_name("poisoned_train.py")
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",

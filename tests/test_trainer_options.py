@@ -10,7 +10,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
 from ezpz_llm.trainer.options import dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run

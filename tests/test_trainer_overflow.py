@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine import build
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.precision_block import DynamicScale
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer import plan
 from ezpz_llm.trainer.options import parse

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import parameter_count
-from ezpz_llm.model.decay import decay_counts
+from ezpz_llm.model.init import decay_counts
+from ezpz_llm.trainer.check_report import effective, remarks, settings
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.presets import PRESETS
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.selfcheck import expected_first_loss
-from ezpz_llm.trainer.settings import effective, remarks, settings
 
 # preset: peak rate, tokens a step, steps, warm-up, end of the cosine, context, parameters with the padded table.
 RUNS = {

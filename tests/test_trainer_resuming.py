@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from launch_runs import launch, left_over, start
 
-from ezpz_llm.engine.checkpoint.folder import complete
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint.folder import complete
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.resuming import find_beginning
+from ezpz_llm.trainer.resume import find_beginning
 from ezpz_llm.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",

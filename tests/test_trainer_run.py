@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_llm.certify.cells import natural_worlds
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.certify.cases import natural_worlds
+from ezpz_llm.checkpoint.folder import STATE, complete
+from ezpz_llm.checkpoint.manifest import read_json
+from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.engine import ds_config
-from ezpz_llm.engine.checkpoint.finding import find
-from ezpz_llm.engine.checkpoint.folder import STATE, complete
-from ezpz_llm.engine.checkpoint.manifest import read_json
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout import ds_config
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import check_state, plan_run

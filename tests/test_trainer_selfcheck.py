@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine import group_norms, torch_engine
-from ezpz_llm.engine.activations import Pass, activation_bytes, block_bytes
-from ezpz_llm.engine.layout import Layout
 from ezpz_llm.engine.precision import autocast_forward
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.memory import Pass, activation_bytes, block_bytes
+from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.decay import decay_counts, decay_groups
 from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.head import configure_head
-from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.recompute import recompute_blocks
+from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, update_record, write_json
-from ezpz_llm.trainer import selfcheck, start
+from ezpz_llm.trainer import run as run_module
+from ezpz_llm.trainer import selfcheck
 from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -108,7 +108,7 @@ def test_decay_on_the_wrong_tensors_ends_the_run(tmp_path, monkeypatch):
         groups = decay_groups(model, weight_decay)
         return [{**groups[0], "weight_decay": 0.0}, groups[1]]
 
-    monkeypatch.setattr(start, "decay_groups", matrices_of_three)
+    monkeypatch.setattr(run_module, "decay_groups", matrices_of_three)
     with pytest.raises(UserError, match="weight decays"):
         train(tmp_path / "run", "--steps", "2")
 
@@ -180,7 +180,7 @@ def test_a_precision_that_is_at_work_is_not_named(tmp_path, capsys):
 @pytest.mark.full
 def test_a_switch_without_effect_is_named_at_the_end_of_a_run(tmp_path, capsys, monkeypatch):
     assert train(tmp_path / "plain", "--steps", "12") == 0
-    monkeypatch.setattr(start, "compile_blocks", lambda model: None)
+    monkeypatch.setattr(run_module, "compile_blocks", lambda model: None)
     assert train(tmp_path / "compiled", "--steps", "12", "--compile", "true") == 0
     assert "note: compile True had no effect: the first 10 losses equal those of plain" in capsys.readouterr().out
 

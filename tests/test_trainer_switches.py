@@ -12,18 +12,17 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.precision import rounds_products, set_products
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model.attention import check_attention, use_attention
+from ezpz_llm.model.attention import attention_kernel, check_attention, use_attention
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.kernel import attention_kernel
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.start import make_engine
+from ezpz_llm.trainer.run import make_engine
 
 CPU = torch.device("cpu")
 SHAPE = ("--ds-config", "ddp", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--block-size", "32",

@@ -15,22 +15,22 @@ from safetensors.torch import save_file
 from test_data_tokenizers import vocab_bpe
 
 from ezpz_llm import generate
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import prepare
-from ezpz_llm.data.tokenizer_choice import choose, recognise
 from ezpz_llm.data.tokenizers import (
     GPT2_FINGERPRINT,
     CharTokenizer,
     Tokenizer,
+    choose,
     get_tokenizer,
     provide_gpt2,
     read_merges,
+    recognise,
     to_entry,
 )
-from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate import __main__ as evaluate
-from ezpz_llm.hf.config import to_hf
-from ezpz_llm.hf.names import stored_tensors
+from ezpz_llm.hf.config import stored_tensors, to_hf
 from ezpz_llm.hf.tokenizer import write_tokenizer
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir, read_record

@@ -14,12 +14,12 @@ import pytest
 import torch
 from simcluster.cluster import Cluster, missing
 
-from ezpz_llm.observe import wire as module
-from ezpz_llm.observe.wire import measured, reason, wire
+from ezpz_llm.observe import traffic as module
+from ezpz_llm.observe.traffic import measured, reason, wire
 
 PROGRAM = Path(__file__).with_name("wire_ranks.py")
 PAGE = Path(__file__).resolve().parent.parent / "docs/wire.md"
-TABLE = Path(module.__file__).with_name("wire_gloo.json")
+TABLE = Path(module.__file__).with_name("traffic_gloo.json")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_list", "reduce_scatter", "all_to_all", "broadcast", "reduce",
                "gather", "scatter")
 SIZES = (4096, 65536, 2**20, 2**23)

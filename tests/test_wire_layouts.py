@@ -15,8 +15,8 @@ import torch
 from layout_links import Moved, moved, page_table
 from simcluster.cluster import Cluster
 
-from ezpz_llm.explain.account import account
-from ezpz_llm.observe.wire import measured
+from ezpz_llm.explain.diagnosis import account
+from ezpz_llm.observe.traffic import measured
 
 PROGRAM = Path(__file__).with_name("wire_layout_ranks.py")
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ezpz_llm.observe import wire as module
-from ezpz_llm.observe.wire import NOTHING, measured, reason, textbook_bytes, wire, wire_of
+from ezpz_llm.observe import traffic as module
+from ezpz_llm.observe.traffic import NOTHING, measured, reason, textbook_bytes, wire, wire_of
 
 GOODPUT = {"fast": 1000.0, "slow": 100.0}
 

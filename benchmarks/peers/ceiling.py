@@ -1,4 +1,4 @@
-"""The best rate of matrix products in the task's precision, as `ezpz_llm.observe.ceiling` finds it."""
+"""The best rate of matrix products in the task's precision, as `ezpz_llm.observe.peaks` finds it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.observe.ceiling import fastest_product
+from ezpz_llm.observe.peaks import fastest_product
 from peers.task import Clock, Task
 
 _SECONDS = 2.0

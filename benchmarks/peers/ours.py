@@ -15,8 +15,8 @@ from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.run import start
 from ezpz_llm.trainer.session import WallClock
-from ezpz_llm.trainer.start import start
 from peers.collectives import apart
 from peers.data import SHARDS
 from peers.task import Clock, Task

@@ -16,8 +16,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
-from ezpz_llm.errors import UserError
 
 OPENING_BYTES = 32
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 
 MOST_BYTES = 16 << 20
 """A larger file of settings or records is none of ours; whoever expects more says so."""

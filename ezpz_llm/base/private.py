@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import hmac
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import MOST_BYTES, parse_json
+from ezpz_llm.base.schema import as_dataclass
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Nothing waits for the other end of a FIFO."""
@@ -247,3 +255,48 @@ def _plain(name: str) -> str:
 def _write_all(handle: int, data: bytes) -> None:
     while data:
         data = data[os.write(handle, data):]
+
+
+# Records in private folders: each a JSON file that stands for one dataclass.
+Record = TypeVar("Record")
+
+
+def read_records(kind: type[Record], folder: Path, begin: str, most: int = MOST_BYTES) -> list[Record]:
+    """The records of `kind` in the files whose names begin so, in their order. What is not such a record, is just
+    being written, or was put there by another user is passed over, as is a folder that is not private."""
+    found = []
+    try:
+        with open_private(folder) as opened:
+            for name in opened.names(begin):
+                where = str(folder / name)
+                try:
+                    found.append(as_dataclass(kind, parse_json(opened.read(name, most), where), where))
+                except (OSError, UserError):
+                    continue
+    except OSError:
+        return []
+    return found
+
+
+# The run's secret: what the processes of one run know, and other users of their nodes do not.
+SECRET_VARIABLE = "EZPZ_LLM_SECRET"
+_BYTES = 32
+
+
+def new_secret() -> str:
+    """A secret for one run, as the value of its variable."""
+    return os.urandom(_BYTES).hex()
+
+
+def run_secret(env: Mapping[str, str]) -> bytes | None:
+    """The secret of the run that `env` belongs to; None where no launch gave one."""
+    try:
+        found = bytes.fromhex(env.get(SECRET_VARIABLE, ""))
+    except ValueError:
+        return None
+    return found if len(found) == _BYTES else None
+
+
+def derived(secret: bytes, *purpose: str) -> str:
+    """A word for one purpose, which tells nothing of the secret or of its words for other purposes."""
+    return hmac.new(secret, "\0".join(purpose).encode(), hashlib.sha256).hexdigest()

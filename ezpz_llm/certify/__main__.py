@@ -8,10 +8,10 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ezpz_llm.certify.conclude import conclude
-from ezpz_llm.certify.job import results
+from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.certify.lead import results
 from ezpz_llm.certify.options import Work, parser, plan
-from ezpz_llm.errors import UserError, run_command
+from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 

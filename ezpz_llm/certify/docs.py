@@ -6,10 +6,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cells import layout_of
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.certify.cases import layout_of
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.rundir import write_atomic
 
 BEGIN, END = "<!-- certified: written by certify --write-docs -->", "<!-- certified: end -->"

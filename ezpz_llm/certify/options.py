@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cells import Cell, Skipped, all_cells, divide, layout_of, natural_worlds, quick_cells
-from ezpz_llm.certify.plants import PLANTS, find_plant
+from ezpz_llm.certify.cases import Cell, Skipped, all_cells, divide, layout_of, natural_worlds, quick_cells
+from ezpz_llm.certify.injected_faults import PLANTS, find_plant
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine import ds_config
-from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.layout import ds_config
 from ezpz_llm.model.config import MODELS
 
 _DESCRIPTION = """Is every parallel layout the same maths as one process?

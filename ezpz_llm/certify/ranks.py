@@ -6,10 +6,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from ezpz_llm.certify import report
-from ezpz_llm.certify.conclude import conclude
-from ezpz_llm.certify.job import Job, references_of
+from ezpz_llm.certify.lead import Job, references_of
 from ezpz_llm.certify.options import Work
-from ezpz_llm.certify.work import COLLECTIVE_TIMEOUT_S, work
+from ezpz_llm.certify.report import conclude
+from ezpz_llm.certify.worker import COLLECTIVE_TIMEOUT_S, work
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.observe import run_environment
 

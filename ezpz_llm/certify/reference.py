@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ezpz_llm import checkpoint
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_json
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.job import reference_numbers
+from ezpz_llm.certify.lead import reference_numbers
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, train
 from ezpz_llm.dist import Degrees, Dist, Mesh
-from ezpz_llm.engine import checkpoint
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.resolve import resolve
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, write_json
 

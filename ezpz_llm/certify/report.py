@@ -5,14 +5,20 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify import bounds, recipe
-from ezpz_llm.certify.cells import Skipped
+from ezpz_llm.certify import recipe, verdict
+from ezpz_llm.certify.cases import Skipped
+from ezpz_llm.certify.lead import results
 from ezpz_llm.certify.options import Work
 from ezpz_llm.observe.tables import table
+from ezpz_llm.rundir import RunDir, update_record, write_atomic
 
 Result = dict[str, Any]
 _COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "gradient, worst",
@@ -84,8 +90,8 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
                    "betas": recipe.BETAS, "eps": recipe.EPS, "weight_decay": recipe.WEIGHT_DECAY,
                    "lr": [recipe.learning_rate(step, work.steps) for step in range(work.steps)],
                    "seed": recipe.SEED, "data_seed": recipe.DATA_SEED},
-        "bounds": {"rounding": bounds.ROUNDING, "k": bounds.K, "C": bounds.C, "factor": bounds.FACTOR,
-                   "least_loss": bounds.LEAST_LOSS},
+        "bounds": {"rounding": verdict.ROUNDING, "k": verdict.K, "C": verdict.C, "factor": verdict.FACTOR,
+                   "least_loss": verdict.LEAST_LOSS},
         "skipped": [{**vars(one.cell), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
         "references": references,
         "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
@@ -122,3 +128,24 @@ def _row(one: Result) -> tuple[str, ...]:
 
 def _short(what: str) -> str:
     return what.partition(" of ")[2].removeprefix("transformer.")
+
+
+# What a certify run says and leaves behind at its end (imports no torch).
+def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
+             environment: dict) -> int:
+    """Print and write the outcome; the exit code. One process calls it."""
+    found = results(run_dir.path)
+    command = shlex.join(["ezpz-llm", "certify", *argv])
+    kept = record(work, found, environment, command, time.perf_counter() - began)
+    for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), as_json(kept))
+    update_record(run_dir, certify={"passed": kept["passed"], "command": command})
+    print(verdict_table(found, rich=sys.stdout.isatty()))
+    print(closing(found, work.skipped))
+    print(f"{kept['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
+    if options.write_docs:
+        from ezpz_llm.certify.docs import write_docs
+
+        write_docs(kept)
+    return 0 if kept["passed"] else 1

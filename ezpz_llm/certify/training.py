@@ -13,16 +13,15 @@ import torch
 from ezpz_llm.certify import recipe
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.assemble import assemble
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.offload import uses_nvme
-from ezpz_llm.engine.resolve import Resolved
 from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.decay import decay_groups
 from ezpz_llm.model.head import configure_head
+from ezpz_llm.model.init import decay_groups
 
 Rows = Callable[[np.ndarray, int], np.ndarray]
 """The sequences (n, T + 1) of this rank's micro batches, one after the other, of the global batch of a step."""

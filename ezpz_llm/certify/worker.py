@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from ezpz_llm.errors import run_command
+from ezpz_llm.base.errors import run_command
+from ezpz_llm.certify.case import certify_cell
+from ezpz_llm.certify.cases import Cell
+from ezpz_llm.certify.lead import Job, results_file
+from ezpz_llm.certify.reference import make_reference
+from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.launch.variables import EVALUATING, TRAINING
+from ezpz_llm.rundir import append_line, write_json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.check:
         return 0
-    from ezpz_llm.certify.job import Job
-    from ezpz_llm.certify.work import COLLECTIVE_TIMEOUT_S, work
+    from ezpz_llm.certify.lead import Job
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.observe import run_environment
     from ezpz_llm.rundir import update_record
@@ -31,6 +41,48 @@ def main(argv: Sequence[str]) -> int:
             update_record(dist.run_dir, environment=environment)
         work(job, dist, say=lambda line: print(line, flush=True) if dist.is_main else None)
     return 0
+
+
+# A job of ranks at work: cells one after the other in one process group.
+COLLECTIVE_TIMEOUT_S = 240.0
+"""How long a rank waits for another; a whole reference is computed in that time."""
+
+
+def work(job: Job, dist: Dist, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Do a job; rank 0 also appends each result to the results' file. Collective."""
+    heartbeat = Heartbeat(os.environ)
+    heartbeat.beat(EVALUATING)
+    for model, dtype in job.references:
+        say(f"reference: {model} {dtype} in one process")
+        if dist.is_main:
+            make_reference(job.root, model, dtype, job.steps, dist)
+        dist.barrier()
+    found = []
+    for number, cell in enumerate(job.cells):
+        heartbeat.beat(TRAINING, number)
+        say(f"{cell.title} …")
+        result = _guarded(cell, job, dist)
+        found.append(result)
+        if dist.is_main:
+            append_line(results_file(job.root), result)
+        say(f"{cell.title}: {'the same' if result['passed'] else 'NOT the same'} ({result['seconds']:.1f} s)")
+        for line in result["failures"]:
+            say(f"    {line}")
+    return found
+
+
+def _guarded(cell: Cell, job: Job, dist: Dist) -> dict[str, Any]:
+    try:
+        return certify_cell(cell, job.root, job.steps, dist)
+    except Exception as error:
+        # The other ranks may be anywhere: this ends the job, and leaves behind why.
+        folder = job.root / "failed"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"rank{dist.rank:04d}.json",
+                   {"cell": asdict(cell), "rank": dist.rank, "error": f"{type(error).__name__}: {error}",
+                    "traceback": traceback.format_exc()})
+        raise
+
 
 
 if __name__ == "__main__":

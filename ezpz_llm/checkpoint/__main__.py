@@ -8,14 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.clean import show
-from ezpz_llm.checkpoint.describe import as_text, describe, parameter_lines
-from ezpz_llm.checkpoint.fetch import fetch
-from ezpz_llm.checkpoint.verify import folders_of, verify_folder
-from ezpz_llm.errors import UserError, run_command
+from ezpz_llm.base.errors import UserError, run_command, show
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.checkpoint.describe import as_text, describe, folders_of, parameter_lines, verify_folder
 from ezpz_llm.evaluate.model import SOURCE_HELP
-from ezpz_llm.hf.source import find_source
-from ezpz_llm.resources import user_path
+from ezpz_llm.hf.source import fetch, find_source
 
 
 def main(argv: Sequence[str]) -> int:

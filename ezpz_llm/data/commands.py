@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.clean import show
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError, show
 
 # The rooms are imported where they are used: `--help` needs none of them.
 
@@ -107,8 +106,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from ezpz_llm.data.making import remarks
     from ezpz_llm.data.shards import TokenData
+    from ezpz_llm.data.tokenize_corpus import remarks
 
     data = TokenData.open(args.folder)
     facts = data.manifest

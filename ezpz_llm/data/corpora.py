@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
 from ezpz_llm.data.manifest import MANIFEST
-from ezpz_llm.data.public import PublicFile, reading
-from ezpz_llm.errors import UserError, unknown
-from ezpz_llm.resources import user_path
 
 SHAKESPEARE = PublicFile(
     what="tiny Shakespeare", folder="corpora", name="tinyshakespeare.txt", size=1_115_394,

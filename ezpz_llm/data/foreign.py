@@ -19,15 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.data.making import entropy
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST
 from ezpz_llm.data.progress import progress, say
-from ezpz_llm.data.public import reading
 from ezpz_llm.data.request import cached_folder
 from ezpz_llm.data.shard_writer import TRAIN, VAL
-from ezpz_llm.data.tokenizer_choice import Choice, choose
-from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, to_entry
-from ezpz_llm.errors import UserError
+from ezpz_llm.data.tokenize_corpus import entropy
+from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, to_entry
 from ezpz_llm.rundir import write_json
 
 # The split is a whole part of the name: "eval" is not "val".

@@ -6,16 +6,18 @@ no documents is refused by its name.
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ezpz_llm.base.outside import parse_json
-from ezpz_llm.data.public import reading
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import first_json, parse_json
+from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.unpack import GZIP, ZSTD, Packing, open_unpacked
-from ezpz_llm.errors import UserError
 
 BOM = b"\xef\xbb\xbf"
 _PACKED_NAMES = (".gz", ".zst", ".zstd")
@@ -152,3 +154,165 @@ def _check_pyarrow(path: Path) -> None:
 
 def _refused(path: Path, what: str, instead: str) -> UserError:
     return UserError(f"this file has no documents that can be read: it is {what}", where=str(path), instead=instead)
+
+
+# The objects of one JSON array, in order, a bounded part of the file at a time.
+_BLOCK = 1 << 18
+_SPACE = " \t\r\n"
+
+
+def read_array(path: Path, packing: Packing | None, first: int, size: int, key: str) -> Iterator[Documents]:
+    """The member `key` of each object from number `first` on, in parts of about `size` bytes.
+
+    Raises:
+        UserError: not a whole array in UTF-8.
+    """
+    texts: list[str | None] = []
+    held = taken = 0
+    for number, item, read in _items(path, packing):
+        if number < first:
+            taken = read
+            continue
+        text = item.get(key) if isinstance(item, dict) else None
+        texts.append(text if isinstance(text, str) else None)
+        held += len(text) if isinstance(text, str) else 0
+        if held >= size:
+            yield Documents(str(path), number + 1 - len(texts), texts, read - taken, "item")
+            texts, held, taken = [], 0, read
+    if texts:
+        yield Documents(str(path), number + 1 - len(texts), texts, path.stat().st_size - taken, "item")
+
+
+def _items(path: Path, packing: Packing | None) -> Iterator[tuple[int, Any, int]]:
+    """Each item with its number, and the bytes of the file that were read by then."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def wrong(what: str) -> UserError:
+        return UserError(f"not a whole JSON array in UTF-8: {what}", where=f"{path}, item {number}",
+                         instead='copy or fetch it again, or write it as lines like {"text": "…"}')
+
+    with open_unpacked(path, packing) as stream:
+        number, ended, text = 0, False, ""
+
+        def more(left: str, block: int = _BLOCK) -> str:
+            nonlocal ended
+            data = stream.read(block)
+            ended = len(data) < block
+            try:
+                return left + decoder.decode(data, ended)
+            except UnicodeDecodeError as error:
+                raise wrong(str(error)) from None
+
+        text = more("").lstrip(_SPACE).removeprefix("[")
+        place = 0
+        while True:
+            while place < len(text) and text[place] in _SPACE + ",":
+                place += 1
+            if place == len(text) and not ended:
+                text, place = more(""), 0
+                continue
+            if text[place:place + 1] == "]":
+                break
+            try:
+                item, end = first_json(text, place)
+                if end == len(text) and not ended:
+                    raise ValueError("it may go on")
+            except ValueError as error:
+                if ended:
+                    raise wrong(str(error)) from None
+                # As much again, so that a long item is not decoded from its beginning too often.
+                text, place = more(text[place:], max(_BLOCK, len(text) - place)), 0
+                continue
+            place = end
+            yield number, item, stream.taken
+            number += 1
+        rest = text[place + 1:]
+        while not rest.strip(_SPACE):
+            if ended:
+                return
+            rest = more("")
+        raise wrong("more follows it")
+
+
+# The rows of a parquet file, in order, a bounded part at a time (pyarrow, the extra `data`).
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+TEXT = "text"
+_MOST_ROWS = 10_000
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Some documents of a file or data set, each of them whole.
+
+    Attributes:
+        where: what they are read from.
+        first: number of the first, from 0.
+        texts: None for a row without text.
+        source_bytes: their share of what is read, for progress.
+        unit: what one of them is called there.
+    """
+
+    where: str
+    first: int
+    texts: list[str | None]
+    source_bytes: int
+    unit: str = "row"
+
+
+def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Documents]:
+    """The column `key` from row `first` on, in parts of about `size` bytes.
+
+    Raises:
+        UserError: pyarrow is not installed, this is no whole parquet file, or there is no such column.
+    """
+    pyarrow = _pyarrow()
+    with reading(path):
+        try:
+            with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as parquet:
+                _check_column(parquet, path, key)
+                yield from _groups(parquet, path, first, size, key)
+        except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
+            raise UserError(f"not a whole parquet file of UTF-8 text: {str(error).splitlines()[0]}",
+                            where=str(path), instead="copy or fetch the file again") from error
+
+
+def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -> Iterator[Documents]:
+    column = parquet.schema.names.index(key)
+    rows, file_size, begin = max(1, parquet.metadata.num_rows), path.stat().st_size, 0
+    for number in range(parquet.num_row_groups):
+        group = parquet.metadata.row_group(number)
+        begin, row = begin + group.num_rows, begin
+        if begin <= first:
+            continue
+        mean = group.column(column).total_uncompressed_size / max(1, group.num_rows)
+        at_once = min(_MOST_ROWS, max(1, int(size // max(1.0, mean))))
+        for batch in parquet.iter_batches(at_once, row_groups=[number], columns=[key], use_threads=False):
+            texts = batch.column(0)[max(0, first - row):].to_pylist()
+            start, row = max(row, first), row + batch.num_rows
+            if texts:
+                # To the byte over the whole file, so that progress ends at its size.
+                share = file_size * (start + len(texts)) // rows - file_size * start // rows
+                yield Documents(str(path), start, texts, share)
+
+
+def _check_column(parquet: ParquetFile, path: Path, key: str) -> None:
+    import pyarrow
+
+    schema = parquet.schema_arrow
+    kind = schema.field(key).type if key in schema.names else None
+    if kind is None or not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        state = "no column" if kind is None else f"a column of {kind}, not of strings, called"
+        raise UserError(f'{state} "{key}" among {", ".join(schema.names)}', where=str(path),
+                        instead="--text-key NAME, where NAME is the column of strings that has the documents")
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("reading parquet takes pyarrow, which is not installed",
+                        instead="pip install 'ezpz_llm[data]'") from error
+    return pyarrow

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.data.journal import Interrupted
-from ezpz_llm.data.parquet import TEXT, Documents
-from ezpz_llm.errors import UserError
-from ezpz_llm.resources import user_path
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.data.atomic_dir import Interrupted
+from ezpz_llm.data.formats import TEXT, Documents
 
 PREFIX = "hf:"
 _MEANING = {"fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}

@@ -26,11 +26,10 @@ import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from ezpz_llm.base.limits import MOST_TOKENS
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in, read_json
-from ezpz_llm.base.schema import Range, as_type
-from ezpz_llm.data.public import reading
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.schema import MOST_TOKENS, Range, as_type
+from ezpz_llm.data.downloads import reading
 
 MANIFEST = "manifest.json"
 COUNTS = "counts.npy"

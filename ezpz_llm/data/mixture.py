@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.permute import keys, permute
-from ezpz_llm.errors import UserError
 
 BLOCK = 4096
 _MIX_SALT = 0x6D69787475726500
@@ -60,3 +60,5 @@ def draw(counts: Sequence[int], seed: int, indices: np.ndarray) -> tuple[np.ndar
 def part_seed(seed: int, part: int) -> int:
     """The seed of a stream's own order; the first one's is the run's, as if it stood alone."""
     return seed + part * 0x9E3779B97F4A7C15
+
+

@@ -7,24 +7,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.data.building import building
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.atomic_dir import building
 from ezpz_llm.data.corpora import prepared_folder
+from ezpz_llm.data.downloads import writing
 from ezpz_llm.data.foreign import find_foreign, index_shards
-from ezpz_llm.data.formats import find_format
+from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import check_installed
-from ezpz_llm.data.making import make
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
 from ezpz_llm.data.mixing import check_same_tokenizer, find_mixture, mixture_folder, write_mixture
-from ezpz_llm.data.parquet import TEXT
 from ezpz_llm.data.progress import say
-from ezpz_llm.data.public import writing
 from ezpz_llm.data.request import Options, Request, make_request
 from ezpz_llm.data.samples import as_mixture, validation_windows, windows_per_epoch
 from ezpz_llm.data.shard_writer import SHARD_TOKENS, TRAIN, VAL
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenizer_choice import Choice, choose, describe
-from ezpz_llm.data.tokenizers import GPT2_VOCAB, check_entry
-from ezpz_llm.errors import UserError
+from ezpz_llm.data.tokenize_corpus import make
+from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
 
 # Below this a further process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
@@ -44,7 +42,7 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
             file of text, JSON lines, a JSON array or parquet, or of a folder of such; the path of a prepared
             folder, or of another program's shards, which are used as they are; or several of these with weights, as
             A=0.7,B=0.3.
-        tokenizer: "bytes", "char", "gpt2" or the folder of one of these (see `ezpz_llm.data.tokenizer_choice`);
+        tokenizer: "bytes", "char", "gpt2" or the folder of one of these (see `ezpz_llm.data.tokenizers`);
             default: "char" for shakespeare, "gpt2" for data sets, else "bytes".
         out: the folder to make; default: one in the cache.
         val_fraction: the last part of the token stream to validate on; default 0.1 for one file, 0.02 for many.

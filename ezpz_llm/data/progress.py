@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from ezpz_llm.base.clean import cleaned
+from ezpz_llm.base.errors import cleaned
 
 _SECONDS_BETWEEN_LINES = 10.0
 

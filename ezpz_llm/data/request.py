@@ -9,13 +9,13 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.data.corpora import Corpus, find_corpus
+from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import FORMAT
-from ezpz_llm.data.parquet import TEXT
 from ezpz_llm.data.shard_writer import SHARD_TOKENS
-from ezpz_llm.data.tokenizer_choice import Choice, choose
-from ezpz_llm.errors import UserError
-from ezpz_llm.resources import cache_dir
+from ezpz_llm.data.tokenizers import Choice, choose
 
 _LONGEST_NAME = 100
 
@@ -25,7 +25,7 @@ class Options:
     """How to prepare a corpus; what is None is the corpus's own default.
 
     Attributes:
-        tokenizer: "bytes", "char", "gpt2" or a folder; see `ezpz_llm.data.tokenizer_choice`.
+        tokenizer: "bytes", "char", "gpt2" or a folder; see `ezpz_llm.data.tokenizers`.
         val_fraction: the last part of the token stream is the validation split.
         val_tokens: or so many tokens at its beginning are.
         shard_tokens: tokens a shard file.

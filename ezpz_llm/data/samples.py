@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.mixture import BLOCK, draw, part_seed
 from ezpz_llm.data.permute import keys, mix, permute
 from ezpz_llm.data.shards import Mixture, TokenStream
-from ezpz_llm.errors import UserError
 
 IGNORED = -100
 """The target that a loss leaves out."""
@@ -209,3 +211,28 @@ def validation_windows(stream: TokenStream | Mixture, block_size: int,
         UserError: the split is too short, or `max_tokens` is not positive.
     """
     return ValidationWindows(stream, block_size, max_tokens)
+
+
+# Reading the next step's samples while this step is computed.
+class ReadAhead(Batches):
+    """`Batches`, with a thread that reads the step after the one asked for.
+
+    So a step waits only for a disk that is slower than the training. Any step may be asked for, also the same one
+    twice: what was not read ahead is read then.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reader = ThreadPoolExecutor(1, "read-ahead")
+        self._next: tuple[int, Future[list[tuple[np.ndarray, np.ndarray]]]] | None = None
+
+    def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        read_next = super().micro_batches
+        if self._next and self._next[0] == consumed:
+            found = self._next[1].result()
+        else:
+            found = read_next(consumed)
+        following = consumed + self.global_batch
+        if not self._next or self._next[0] != following:
+            self._next = following, self._reader.submit(read_next, following)
+        return found

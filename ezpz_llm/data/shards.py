@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from ezpz_llm.base.errors import unknown
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
 from ezpz_llm.data.mixture import shares
 from ezpz_llm.data.shard_writer import TRAIN, VAL
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
-from ezpz_llm.errors import unknown
 
 
 class TokenStream:
@@ -149,3 +149,5 @@ class TokenData:
         """The first tokens to train on; of a mixture, its first part's."""
         data = self.parts[0][0] if self.parts else self
         return data.split(TRAIN)[:count]
+
+

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")

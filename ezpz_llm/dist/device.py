@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.errors import UserError, unknown
+from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
 

@@ -9,9 +9,16 @@ from pathlib import Path
 from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
 from ezpz_llm.rundir import SideFiles
 
+import contextlib
+import faulthandler
+from collections.abc import Mapping
+from typing import TextIO
+
+from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
+
 
 class Heartbeat:
-    """Writes this rank's phase (launch/phases.py) and step to the file that launch has named, whose changes tell
+    """Writes this rank's phase (launch/variables.py) and step to the file that launch has named, whose changes tell
     its watchdog that the rank lives. Without launch nobody watches, and nothing is written."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -31,3 +38,18 @@ class Heartbeat:
 
     def _write(self, phase: str, step: int | None) -> None:
         self._path.write_text(f"{phase} {'' if step is None else step}\n")
+
+
+# What this rank is doing, told when asked from outside (`ezpz-llm why`, --timeout-idle).
+_KEPT_OPEN: list[TextIO] = []
+
+
+def answer_with_stacks(env: Mapping[str, str]) -> None:
+    """Write the Python stacks of all threads to the file that launch has named, whenever the node's agent sends
+    STACKS_SIGNAL; also from within a collective that never ends, since the handler is C code."""
+    if not env.get(STACKS_VARIABLE):
+        return
+    with contextlib.suppress(OSError):
+        file = open(env[STACKS_VARIABLE], "a")  # noqa: SIM115 - stays open as long as the process lives
+        _KEPT_OPEN.append(file)
+        faulthandler.register(STACKS_SIGNAL, file, all_threads=True)

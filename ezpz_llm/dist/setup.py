@@ -11,19 +11,33 @@ from types import TracebackType
 
 import torch
 
-from ezpz_llm.dist.alone import say_if_alone
+
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
-from ezpz_llm.dist.heap import keep_heap
-from ezpz_llm.dist.meeting import meet, raise_together
+
+from ezpz_llm.dist.rendezvous import meet, raise_together
 from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.dist.stacks import answer_with_stacks
-from ezpz_llm.errors import UserError, end_at_once_when_shown
+from ezpz_llm.dist.heartbeat import answer_with_stacks
+from ezpz_llm.base.errors import UserError, end_at_once_when_shown
 from ezpz_llm.launch.interfaces import own_interfaces, require_interfaces
 from ezpz_llm.launch.owner import Ownership, own
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.ranks import ALONE, RankInfo
+from ezpz_llm.launch.schedulers import find_allocation
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.rundir.secrets import redact_words
+
+import ctypes
+from collections.abc import Mapping
+
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")
@@ -253,3 +267,39 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
     if path is None:
         raise error or UserError(failure)
     return RunDir(Path(path)), ownership
+
+
+# A single process in a job of several hosts: most often somebody forgot to launch it.
+def say_if_alone(info: RankInfo, env: Mapping[str, str], command: Sequence[str] = tuple(sys.orig_argv)) -> None:
+    """Say on standard error how to start ranks on all hosts of the job, where nothing has started this process as
+    one of them. `command` is what was typed."""
+    if info.source != ALONE or RUN_ID_VARIABLE in env:
+        return
+    try:
+        job = find_allocation(env)
+    except UserError:
+        # Whoever is content with one process needs no job that can be read.
+        return
+    if len(job.hosts) > 1:
+        print(f"one process on one of the {len(job.hosts)} hosts of {job.scheduler} job {job.job_id}; for ranks on"
+              f" all of them: launch {shlex.join(redact_words(command))}", file=sys.stderr, flush=True)
+
+
+# Memory of a host that computes: kept from one step to the next.
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Names of parameters in malloc.h."""
+_USERS_OWN = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_heap(environ: Mapping[str, str]) -> None:
+    """Let this process keep the memory that it frees, for what it allocates next.
+
+    glibc gives large blocks back to the system at once, and gets them anew, page by page and zeroed, in the next
+    step: a sixth of the processor time of a step with a large vocabulary. torch pools memory of accelerators only.
+    Left alone where the user has chosen the settings, and where the C library is not glibc; an allocator in glibc's
+    place does not ask for its settings.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(environ.get(name) for name in _USERS_OWN):
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, -1)

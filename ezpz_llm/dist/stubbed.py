@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from ezpz_llm.private_names import WORLD, FakeProcessGroup
+from ezpz_llm.dist.private_names import WORLD, FakeProcessGroup
 
 _STAND_INS: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
 

@@ -1,5 +1,1 @@
-"""From a ds_config to a model in training.
-
-The resolver half (`ds_config`, `batch`, `layout`, `resolve`, `ops`) imports neither torch nor DeepSpeed, so that
-every configuration error is found before anything starts; `build` imports the engine that a layout needs.
-"""
+"""The engines: DDP, FSDP2 and DeepSpeed under one interface (`base.Engine`), built from a resolved layout."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.engine.batch import Batch
-from ezpz_llm.engine.gate import StepGate
-from ezpz_llm.engine.layout import Layout
+from ezpz_llm.engine.gradients import StepGate
+from ezpz_llm.layout.batch import Batch
+from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from ezpz_llm.engine.checkpoint.slices import EngineState
+    from ezpz_llm.engine.slices import EngineState
 
 Span = Callable[[str], AbstractContextManager[None]]
 """Times what happens inside: "forward", "backward" or "optimizer"."""

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ezpz_llm.dist.mesh import Mesh
+from ezpz_llm.engine import sequence_parallel
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.precision import autocast_forward, set_products
-from ezpz_llm.engine.resolve import Resolved, check_precision
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.resolve import Resolved, check_precision
+from ezpz_llm.model import tensor_parallel
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import init_weights, load_values
+from ezpz_llm.model.parameters import Box, Placement, place, placement_of
+from ezpz_llm.model.partition import stage_bounds
+from ezpz_llm.model.pipeline import PipelineStage
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -21,7 +34,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
 
     Args:
         model: initialised alike on every rank; the engine keeps and changes it.
-        param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.decay`).
+        param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.init`).
 
     Raises:
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
@@ -55,3 +68,76 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(model, resolved, dist, groups, adam)
+
+
+# The part of a model that a rank computes under its layout, with its first values.
+def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
+             weights: Callable[[str, Box], Tensor] | None = None) -> nn.Module:
+    """Build the plain model, cut it as the layout says, and give what is left its first values.
+
+    Until then nothing has storage: a rank never holds more than its own part, and one whole parameter at a time.
+    Every layout starts from exactly the single-process values.
+
+    Args:
+        device_type: of the device that will compute; the model itself is built on the host.
+        weights: what to begin with in place of first values from the seed; see `load_values`.
+    """
+    with torch.device("meta"):
+        model: nn.Module = GPT(config)
+    if layout.tp > 1:
+        tensor_parallel.apply(model, mesh.group("tp"), mesh.tp_rank, mesh.tp_size)
+    if layout.sp > 1:
+        sequence_parallel.apply(model, mesh, device_type)
+    if layout.tiled:
+        apply(model, layout.tiled, device_type)
+    if layout.pp > 1:
+        model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
+        if layout.tp > 1 and model.is_last:
+            tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)
+    give_storage(model)
+    if weights is None:
+        init_weights(model, config, seed)
+    else:
+        load_values(model, weights)
+    return model
+
+
+def give_storage(model: nn.Module) -> None:
+    """Move a model from the meta device to the host; its parameters, new ones then, lie where the old ones did."""
+    placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
+    model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        place(parameter, placed[name])
+
+
+# Memory-centric tiling (Rajbhandari et al. 2021, arXiv:2104.07857): layers that are too large to gather whole.
+def apply(model: GPT, tiled: tuple[tuple[str, int, int], ...], device_type: str) -> None:
+    """Cut linear layers of a model on the meta device into tiles; every tile is placed in the plain layer.
+
+    Args:
+        tiled: (name within a block, tiles along the input, tiles along the output). A name that a block has not,
+            such as the gate of an MLP without one, is left out.
+        device_type: what DeepSpeed is imported for.
+    """
+    import_deepspeed(device_type)
+    for (number, block), (name, across, down) in itertools.product(model.transformer["h"].named_children(), tiled):
+        owner, _, own = name.rpartition(".")
+        layer = getattr(block.get_submodule(owner), own, None)
+        if layer is not None:
+            block.set_submodule(name, _tiles(f"transformer.h.{number}.{name}", layer, across, down))
+
+
+def _tiles(name: str, layer: nn.Linear, across: int, down: int) -> nn.Module:
+    from deepspeed.runtime.zero.tiling import TiledLinear
+
+    rows, columns = layer.weight.shape
+    with layer.weight.device:
+        tiles = TiledLinear(columns, rows, layer.bias is not None, in_splits=across, out_splits=down)
+    for row, column in itertools.product(range(down), range(across)):
+        tile = tiles.linears[row][column]
+        outputs = (tiles.out_parts[row], tiles.out_parts[row + 1])
+        inputs = (tiles.in_parts[column], tiles.in_parts[column + 1])
+        place(tile.weight, Placement(f"{name}.weight", (rows, columns), ((outputs, inputs),)))
+        if tile.bias is not None:
+            place(tile.bias, Placement(f"{name}.bias", (rows,), ((outputs,),)))
+    return tiles

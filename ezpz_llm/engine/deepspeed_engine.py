@@ -6,25 +6,27 @@ reductions, its optimizer and its norms are fp32 for each stage, and a loss scal
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
-from ezpz_llm.engine.checkpoint.slices import EngineState
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
-from ezpz_llm.engine.gate import StepGate
-from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.mpu import ModelParallelUnit, mark_divided
-from ezpz_llm.engine.offload import uses_nvme
-from ezpz_llm.engine.ops import needed_ops
+from ezpz_llm.engine.deepspeed_state import deepspeed_state
+from ezpz_llm.engine.gradients import StepGate, norm_and_clip
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.engine.slices import EngineState
+from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.layout.ops import needed_ops
+from ezpz_llm.layout.resolve import Resolved
+from ezpz_llm.model.parameters import placement_of, size
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -106,3 +108,47 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def training_state(self) -> EngineState:
         return deepspeed_state(self._engine, *self._mesh.place("dp", "sp"), self._scale)
+
+
+# How DeepSpeed is told of tensor parallelism: the object for `initialize(mpu=...)`, and marks on parameters.
+class ModelParallelUnit:
+    """The groups of a mesh by the names that DeepSpeed asks for.
+
+    Ranks that divide a sequence hold the same parameters, so to DeepSpeed they are data-parallel.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        return self._mesh.real_group("tp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.place("tp")[0]
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.size("tp")
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self._mesh.real_group("dp", "sp")
+
+    def get_data_parallel_rank(self) -> int:
+        return self._mesh.place("dp", "sp")[0]
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.size("dp", "sp")
+
+
+def mark_divided(model: nn.Module) -> None:
+    """Mark the parameters that other ranks of the model hold other parts of.
+
+    DeepSpeed's norms count a marked parameter on every tensor-parallel rank and any other on the first rank only.
+    Unmarked, a divided parameter would drop out of the norm in part, and gradients would be clipped too little.
+    """
+    for name, parameter in model.named_parameters():
+        at = placement_of(name, parameter)
+        parameter.tensor_model_parallel = sum(map(size, at.boxes)) < math.prod(at.shape)

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
-from ezpz_llm.private_names import WORLD, check_deepspeed, find
+from ezpz_llm.dist.private_names import WORLD, check_deepspeed, find
+from ezpz_llm.layout.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
 
 _SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ezpz_llm.engine.checkpoint.fsdp_state import FsdpState
-from ezpz_llm.engine.checkpoint.slices import EngineState
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.gradients import divided_norm_and_clip
-from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.engine.optimizer_state import FsdpState
+from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.engine.torch_engine import TorchEngine
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
 
 if TYPE_CHECKING:

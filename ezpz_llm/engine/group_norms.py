@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.private_names import foreach_norm
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist.private_names import foreach_norm
 
 if TYPE_CHECKING:
-    from ezpz_llm.engine.checkpoint.slices import EngineState, Slice
+    from ezpz_llm.engine.slices import EngineState, Slice
 
 GROUPS = ("decayed", "others")
 """Matrices and embeddings, which decay; biases and norms, which do not."""

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.engine.checkpoint.agree import raise_together
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist.agree import raise_together
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.engine.base import Engine, Span
-from ezpz_llm.engine.checkpoint.deepspeed_state import deepspeed_state
-from ezpz_llm.engine.checkpoint.slices import EngineState
+from ezpz_llm.engine.deepspeed_engine import mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.gate import StepGate
-from ezpz_llm.engine.mpu import mark_divided
+from ezpz_llm.engine.deepspeed_state import deepspeed_state
+from ezpz_llm.engine.gradients import StepGate
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.engine.slices import EngineState
+from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.pipeline import PipelineStage
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.precision_block import DynamicScale
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.ds_config_blocks import DynamicScale
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

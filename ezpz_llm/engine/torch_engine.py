@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.checkpoint.slices import EngineState
-from ezpz_llm.engine.checkpoint.torch_state import TorchState
-from ezpz_llm.engine.gate import StepGate
-from ezpz_llm.engine.gradients import norm_and_clip
+from ezpz_llm.engine.gradients import StepGate, norm_and_clip
 from ezpz_llm.engine.optimizer import make_adamw, set_lr
+from ezpz_llm.engine.optimizer_state import TorchState
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.engine.slices import EngineState
+from ezpz_llm.layout.resolve import Resolved
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

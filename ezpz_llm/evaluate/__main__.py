@@ -6,8 +6,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from ezpz_llm.errors import run_command
-from ezpz_llm.evaluate import harness, tasks
+from ezpz_llm.base.errors import run_command
+from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, plan_model
 from ezpz_llm.launch.ranks import find_rank
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     world_size = options.world_size if options.check else find_rank(os.environ).world_size
     if options.task == "harness":
-        return harness.main(options, world_size)
+        return tasks.main(options, world_size)
     plan_task, run_task = _TASKS[options.task]
     plan = plan_model(options, world_size)
     planned = plan_task(plan, options)
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--items", type=int, metavar="N", help="only the first N items (all)")
     add = commands.add_parser("harness", help="tasks of lm-evaluation-harness, on the exported model",
                               allow_abbrev=False)
-    harness.add_arguments(add)
+    tasks.add_arguments(add)
     return parser
 
 

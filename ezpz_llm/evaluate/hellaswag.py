@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.errors import UserError
 
 if TYPE_CHECKING:
     import torch

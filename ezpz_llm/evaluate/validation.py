@@ -8,10 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.formats import TEXT
+from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import IGNORED
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import raise_together
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.mesh import Mesh
-from ezpz_llm.errors import UserError
 
 
 def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
@@ -47,3 +52,20 @@ def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
     if count == 0:
         raise UserError("there are no tokens to validate on", instead="a corpus with a longer validation split")
     return total.item() / count, count
+
+
+# A corpus for all ranks: prepared once, by rank 0.
+def open_corpus(corpus: str, tokenizer: str | None, dist: Dist, text_key: str = TEXT) -> TokenData:
+    """The corpus as token shards; rank 0 prepares them while the others wait. Collective.
+
+    Raises:
+        UserError: as `prepare`; the same on every rank.
+    """
+    error = None
+    try:
+        if dist.is_main:
+            prepare(corpus, tokenizer, text_key=text_key)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    return TokenData.open(prepare(corpus, tokenizer, progress=False, text_key=text_key))

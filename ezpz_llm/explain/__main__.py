@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.errors import run_command
-from ezpz_llm.explain.account import account
+from ezpz_llm.base.errors import run_command
 from ezpz_llm.explain.counterfactual import rerun
+from ezpz_llm.explain.diagnosis import account
 from ezpz_llm.explain.text import account_text
 from ezpz_llm.observe.plots import terminal_width, wants_colour
 from ezpz_llm.rundir import RunDir, newest_run, read_record

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.flight import Flight
 from ezpz_llm.explain.intervals import Interval, intersect, subtract, total, union, within
 from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
@@ -57,7 +57,7 @@ class RankSplit:
         waited_for: seconds in which this rank waited in a collective, by the rank that called last.
         by_step: seconds of each step by IN_STEP; and under HOST those of forward, backward and optimizer in which a
             CPU rank ran no operator: Python, sleeps.
-        notes: what the run wrote into the trace, see trainer/census.py.
+        notes: what the run wrote into the trace, see trainer/collective_trace.py.
     """
 
     rank: int

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base.clean import cleaned
+from ezpz_llm.base.errors import cleaned
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.explain.account import Account
-from ezpz_llm.explain.checks import checks_text
+from ezpz_llm.explain.checks import checks_text, memory_text
 from ezpz_llm.explain.counterfactual import Taken
-from ezpz_llm.explain.memory import memory_text
+from ezpz_llm.explain.diagnosis import Account
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
 from ezpz_llm.launch.devices import core_ranges
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import percentages, table
-from ezpz_llm.observe.wire import wire
+from ezpz_llm.observe.traffic import wire
 
 _SHOWN_CAUSES = 8
 _SHOWN_RANKS = 16

@@ -7,12 +7,12 @@ all-gather for the rank that calls last when it has what the others sent before.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.explain.clocks import common_clock
 from ezpz_llm.explain.flight import Flight
 from ezpz_llm.explain.intervals import Interval, subtract, union, within
 
@@ -84,3 +84,75 @@ def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
         found.append((*key, seen[key]))
         seen[key] += 1
     return found
+
+
+# A host that sends or receives much slower than the others (imports no torch).
+_SLOW = 0.5
+"""The share of the usual rate below which a host, or a link, is named."""
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """What is slow, its rate and the usual one in bytes a second."""
+
+    what: str
+    host: str
+    rate: float
+    usual: float
+
+
+def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
+    """The slowest host whose sending or receiving is under half of the other hosts'; None where there is none.
+
+    A host is as fast as its better neighbour lets it be. Of two hosts only the direction can be named.
+
+    Args:
+        links: see dist/links.py.
+    """
+    found = []
+    for way, verb in (("sender", "sends"), ("receiver", "receives")):
+        rates: dict[str, float] = {}
+        for link in links:
+            rates[link[way]] = max(rates.get(link[way], 0.0), link["rate"])
+        for host, rate in rates.items():
+            others = [other for name, other in rates.items() if name != host]
+            if others and rate < _SLOW * statistics.median(others):
+                found.append(SlowLink(f"{host} {verb}", host, rate, statistics.median(others)))
+    return min(found, key=lambda one: one.rate / one.usual, default=None)
+
+
+# One clock for traces of several hosts, whose own clocks may differ by more than a collective takes.
+if TYPE_CHECKING:
+    from ezpz_llm.explain.flight import Flight
+    from ezpz_llm.explain.trace import RankTrace
+
+Meeting = Sequence[tuple[int, "Flight"]]
+"""The flights of one collective, with their ranks."""
+
+_TRUSTED = 4
+"""One all-reduce in so many sets the clocks, the shortest ones."""
+
+
+def common_clock(traces: Sequence[RankTrace], meetings: Collection[Meeting]) -> dict[int, float]:
+    """By rank, the seconds to add to times of its trace, so that those of all ranks can be compared.
+
+    Ranks of one host share its clock. No rank's all-reduce ends before all have given their share, and then it
+    ends on all at about the same moment: this sets every host's clock by that of the first rank's host. A host
+    that had none together with it is believed.
+    """
+    first = traces[0]
+    zeros = {trace.rank: trace.began - first.began for trace in traces}
+    hosts = {trace.rank: trace.host for trace in traces}
+    together = sorted((meeting for meeting in meetings if meeting[0][1].kind == "all_reduce"),
+                      key=lambda meeting: min(flight.end - flight.start for _, flight in meeting))
+    ahead = {first.host: 0.0}
+    for host in set(hosts.values()) - {first.host}:
+        found = []
+        for meeting in together:
+            here, there = ([zeros[rank] + flight.end for rank, flight in meeting if hosts[rank] == one]
+                           for one in (first.host, host))
+            if here and there:
+                found.append(max(there) - max(here))
+        trusted = found[:max(1, len(found) // _TRUSTED)]
+        ahead[host] = statistics.median(trusted) if trusted else 0.0
+    return {rank: zero - ahead[hosts[rank]] for rank, zero in zeros.items()}

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from ezpz_llm import __version__
-from ezpz_llm.engine.checkpoint.tensor_file import write_tensors
-from ezpz_llm.errors import UserError
-from ezpz_llm.hf.config import to_hf
-from ezpz_llm.hf.names import Stored, stored_tensors
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint.writer import write_tensors
+from ezpz_llm.hf.config import Stored, stored_tensors, to_hf
 from ezpz_llm.hf.source import CONFIG, Source
 from ezpz_llm.hf.tokenizer import write_tokenizer
 from ezpz_llm.hf.weights import Weights, open_weights
-from ezpz_llm.model.placement import whole
-from ezpz_llm.model.shapes import parameter_shapes
+from ezpz_llm.model.parameters import parameter_shapes, whole
 from ezpz_llm.rundir import write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ezpz_llm.base import outside
-from ezpz_llm.engine.checkpoint import Damaged, find
-from ezpz_llm.engine.checkpoint.manifest import read_state
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import read_json
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.checkpoint import Damaged, find
+from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.resources import user_path
 
 CONFIG = "config.json"
 WANTED = ["*.json", "*.safetensors"]
@@ -140,3 +142,22 @@ def adapted(model: ModelConfig, where: str, **changes: Any) -> ModelConfig:
                             instead=f"leave --{name.replace('_', '-')} out"
                                     + (f", or at most {ours}" if name == "block_size" else ""))
     return replace(model, **wanted)
+
+
+# Download a GPT-2 or Llama model of the hub into huggingface_hub's own cache: only when asked to.
+def fetch(hub_id: str, revision: str | None) -> Path:
+    """Download; its configuration first, so that a model that ours cannot compute costs no gigabytes.
+
+    Raises:
+        UserError: no network, no such model, or one that ours cannot compute.
+    """
+    hub = hub_library("models of the hub need the package huggingface_hub", "checkpoint fetch")
+    print(f"downloading {hub_id} from {hub.constants.ENDPOINT}", file=sys.stderr, flush=True)
+    try:
+        config = Path(hub.hf_hub_download(hub_id, CONFIG, revision=revision))
+        from_hf(read_json(config), f"{hub_id}/{CONFIG}")
+        return Path(hub.snapshot_download(hub_id, revision=revision, allow_patterns=WANTED))
+    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+        raise UserError(f"the download failed: {str(error).splitlines()[0]}", where=hub_id,
+                        instead="a hub id such as openai-community/gpt2, on a machine with a network; or copy the "
+                                "model's folder here and name that", exit_code=1) from error

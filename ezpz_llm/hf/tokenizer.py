@@ -1,15 +1,187 @@
-"""The tokenizer of an exported model, in the format of Hugging Face's tokenizers library (imports no torch)."""
+"""The tokenizer that a model reads text with: weights bring their own, another one has to be asked for."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.data.tokenizers import END_OF_TEXT, GPT2_VOCAB, byte_alphabet
-from ezpz_llm.errors import UserError
+import numpy as np
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import read_bytes
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.data.corpora import prepared_folder
+from ezpz_llm.data.manifest import MANIFEST, read_manifest
+from ezpz_llm.data.mixing import find_mixture
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizers import (
+    END_OF_TEXT,
+    GPT2_VOCAB,
+    TOKENIZER_JSON,
+    TOKENIZERS,
+    Tokenizer,
+    byte_alphabet,
+    choose,
+    describe,
+    entry_in,
+    from_entry,
+    get_tokenizer,
+    other_in,
+    to_entry,
+)
+from ezpz_llm.hf.source import Source
 from ezpz_llm.rundir import write_json
 
+_MOST_BYTES = 256 << 20
+"""Of a tokenizer.json: the largest known has 33 MB."""
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
+
+
+def entry_of(source: Source) -> Mapping[str, Any] | None:
+    """The manifest entry of the tokenizer that made the tokens of these weights; None if it is not one of ours."""
+    return entry_in(source.folder) if source.tokenizer is None else source.tokenizer
+
+
+def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
+    """How to name the tokenizer that is to encode a corpus for these weights, as `prepare` takes it.
+
+    It is the weights' own; another one only where the user asked for it, which `other_tokenizer` warns of.
+
+    Args:
+        given: what is named so far; None for nothing.
+        asked: whether the user named it, not a preset.
+
+    Raises:
+        UserError: the weights' own is not known or not supported, or differs from what is given or from what a
+            prepared corpus was made with.
+    """
+    own, choice = entry_of(source), None if given is None else choose(given)
+    if own is None:
+        other = other_in(source.folder)
+        if choice is not None and (asked or other is None):
+            return choice.words
+        if other is None:
+            raise UserError("the weights do not say how text becomes their tokens", where=str(source.folder),
+                            instead="--tokenizer gpt2 for GPT-2's, bytes, or the folder of their tokenizer")
+        raise UserError(f"the weights' tokenizer is {other}, which cannot encode a corpus here yet",
+                        where=str(source.folder),
+                        instead=f"weights whose tokenizer is {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
+    # The name alone means the weights' own table of that name.
+    if choice is not None and not choice.fits(own):
+        if asked:
+            return choice.words
+        raise _another(source, own, choice.describe(), "--tokenizer")
+    for part, _ in find_mixture(corpus) or [(corpus, 1.0)]:
+        folder = prepared_folder(corpus=part)
+        theirs = None if folder is None else read_manifest(folder)["tokenizer"]
+        if theirs is not None and theirs["fingerprint"] != own["fingerprint"]:
+            raise _another(source, own, describe(theirs), str(folder))
+    return str(source.folder.absolute()) if "table" in own else own["name"]
+
+
+def _another(source: Source, own: Mapping[str, Any], theirs: str, where: str) -> UserError:
+    words = source.folder.absolute() if "table" in own else own["name"]
+    return UserError(f"the weights' tokenizer is {describe(own)}, the corpus's is {theirs}: the same ids mean "
+                     "other text", where=f"{where}, and {source.folder}",
+                     instead=f"prepare it with --tokenizer {words}, or name the text itself; only for weights that "
+                             "are to learn other tokens, type the corpus's --tokenizer")
+
+
+def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
+    """What to warn of where tokens are not of the weights' own tokenizer, as far as that is known.
+
+    Args:
+        used: the manifest entry of the tokenizer of the tokens.
+    """
+    own = entry_of(source)
+    if own is not None and own["fingerprint"] == used["fingerprint"]:
+        return None
+    name = describe(own) if own is not None else other_in(source.folder)
+    if name is None:
+        return None
+    return f"the weights' tokenizer is {name}, these tokens are of {describe(used)}, as asked for by --tokenizer"
+
+
+def given_warning(source: Source, given: str | None) -> str | None:
+    """What to warn of where a tokenizer is named on the command line that is not the weights' own."""
+    if given is None or given == "char":
+        return None
+    folder = user_path(given)
+    used = entry_in(folder) if folder.is_dir() else to_entry(get_tokenizer(given))
+    return None if used is None else other_tokenizer(source, used)
+
+
+class FileTokenizer:
+    """A tokenizer.json of Hugging Face's, which text that looks like a special token does not concern."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError(f"reading {TOKENIZER_JSON} needs the package tokenizers", where=str(path),
+                            instead="pip install 'ezpz_llm[hf]'") from error
+        try:
+            content = read_bytes(path, _MOST_BYTES)
+            self._inner = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"{TOKENIZER_JSON} cannot be read: {error}", where=str(path)) from error
+        self.name = str(path)
+        self.vocab_size = self._inner.get_vocab_size()
+        ends = (self._inner.token_to_id(token) for token in _ENDS)
+        self.end_of_text = next((found for found in ends if found is not None), None)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self._inner.encode_special_tokens = True
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+
+def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
+    """The tokenizer named on the command line, or else the one that the model's data were made with.
+
+    Args:
+        given: bytes, gpt2, or a folder with token shards or a tokenizer.json.
+
+    Raises:
+        UserError: none is known, one of another vocabulary is given, or its file is not on this machine.
+    """
+    found = _given(given, source) if given is not None else _own(source)
+    if found.vocab_size > source.model.padded_vocab_size:
+        raise UserError(f"the tokenizer has {found.vocab_size} tokens, the model {source.model.vocab_size}",
+                        where="--tokenizer", instead="the tokenizer that the model's data were made with")
+    return found
+
+
+def _given(given: str, source: Source) -> Tokenizer:
+    folder = user_path(given)
+    if (folder / MANIFEST).is_file():
+        return TokenData.open(folder).tokenizer
+    if (folder / TOKENIZER_JSON).is_file():
+        return FileTokenizer(folder / TOKENIZER_JSON)
+    if given == "char":
+        own = entry_of(source)
+        if own is not None and own["name"] == given:
+            return from_entry(own, str(source.folder))
+        raise UserError("the tokenizer char has the characters of its corpus", where="--tokenizer",
+                        instead="the folder with the corpus's token shards")
+    return get_tokenizer(given)
+
+
+def _own(source: Source) -> Tokenizer:
+    if source.tokenizer is not None:
+        return from_entry(source.tokenizer, str(source.folder))
+    if (source.folder / TOKENIZER_JSON).is_file():
+        return FileTokenizer(source.folder / TOKENIZER_JSON)
+    raise UserError("the model does not say how text becomes its tokens", where=str(source.folder),
+                    instead="--tokenizer gpt2, bytes, or a folder with token shards or a tokenizer.json")
+
+
+# The tokenizer of an exported model, in the format of Hugging Face's tokenizers library (imports no torch).
 # tokenizers' schema, which every version of its 0.x reads.
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,

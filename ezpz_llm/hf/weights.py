@@ -1,6 +1,6 @@
 """Weights of a checkpoint or a Hugging Face folder, read one box of one parameter at a time.
 
-Both speak of the plain model's parameters (`ezpz_llm.model.placement`), so that any layout can fill any part of a
+Both speak of the plain model's parameters (`ezpz_llm.model.parameters`), so that any layout can fill any part of a
 model with them and an export can write them tensor by tensor: nobody holds more than what is asked for.
 """
 
@@ -16,18 +16,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in, read_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.engine.checkpoint.agree import raise_together
-from ezpz_llm.engine.checkpoint.boxes import common
-from ezpz_llm.engine.checkpoint.index import KINDS, read_index
-from ezpz_llm.engine.checkpoint.manifest import read_manifest, verify
-from ezpz_llm.errors import UserError
-from ezpz_llm.hf.names import Stored, stored_tensors
+from ezpz_llm.checkpoint.index import KINDS, common, read_index
+from ezpz_llm.checkpoint.manifest import read_manifest, verify
+from ezpz_llm.dist.agree import raise_together
+from ezpz_llm.hf.config import Stored, stored_tensors
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.placement import Box, size
-from ezpz_llm.model.shapes import HEAD, TABLE, parameter_shapes
+from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

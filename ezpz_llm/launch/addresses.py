@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.allocation import short_name
 from ezpz_llm.launch.interfaces import interface_address, own_interfaces
 from ezpz_llm.launch.ports import bind_error, derived_ports, free_port, holder
@@ -161,3 +161,32 @@ def address_towards(peer: str) -> str | None:
 def is_loopback(address: str) -> bool:
     """Does this address lead nowhere but to the own host?"""
     return address.startswith("127.") or address == "::1"
+
+
+# Sockets on which rank 0 listens: on the one address at which the others reach it, not on all of its host's.
+def listen(master: str, port: int, backlog: int = 4096) -> socket.socket:
+    """A listening socket on the address that `master` (MASTER_ADDR) means here; `port` 0 is any.
+
+    On all addresses only where the name does not tell: it is no address of this host, to which it may lead by ways
+    unknown here, or it is the host's name and means the loopback here alone, as Debian's installer has it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    address = resolve(master)
+    if address is not None and (not is_loopback(address) or master in ("localhost", address)):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, backlog=backlog,
+                                dualstack_ipv6=dual)
+
+
+def own_end(listener: socket.socket) -> str:
+    """The address by which a process of this host reaches the listener."""
+    address = str(listener.getsockname()[0])
+    return "127.0.0.1" if address in ("::", "0.0.0.0") else address

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ezpz_llm.launch.failures import Stop
+from ezpz_llm.launch.failures.log_patterns import ENDED, NOT_STARTED, WRONG_WORLD, Saying, read_sayings
 from ezpz_llm.launch.failures.ranks import fold_places
-from ezpz_llm.launch.failures.sayings import ENDED, NOT_STARTED, WRONG_WORLD, Saying, read_sayings
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 NAMED_AFTER_S = 60.0
 """Ranks that have not come by then are named."""

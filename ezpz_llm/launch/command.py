@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base.clean import show
-from ezpz_llm.errors import UserError, version_text
-from ezpz_llm.launch.console import say
-from ezpz_llm.launch.options import Options, help_text, parse
+from ezpz_llm.base.errors import UserError, show, version_text
+from ezpz_llm.launch.option_parsing import Options, help_text, parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.ranks import is_by_hand
+from ezpz_llm.launch.relay import say
 from ezpz_llm.launch.show import details, json_text, summary
 from ezpz_llm.launch.target import run_dir_of
 
@@ -85,7 +84,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     say(shown)
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     if options.preflight:
-        from ezpz_llm.launch.preflight import fit_for
+        from ezpz_llm.launch.precheck import fit_for
 
         if code := fit_for(plan, options, lambda step: _record(step, typed)):
             return code
@@ -170,13 +169,13 @@ def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
 def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
     """Remove what an earlier launch, which may have been `killed`, left in the directory that is ours now."""
     if killed:
-        from ezpz_llm.launch.ending import end_killed
+        from ezpz_llm.launch.teardown import end_killed
 
         end_killed(plan.run_dir, killed)
     from ezpz_llm.base.private import make_private
     from ezpz_llm.launch.node.orders import clear_orders
     from ezpz_llm.rundir import write_atomic
-    from ezpz_llm.rundir.remnants import sweep_checkpoints
+    from ezpz_llm.rundir.files import sweep_checkpoints
 
     # Records and heartbeats of an earlier run in the same directory would be taken for this one's.
     clear_orders(plan.run_dir)

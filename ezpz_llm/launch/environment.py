@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ezpz_llm.base.secret import SECRET_VARIABLE, new_secret
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import extensions_dir, user_path
+from ezpz_llm.base.private import SECRET_VARIABLE, new_secret
 from ezpz_llm.launch.addresses import Meeting
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.hostlist import fold_counts
-from ezpz_llm.launch.options import Options
+from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.sites import Site
 from ezpz_llm.launch.variables import (
@@ -30,8 +31,7 @@ from ezpz_llm.launch.variables import (
     TORCHELASTIC_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.resources import extensions_dir, user_path
-from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir
 
 MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

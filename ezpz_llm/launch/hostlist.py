@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from itertools import groupby, product
 
-from ezpz_llm.base.limits import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.schema import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS
 
 ACCEPTED = "a list such as nid[001-004,007],gpu01"
 

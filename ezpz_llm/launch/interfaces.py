@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Collection, Mapping
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 
 _SIOCGIFADDR = 0x8915
 """linux/sockios.h: the IPv4 address of an interface."""

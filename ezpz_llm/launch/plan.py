@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import user_path
 from ezpz_llm.launch.addresses import Meeting, find_meeting, is_here
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding
@@ -30,18 +31,16 @@ from ezpz_llm.launch.environment import (
     run_settings,
     site_settings,
 )
+from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.interfaces import own_interfaces
 from ezpz_llm.launch.mpi_world import mpi_settings
-from ezpz_llm.launch.narrow import narrow
-from ezpz_llm.launch.options import Options
-from ezpz_llm.launch.placement import Placement, place
-from ezpz_llm.launch.rank_table import RankPlace, RankTable
+from ezpz_llm.launch.option_parsing import Options
+from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, program_file, read_command, run_dir_of
-from ezpz_llm.resources import user_path
-from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir
+from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import redact_words
 
 

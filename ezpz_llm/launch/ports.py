@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 
 # Below 32768, where Linux begins to hand out ports for outgoing connections.
 _FIRST_PORT, _LAST_PORT = 20000, 31999

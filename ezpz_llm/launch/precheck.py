@@ -5,15 +5,25 @@ What a check writes to its standard error is shown, what it writes to its standa
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
+from ezpz_llm.launch.failures import not_started
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, fold_counts, fold_hosts
+from ezpz_llm.launch.option_parsing import Options
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.relay import say
+from ezpz_llm.launch.supervise import run
 from ezpz_llm.launch.target import Target
 from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.rundir import update_record, write_atomic
 
 TIMEOUT_S = 120
 
@@ -76,3 +86,40 @@ def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
     if len(names) != len(ranks):
         raise UserError(f"{len(names)} hosts with numbers of ranks for {len(ranks)}", where=PLACES_VARIABLE)
     return list(zip(names, ranks, strict=True))
+
+
+# The preflight before a run (--preflight): the same launcher, hosts and ranks, another program first.
+PROGRAM = "ezpz_llm.check"
+
+_LIMIT_S = 180.0
+"""It reports within a minute of its last rank's start; so long it may take to start them all, and to end."""
+_INTERRUPTED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+
+
+def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], dict[str, Any]]) -> int:
+    """Whether the hosts of `plan` may begin its run: 0, or the code that launch ends with, after saying why.
+
+    What the preflight writes goes into the folder preflight/ of the run directory. Words of --wrap are left out: it
+    looks at the hosts.
+
+    Args:
+        record: what run.json says of a launch; the preflight reads its ranks' hosts there.
+    """
+    step = build_plan(replace(options, command=(sys.executable, "-m", PROGRAM), wrap=(), tee="0",
+                              run_dir=plan.run_dir.preflight.path), os.environ)
+    step.run_dir.create()
+    for path, content in step.files.items():
+        write_atomic(path, content)
+    update_record(step.run_dir, launch=record(step), exit=None)
+    report = step.run_dir.path / "preflight.json"
+    report.unlink(missing_ok=True)
+    # Its report is the account of its end, if it came to one.
+    code = run(step, None, _LIMIT_S, tell=lambda: not report.exists()).code
+    if code == 0:
+        return 0
+    code = code if code in _INTERRUPTED else EXIT_PREFLIGHT
+    what = "was interrupted" if code in _INTERRUPTED else "found the reservation unfit"
+    cause = f"the preflight {what}: {report if report.exists() else step.run_dir.path}"
+    update_record(plan.run_dir, exit=not_started(code, cause, time.time()))
+    say(f"launch: nothing was started: {cause}")
+    return code

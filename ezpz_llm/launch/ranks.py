@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.hostlist import expand_counts
 from ezpz_llm.launch.variables import (
     RANK_SOURCE_VARIABLE,

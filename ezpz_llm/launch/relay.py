@@ -10,15 +10,48 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO
 
-from ezpz_llm.launch.console import leave, say
+from ezpz_llm.base.errors import cleaned
 from ezpz_llm.rundir.files import ours
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
+
+
+# What launch itself says on standard error. That nobody reads it (any more) ends nothing.
+def say(text: str) -> None:
+    """Print lines, as far as somebody reads them, cleaned: hosts, paths and rank output are in them."""
+    try:
+        print(cleaned(text), file=sys.stderr, flush=True)
+    except OSError:
+        # EPIPE: the reader of `launch … 2>&1 | tee` has gone. EIO: the terminal was closed.
+        leave(2)
+
+
+def warn(text: str) -> None:
+    """A line for the user that changes nothing about the run's outcome."""
+    say(f"launch: warning: {text}")
+
+
+def leave(descriptor: int) -> None:
+    """Send to nothing what is still to be written there: Python's own last flush would change the exit code."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+def are_one_place(descriptor: int, other: int) -> bool:
+    """Do both lead to the same terminal, file or pipe?"""
+    try:
+        return os.path.sameopenfile(descriptor, other)
+    except OSError:
+        return False
+
 
 _PIECE_BYTES = 1 << 16
 _WAITING_BYTES = 1 << 20

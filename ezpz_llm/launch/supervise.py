@@ -11,21 +11,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
-from ezpz_llm.errors import UserError
 from ezpz_llm.launch.arrivals import Arrivals
-from ezpz_llm.launch.console import are_one_place, say, warn
-from ezpz_llm.launch.ending import Ending
 from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, bare_account, read_failures
 from ezpz_llm.launch.failures.ranks import named
-from ezpz_llm.launch.leftovers import die_with_parent, end_marked, start_janitor
-from ezpz_llm.launch.life import RankLife, SignsOfLife, judge
+from ezpz_llm.launch.liveness import RankLife, SignsOfLife, judge
 from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
-from ezpz_llm.launch.relay import Relay
-from ezpz_llm.launch.schedulers.cancelled import cancellations
-from ezpz_llm.launch.signals import Signals
+from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
+from ezpz_llm.launch.schedulers.slurm import cancellations
+from ezpz_llm.launch.teardown import Ending, die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.secrets import hide, secret_values
@@ -321,3 +318,44 @@ _SENT_BY = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal was closed, or
 
 def _by_signal(number: signal.Signals) -> Stop:
     return Stop("signal", f"launch was sent {number.name} ({_SENT_BY[number]}); the run is ended", number.name)
+
+
+# The signals that launch was sent.
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
+_ONE_ORDER_S = 0.3
+"""timeout(1) and schedulers signal a process and then its group: that is one order, not an impatient second one."""
+
+
+class Signals:
+    """Notes what comes: signals to stop, in order, and those that are the ranks' to understand."""
+
+    def __init__(self) -> None:
+        self.to_stop: list[signal.Signals] = []
+        self._to_forward: list[signal.Signals] = []
+        self._noted_at = float("-inf")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        # nohup's wish is kept. A shell's `launch … &` ignores Ctrl-C, but not a SIGINT meant for launch alone.
+        heard = [number for number in (*_STOP, *_FORWARD)
+                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def take_forwarded(self) -> list[signal.Signals]:
+        """Those for the ranks that have come since this was last asked."""
+        taken, self._to_forward = self._to_forward, []
+        return taken
+
+    def _note(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if number in _FORWARD:
+            self._to_forward.append(signal.Signals(number))
+        elif number not in self.to_stop[-1:] or now - self._noted_at > _ONE_ORDER_S:
+            self._noted_at = now
+            self.to_stop.append(signal.Signals(number))

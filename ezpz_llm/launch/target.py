@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.resources import user_path
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import user_path
 
 _PACKAGE = "ezpz_llm"
 _SCRIPT = "ezpz-llm"

@@ -70,3 +70,19 @@ FORWARDED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME")
 a job. Names that begin as these do belong to it as well:"""
 FORWARDED_PREFIXES = ("PYTHON", "EZPZ_LLM_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "GLOO_", "TORCH_", "DS_",
                       "OMP_", "CUDA_", "HSA_", "ZE_", "SYCL_", "HF_", "TIKTOKEN_")
+
+
+# What a rank can be doing, as heartbeats name it.
+MEETING = "meeting"
+STARTING = "starting"
+LOADING = "loading data"
+BUILDING = "building ops"
+COMPILING = "compiling"
+TRAINING = "training"
+EVALUATING = "evaluating"
+SAMPLING = "sampling"
+SAVING = "saving"
+ENDING = "ending"
+
+PATIENT = frozenset({STARTING, LOADING, BUILDING, COMPILING, EVALUATING, SAMPLING, SAVING, ENDING})
+"""Phases in which a rank may go without a heartbeat for as long as it, or one that it waits for, is at work."""

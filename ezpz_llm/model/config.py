@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import shown
-from ezpz_llm.errors import UserError, unknown
 
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]

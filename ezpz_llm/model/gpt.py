@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.model.attention import by_rows, row_attention
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.embedding import TokenTable
 from ezpz_llm.model.head import Head
 from ezpz_llm.model.loss import Reduction
-from ezpz_llm.model.row_attention import by_rows, row_attention
-from ezpz_llm.model.token_table import TokenTable
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""

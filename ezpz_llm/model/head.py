@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ezpz_llm.model.chunked_loss import chosen_chunk, chunked_cross_entropy
-from ezpz_llm.model.loss import Reduction, cross_entropy
-from ezpz_llm.model.vocabulary import Columns
+from ezpz_llm.model.embedding import Columns
+from ezpz_llm.model.loss import Reduction, chosen_chunk, chunked_cross_entropy, cross_entropy
 
 
 class Head(nn.Linear):
     """A linear layer from C to V logits, without bias, and the loss of its logits.
 
     `loss_chunk` is the number of tokens whose logits are there at once, None to choose it by the shape, and 0 for
-    all of them, kept until the backward pass. `z_loss` is the weight of that term; see `ezpz_llm.model.loss`.
+    all of them, kept until the backward pass. `z_loss` is the weight of that term; see `ezpz_llm.model.head`.
     `compiled` lets torch.compile fuse what is done to a chunk's logits.
 
     Args:
@@ -45,3 +44,5 @@ def configure_head(model: nn.Module, loss_chunk: int | None, z_loss: float = 0.0
     """Set how a model, or the part of one that a rank has, computes its loss."""
     if hasattr(model, "lm_head"):  # not every stage of a pipeline has one
         model.lm_head.loss_chunk, model.lm_head.z_loss = loss_chunk, z_loss
+
+

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.placement import Box, placement_of
+from ezpz_llm.model.parameters import Box, placement_of
 
 
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Give every parameter of `model` its first value, by the scheme of its configuration.
 
     Args:
-        model: a GPT, or the part of one that a rank holds; see `ezpz_llm.model.placement`.
+        model: a GPT, or the part of one that a rank holds; see `ezpz_llm.model.parameters`.
     """
     with torch.device("meta"):
         numbers = {name: number for number, name in enumerate(sorted(dict(GPT(config).named_parameters())))}
@@ -80,3 +81,30 @@ def initial_std(config: ModelConfig, name: str, fan_in: int) -> float:
     if is_llama and not name.startswith(("transformer.wte.", "transformer.wpe.")):
         return fan_in ** -0.5
     return 0.02
+
+
+# Which parameters weight decay pulls on.
+def decay_counts(config: ModelConfig) -> list[tuple[int, int]]:
+    """Tensors and their elements in the two groups of the whole model, whatever a rank holds of it."""
+    with torch.device("meta"):
+        groups = decay_groups(GPT(config), 0.0)
+    return [(len(group["params"]), sum(parameter.numel() for parameter in group["params"])) for group in groups]
+
+
+def parameter_names(config: ModelConfig) -> list[str]:
+    """Of the whole model, whatever a rank holds of it; a tied table is listed once."""
+    with torch.device("meta"):
+        return [name for name, _ in GPT(config).named_parameters()]
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups with keys "params", "names" and "weight_decay": first the decayed, then the others.
+
+    Tensors with two or more dimensions (matrices and embeddings) decay; biases and norms do not. To be asked before
+    an engine flattens parameters, which leaves them one dimension. A tied table is listed once.
+    """
+    named = list(model.named_parameters())
+    decayed = [(name, p) for name, p in named if p.dim() >= 2]
+    others = [(name, p) for name, p in named if p.dim() < 2]
+    return [{"params": [p for _, p in group], "names": [name for name, _ in group], "weight_decay": decay}
+            for group, decay in ((decayed, weight_decay), (others, 0.0))]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ezpz_llm.model.gpt import GPT, embed, rotation_of
 from ezpz_llm.model.loss import Reduction
-from ezpz_llm.model.placement import place, placement_of, secondary
+from ezpz_llm.model.parameters import place, placement_of, secondary
 
 TABLE = "transformer.wte.weight"
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.embedding import Columns, VocabularyEmbedding
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.head import Head
-from ezpz_llm.model.peers import enter_region, join_last, leave_region
-from ezpz_llm.model.placement import Box, Placement, place, whole
-from ezpz_llm.model.vocabulary import Columns, VocabularyEmbedding
+from ezpz_llm.model.parameters import Box, Placement, place, whole
+from ezpz_llm.model.tp_collectives import enter_region, join_last, leave_region
 
 Style = Literal["column", "row", "vocabulary", "head"]
 """How a layer is divided: "column": its outputs, the rows of its weight and bias. "row": its inputs, the columns of

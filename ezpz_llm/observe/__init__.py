@@ -9,17 +9,14 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "bubble": ("Bubble", "BubbleMeter"),
-    "ceiling": ("Ceiling", "measure_ceiling"),
     "environment": ("run_environment",),
     "metrics": ("MetricsLog",),
-    "peaks": ("Peak", "peak_flops"),
+    "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops"),
     "plots": ("plot_run", "series_plot", "wants_colour"),
     "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
-    "straggler": ("Straggler", "StragglerMeter"),
     "summary": ("Summary", "final_text", "summarise", "where_time_went"),
     "throughput": ("Rates", "StepWork"),
-    "timeline": ("PHASES", "StepTimeline", "StepTimes"),
+    "timeline": ("PHASES", "Bubble", "BubbleMeter", "StepTimeline", "StepTimes", "Straggler", "StragglerMeter"),
     "trackers": ("Tracking",),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
 from ezpz_llm.base.schema import as_type
-from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, read_lines, write_atomic
 
 Rows = TypeVar("Rows", bound="Sequence[Any] | History")

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ezpz_llm.observe.bubble import Bubble, BubbleMeter
 from ezpz_llm.observe.history import finite, trim_history
 from ezpz_llm.observe.progress import Progress
-from ezpz_llm.observe.straggler import Straggler, StragglerMeter
 from ezpz_llm.observe.throughput import StepWork
-from ezpz_llm.observe.timeline import StepTimeline, StepTimes
+from ezpz_llm.observe.timeline import Bubble, BubbleMeter, StepTimeline, StepTimes, Straggler, StragglerMeter
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
-from ezpz_llm.base.clean import cleaned
+from ezpz_llm.base.errors import cleaned
 
 TABLE_WIDTH = 100
 

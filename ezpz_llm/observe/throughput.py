@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ezpz_llm.observe.ceiling import Ceiling
-    from ezpz_llm.observe.peaks import Peak
+    from ezpz_llm.observe.peaks import Ceiling, Peak
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.errors import UserError, run_command
+from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.observe.plots import terminal_width, wants_colour
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import load_runs

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe.history import History, last_loss, read_history, steady
 from ezpz_llm.rundir import RunDir, read_layout, read_record
 

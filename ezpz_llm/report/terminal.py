@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ezpz_llm.base.clean import cleaned
+from ezpz_llm.base.errors import cleaned
 from ezpz_llm.observe.history import steady
 from ezpz_llm.observe.plots import Curve, curves_plot
 from ezpz_llm.observe.tables import table
-from ezpz_llm.report.compare import differences, verdict
-from ezpz_llm.report.results import RESULTS, comments, result_row
+from ezpz_llm.report.results import RESULTS, comments, differences, result_row, verdict
 from ezpz_llm.report.runs import Run
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -9,7 +9,7 @@ from ezpz_llm.rundir.files import (
     write_atomic,
     write_json,
 )
-from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir, default_run_dir, newest_run
+from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir, default_run_dir, newest_run
 from ezpz_llm.rundir.record import read_record, update_record
 from ezpz_llm.rundir.secrets import redact
 from ezpz_llm.rundir.side_files import SideFiles

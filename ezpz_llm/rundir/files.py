@@ -6,13 +6,14 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import outside
 from ezpz_llm.base.schema import as_type
-from ezpz_llm.rundir.shape import Resolved
+from ezpz_llm.rundir.schemas import Resolved
 
 _MODE = 0o644
 """Of a new file, but for what the umask takes away: nobody else writes our records."""
@@ -105,3 +106,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield from outside.read_json_lines(path)
     except outside.NoFile:
         return
+
+
+# What killed runs leave half written in a run directory. Only its owner may sweep it: nobody else writes there.
+_HALF = (".step-*.partial", ".step-*.removed")
+
+
+def sweep_checkpoints(checkpoints: Path) -> None:
+    """Remove checkpoints that were never completed, or not removed to their end."""
+    for pattern in _HALF:
+        for left in checkpoints.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from ezpz_llm.base import outside
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import as_type
-from ezpz_llm.errors import UserError
 from ezpz_llm.rundir.files import write_json
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.schemas import Record
 from ezpz_llm.rundir.secrets import without_secrets
-from ezpz_llm.rundir.shape import Record
 
 _LOCK_TRIES = 100
 _OTHER = "another run directory, or remove the file"

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir.files import append_lines, json_text, write_atomic
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 from ezpz_llm.rundir.record import update_record
 
 MOST_WAITING = 100_000

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.resources import user_path
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import user_path
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.options import Options, help_text, parse
-from ezpz_llm.scaling.point import points_file, read_repeats
-from ezpz_llm.scaling.points import plan_study
+from ezpz_llm.scaling.precheck import plan_study
 from ezpz_llm.scaling.reporting import report
-from ezpz_llm.scaling.running import Cut, left, run_all
+from ezpz_llm.scaling.running import Cut, left, run_all, submit_points
+from ezpz_llm.scaling.sample import points_file, read_repeats
 from ezpz_llm.scaling.study import Study, read_study, study_file
-from ezpz_llm.scaling.submitting import submit_points
 
 
 def main(argv: Sequence[str]) -> int:

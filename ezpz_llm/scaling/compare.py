@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe.progress import short_number
+from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.efficiency import Measured
 from ezpz_llm.scaling.findings import Findings
-from ezpz_llm.scaling.interval import CONFIDENCE, Estimate, ratio
-from ezpz_llm.scaling.origin import Origin
+from ezpz_llm.scaling.sample import Origin
 from ezpz_llm.scaling.tables import STEPS_ONLY, Table, interval_text
 
 _NO_BEARING = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_SECRET", "EZPZ_LLM_ENDS_AT",

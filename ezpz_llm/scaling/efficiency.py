@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ezpz_llm.observe.history import Spread, finite, spread
-from ezpz_llm.scaling.interval import Estimate, estimate, ratio
-from ezpz_llm.scaling.point import SPLIT, Mode, Repeat
+from ezpz_llm.scaling.confidence import Estimate, estimate, ratio
+from ezpz_llm.scaling.sample import SPLIT, Mode, Repeat
 
 Unit = Literal["nodes", "ranks"]
 

@@ -8,15 +8,112 @@ noise does to them is seen by fitting them again to studies drawn with the measu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.rundir import RunDir, read_layout
+from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate
 from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.interval import CONFIDENCE, Estimate
-from ezpz_llm.scaling.law import TERMS, Setting, Shape, setting_of
+
+
+# What a step's time is made of as a run grows: the terms of the law that is fitted (no torch).
+@dataclass(frozen=True)
+class Shape:
+    """What the law asks of a layout: pipeline stages; whether gradients go round once a micro-step; whether the
+    optimizer's state is divided over data-parallel ranks."""
+
+    pp: int = 1
+    per_micro_step: bool = False
+    divides: bool = False
+
+
+def shape_of(run_dir: Path) -> Shape | None:
+    """The shape of a run's layout, as its layout.json has it; None where there is none."""
+    resolved = read_layout(RunDir(run_dir).layout)
+    if resolved is None:
+        return None
+    layout = resolved["layout"]
+    stage = layout.get("zero_stage") or 0
+    sharded = layout.get("engine") == "fsdp2"
+    return Shape(layout.get("pp", 1), stage >= 2 or sharded, stage >= 1 or sharded)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A measured or imagined point: its size in nodes or ranks, d data-parallel ranks, q tokens of a step on each
+    rank, `a` micro-steps (not always a whole number: lines are drawn between points). `alone`: nothing leaves the
+    node, and what goes round within it is the same at any size."""
+
+    size: float
+    dp: float
+    tokens: float
+    accumulation: float
+    alone: bool
+    shape: Shape
+
+    @property
+    def rounds(self) -> float:
+        return self.accumulation if self.shape.per_micro_step else 1.0
+
+    @property
+    def bubble(self) -> float:
+        """The idle time of a pipeline over its work."""
+        return (self.shape.pp - 1) / self.accumulation
+
+
+def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
+    """What the law sees of a measured point."""
+    one = point.first
+    alone = curve.unit == "nodes" and point.nodes == 1
+    return Setting(curve.size(point), one.global_batch / (one.micro_batch * one.accumulation),
+                   one.step_tokens / point.ranks, one.accumulation, alone, shape)
+
+
+def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
+    """What the law sees of the curve at another size: a fixed batch per device, or a fixed global batch."""
+    base = setting_of(curve, curve.base, shape)
+    grown = size / base.size
+    divided = grown if curve.mode == "strong" else 1.0
+    return replace(base, size=size, dp=base.dp * grown, tokens=base.tokens / divided,
+                   accumulation=max(1.0, base.accumulation / divided), alone=curve.unit == "nodes" and size <= 1)
+
+
+def check_divides(curve: Curve, size: int) -> None:
+    """Refuse a size at which the curve could not be measured.
+
+    Raises:
+        UserError: the fixed global batch cannot be divided there.
+    """
+    if curve.mode == "weak":
+        return
+    one = curve.base.first
+    micro_batches = {point.first.micro_batch for point in curve.points}
+    # Where they differ, the trainer was free to choose them.
+    least = micro_batches.pop() if len(micro_batches) == 1 else 1
+    dp = one.global_batch / (one.micro_batch * one.accumulation) * size / curve.size(curve.base)
+    if dp != int(dp) or one.global_batch % (least * int(dp)):
+        raise UserError(f"a global batch of {one.global_batch} in micro batches of {least} cannot be divided "
+                        f"over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
+                        instead="a size that divides it, or a study with another batch")
+
+
+Term = Callable[[Setting], float]
+
+TERMS: dict[str, Term] = {
+    "work": lambda at: at.tokens * (1 + at.bubble),
+    "serial": lambda at: 1.0,
+    "divided": lambda at: 1 / at.dp if at.shape.divides else 0.0,
+    "bandwidth": lambda at: 0.0 if at.alone else at.rounds * (at.dp - 1) / at.dp,
+    "latency, tree": lambda at: at.rounds * math.log2(at.size),
+    "latency, ring": lambda at: at.rounds * (at.size - 1),
+}
+"""By name; at most one of the two latencies is in a law."""
+
 
 LEAST_SIZES = 3
 _DRAWS = 1000
@@ -201,3 +298,130 @@ def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.searchsorted(reached, (tail, 1 - tail))
     return float(values[order[low]]), float(values[order[min(high, len(values) - 1)]])
+
+
+# Beyond what was measured, with a band, and not far (no torch).
+REACH = 4
+"""Times the largest measured size; beyond it nothing is said."""
+
+Band = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A curve at another size by the fit. Bands are those of the mean over runs, at interval.CONFIDENCE; a single
+    run scatters around it. `efficiency` is against the smallest point as measured."""
+
+    curve: Curve
+    size: int
+    ranks: int
+    seconds: float
+    seconds_band: Band
+    tokens_per_second: float
+    efficiency: float
+    efficiency_band: Band
+    parts: dict[str, float]
+    beyond: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """Up to which size a curve's efficiency stays at or above `target`.
+
+    `size` is by the fit, `sure` by the lower edge of its band, `possible` by the upper. Where one of them is
+    `limit`, the largest size that may be spoken of, it may be larger.
+    """
+
+    curve: Curve
+    target: float
+    size: int
+    sure: int
+    possible: int
+    limit: int
+
+    def describe(self) -> str:
+        """In one sentence."""
+        unit = self.curve.unit
+
+        def said(size: int) -> str:
+            return f"{size} or more" if size == self.limit else str(size)
+
+        text = f"efficiency stays at {self.target:.0%} or above up to {said(self.size)} {unit}"
+        if self.sure != self.possible:
+            text += f" (between {said(self.sure)} and {said(self.possible)} by the band)"
+        return text
+
+
+def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
+    """The curve at `size` (nodes or ranks, as curve.unit says).
+
+    Raises:
+        UserError: the size is smaller than what was measured, more than REACH times the largest, or one at which
+            the curve could not be measured.
+    """
+    smallest, largest = curve.size(curve.base), curve.size(curve.points[-1])
+    if not smallest <= size <= REACH * largest:
+        raise UserError(f"no prediction for {size} {curve.unit}: measured were {smallest} to {largest}",
+                        where=curve.name, instead=f"{smallest} to {REACH * largest} {curve.unit} "
+                        f"({REACH} times the largest), or measure a larger point")
+    ranks = curve.base.ranks * size / smallest
+    if ranks != int(ranks):
+        raise UserError(f"{size} {curve.unit} are {ranks:g} ranks", where=curve.name,
+                        instead=f"a multiple of {smallest}")
+    check_divides(curve, size)
+    setting = setting_at(curve, size, fit.shape)
+    seconds = fit.seconds(setting)
+    efficiency, efficiency_band = _efficiency(fit, curve, setting)
+    return Prediction(curve, size, int(ranks), seconds, fit.band(setting), setting.tokens * ranks / seconds,
+                      efficiency, efficiency_band, fit.parts(setting), size > largest)
+
+
+def sizes_to_speak_of(curve: Curve) -> list[int]:
+    """The sizes that `predict` answers for."""
+    smallest, largest = curve.size(curve.base), curve.size(curve.points[-1])
+    return [size for size in range(smallest, REACH * largest + 1) if _can_be(curve, size)]
+
+
+def find_target(fit: Fit, curve: Curve, target: float) -> Target:
+    """Where efficiency falls under `target`, among the sizes at which the curve could be measured.
+
+    Raises:
+        UserError: the target is no fraction between 0 and 1.
+    """
+    if not 0 < target <= 1:
+        raise UserError(f"a target efficiency of {target:g}", where="--target", instead="a fraction such as 0.8")
+    sizes = sizes_to_speak_of(curve)
+    found = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
+
+    def last(values: list[float]) -> int:
+        # The first failure counts: a law may rise again where fewer micro-steps are left. At the smallest size
+        # efficiency is 1 by definition, whatever the band of the fit there.
+        under = next((i for i, value in enumerate(values[1:], 1) if value < target), len(values))
+        return sizes[under - 1]
+
+    middle, low, high = (list(values) for values in zip(*((one, *band) for one, band in found), strict=True))
+    return Target(curve, target, last(middle), last(low), last(high), sizes[-1])
+
+
+def line(fit: Fit, curve: Curve, points: int = 60) -> list[tuple[float, float, Band]]:
+    """(size, efficiency, band) from the smallest size to the largest that may be spoken of, to be drawn."""
+    smallest, largest = curve.size(curve.base), sizes_to_speak_of(curve)[-1]
+    sizes = [smallest + (largest - smallest) * i / points for i in range(points + 1)]
+    return [(size, *_efficiency(fit, curve, setting_at(curve, size, fit.shape))) for size in sizes]
+
+
+def _efficiency(fit: Fit, curve: Curve, setting: Setting) -> tuple[float, Band]:
+    base = curve.base
+    work = setting.tokens / (base.first.step_tokens / base.ranks)
+    low, high = fit.band(setting, over=base)
+    return work * base.step_time.value / fit.seconds(setting), (work / high, work / low)
+
+
+def _can_be(curve: Curve, size: int) -> bool:
+    if curve.base.ranks * size % curve.size(curve.base):
+        return False
+    try:
+        check_divides(curve, size)
+    except UserError:
+        return False
+    return True

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.observe.history import finite, steady
 from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
-from ezpz_llm.scaling.point import Repeat
+from ezpz_llm.scaling.sample import Repeat
 from ezpz_llm.scaling.study import Point, run_dir_of
 
 _LEAST_STEPS = 3

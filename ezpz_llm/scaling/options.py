@@ -7,13 +7,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.limits import MOST_RANKS, MOST_REPEATS
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.options import Options as LaunchOptions
-from ezpz_llm.launch.options import parse as parse_launch
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.schema import MOST_RANKS, MOST_REPEATS
+from ezpz_llm.launch.option_parsing import Option, command_line, one_of, option_lines, split_options, whole
+from ezpz_llm.launch.option_parsing import Options as LaunchOptions
+from ezpz_llm.launch.option_parsing import parse as parse_launch
 from ezpz_llm.launch.target import read_command
-from ezpz_llm.launch.words import Option, command_line, one_of, option_lines, split_options, whole
-from ezpz_llm.scaling.words import value_of, without
+
+
+# Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.
+def value_of(words: Sequence[str], option: str) -> str | None:
+    """The value of `option`, the last where it is given several times; None where it is not there."""
+    found = None
+    for position, word in enumerate(words):
+        if word == option and position + 1 < len(words):
+            found = words[position + 1]
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
+    """`words` less these options and their values."""
+    kept: list[str] = []
+    is_value = False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word in options:
+            is_value = True
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(word)
+    return tuple(kept)
+
 
 EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
 MODES = ("weak", "strong", "both")

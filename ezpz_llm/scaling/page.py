@@ -9,24 +9,24 @@ from html import escape
 
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.report.charts import Axis, Series, bars, chart, table
-from ezpz_llm.report.page import page, views
+from ezpz_llm.report.document import page, views
 from ezpz_llm.rundir.secrets import redact_words
 from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.findings import Extrapolation, Findings
-from ezpz_llm.scaling.fit import Fit
-from ezpz_llm.scaling.origin import Origin
-from ezpz_llm.scaling.predict import line
-from ezpz_llm.scaling.remarks import curve_remarks, study_remarks
+from ezpz_llm.scaling.fit import Fit, line
+from ezpz_llm.scaling.sample import Origin
 from ezpz_llm.scaling.tables import (
     STEPS_ONLY,
     Table,
     contest_table,
+    curve_remarks,
     curve_table,
     failed_table,
     fit_notes,
     fit_table,
     prediction_table,
     split_table,
+    study_remarks,
 )
 
 _PERCENT = Axis("%", lambda value: f"{value:.4g}")

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.observe.plots import terminal_width, wants_colour
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.observe.plots import Curve as Drawn
+from ezpz_llm.observe.plots import curves_plot, terminal_width, wants_colour
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import write_atomic
 from ezpz_llm.scaling.compare import compare, comparison_remarks, comparison_tables
-from ezpz_llm.scaling.files import as_csv, as_record
-from ezpz_llm.scaling.findings import DEFAULT_TARGET, find
+from ezpz_llm.scaling.confidence import CONFIDENCE
+from ezpz_llm.scaling.efficiency import Curve, Measured
+from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, explain_above, find
+from ezpz_llm.scaling.fit import Prediction, line
 from ezpz_llm.scaling.page import findings_page
-from ezpz_llm.scaling.terminal import findings_text
+from ezpz_llm.scaling.sample import SPLIT
+from ezpz_llm.scaling.tables import (
+    STEPS_ONLY,
+    Table,
+    contest_table,
+    curve_remarks,
+    curve_table,
+    failed_table,
+    fit_notes,
+    fit_table,
+    prediction_table,
+    split_table,
+    study_remarks,
+)
 
 
 def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
@@ -74,3 +95,156 @@ def _sizes(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 16,32") from error
+
+
+# A study's findings as JSON and CSV, in the base units: seconds, tokens, bytes, fractions (no torch).
+COLUMNS = ("point", "mode", "ds_config", "nodes", "ranks", "runs", "runs_failed", "global_batch", "micro_batch",
+           "accumulation", "block_size", "step_time_s", "step_time_low_s", "step_time_high_s", "step_median_s",
+           "step_10_percent_s", "step_90_percent_s", "tokens_per_second", "tokens_per_second_per_device",
+           "speed_up", "efficiency", "efficiency_low", "efficiency_high", "interval_basis", "mfu",
+           "peak_device_bytes", "peak_host_bytes", *(f"{part}_s" for part in SPLIT), "slowest_rank", "slowest_host",
+           "first_loss", "last_loss", "remark")
+
+
+def as_record(findings: Findings) -> dict[str, Any]:
+    """The findings as JSON."""
+    return {
+        "study": findings.name, "typed": list(findings.typed), "notes": list(findings.notes),
+        "confidence": CONFIDENCE, "runs_missing": findings.missing,
+        "points": [{**row, "origin": asdict(findings.origins[row["point"]]) if row["point"] in findings.origins
+                    else None} for row in _rows(findings)],
+        "curves": [{"mode": curve.mode, "ds_config": curve.ds_config, "unit": curve.unit,
+                    "points": [point.name for point in curve.points], "notes": list(curve.notes)}
+                   for curve in findings.curves],
+        "failed": [asdict(one) for point in findings.points for one in point.repeats if one.error is not None],
+        "fits": [_fit(one) for one in findings.extrapolations],
+    }
+
+
+def as_csv(findings: Findings) -> str:
+    """One line a point under COLUMNS; empty where a number is not known."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_rows(findings))
+    return text.getvalue()
+
+
+def _rows(findings: Findings) -> list[dict[str, Any]]:
+    curve_of = {id(point): curve for curve in findings.curves for point in curve.points}
+    return [_row(point, curve_of.get(id(point))) for point in findings.points]
+
+
+def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
+    one = point.first
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    row |= {name: getattr(one, name) for name in COLUMNS[3:5] + COLUMNS[7:11]}
+    row |= {"point": point.name, "mode": point.mode, "ds_config": point.ds_config, "runs": len(point.good),
+            "runs_failed": len(point.repeats) - len(point.good), "remark": "; ".join(point.errors) or None}
+    if not point.good:
+        return row
+    time, steps, split = point.step_time, point.steps, point.split or {}
+    low, high = time.interval or (None, None)
+    rank, host, _ = point.slowest
+    row |= {"step_time_s": time.value, "step_time_low_s": low, "step_time_high_s": high,
+            "step_median_s": steps.median, "step_10_percent_s": steps.low, "step_90_percent_s": steps.high,
+            "tokens_per_second": point.tokens_per_second,
+            "tokens_per_second_per_device": point.tokens_per_second_per_device, "mfu": point.mfu,
+            "peak_device_bytes": point.peak_device_bytes, "peak_host_bytes": point.peak_host_bytes,
+            **{f"{part}_s": split.get(part) for part in SPLIT}, "slowest_rank": rank, "slowest_host": host,
+            "first_loss": one.first_loss, "last_loss": one.last_loss}
+    if curve is None:
+        return row
+    efficiency = curve.efficiency(point)
+    low, high = efficiency.interval or (None, None)
+    remarks = [*point.errors, *explain_above(curve, point)]
+    return row | {"speed_up": curve.speed_up(point), "efficiency": efficiency.value, "efficiency_low": low,
+                  "efficiency_high": high, "interval_basis": efficiency.basis, "remark": "; ".join(remarks) or None}
+
+
+def _fit(one: Extrapolation) -> dict[str, Any]:
+    if one.fit is None:
+        return {"ds_config": one.ds_config, "why_not": one.why}
+    return {
+        "ds_config": one.ds_config, "terms": list(one.fit.terms),
+        "rivals": [list(terms) for terms in one.fit.rivals], "error": one.fit.error, "noise": one.fit.noise,
+        "degrees_of_freedom": one.fit.free, "notes": fit_notes(one),
+        "points": [{"point": row.point.name, "measured_s": row.measured, "fitted_s": row.seconds,
+                    "parts_s": row.parts} for row in one.fit.rows],
+        "predictions": [_prediction(prediction) for prediction in one.predictions],
+        "targets": [{"mode": target.curve.mode, "unit": target.curve.unit, "target": target.target,
+                     "size": target.size, "sure": target.sure, "possible": target.possible, "limit": target.limit}
+                    for target in one.targets],
+    }
+
+
+def _prediction(one: Prediction) -> dict[str, Any]:
+    return {"mode": one.curve.mode, "unit": one.curve.unit, "size": one.size, "ranks": one.ranks,
+            "step_time_s": one.seconds, "step_time_band_s": one.seconds_band,
+            "tokens_per_second": one.tokens_per_second, "efficiency": one.efficiency,
+            "efficiency_band": one.efficiency_band, "parts_s": one.parts, "beyond_measured": one.beyond}
+
+
+# A study in the terminal: tables, remarks, and the efficiency over size (no torch).
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
+"""Of the terminal's 256: apart from each other on black and on white."""
+_HEIGHT = 16
+
+
+def findings_text(findings: Findings, width: int, *, colour: bool) -> str:
+    """The findings as text, with escape codes only if `colour`."""
+    def drawn(one: Table) -> str:
+        return table(one.title, one.columns, one.rows, rich=colour)
+
+    parts = [f"Study {findings.name}\n" + _said(study_remarks(findings), width)]
+    for curve in findings.curves:
+        parts.append(drawn(curve_table(curve)) + _said(curve_remarks(curve), width))
+    for contest in findings.contests:
+        alone = any(point.step_time.basis == "steps" for point in contest)
+        parts.append(drawn(contest_table(contest)) + _said([STEPS_ONLY] * alone, width))
+    measured = [point for point in findings.points if point.good]
+    parts.append(drawn(split_table("Where a step goes (ms of the mean rank in the traced steps; times and rates "
+                                   "above leave these out)", measured)))
+    parts += [efficiency_plot(curves, findings.extrapolations, width, colour=colour)
+              for mode in ("weak", "strong") if (curves := [one for one in findings.curves if one.mode == mode])]
+    for one in findings.extrapolations:
+        parts.append(_extrapolation(one, drawn, width))
+    if failed := failed_table(findings):
+        parts.append(drawn(failed))
+    return "\n".join(parts)
+
+
+def _extrapolation(one: Extrapolation, drawn: Callable[[Table], str], width: int) -> str:
+    if one.fit is None:
+        return _said(fit_notes(one), width)
+    text = drawn(fit_table(one.ds_config, one.fit)) + _said(fit_notes(one), width)
+    if predicted := prediction_table(one):
+        text += drawn(predicted)
+    return text + _said([f"{target.curve.name}: {target.describe()}" for target in one.targets], width)
+
+
+def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolation], width: int, *,
+                    colour: bool) -> str:
+    """Efficiency of the curves of one mode: letters where it was measured, lines where the fits say so."""
+    fits = {one.ds_config: one.fit for one in extrapolations}
+    drawn, keys = [], []
+    for i, curve in enumerate(curves):
+        own = _COLOURS[i % len(_COLOURS)] if colour and len(curves) > 1 else -1
+        letter = _LETTERS[i % len(_LETTERS)]
+        if fit := fits.get(curve.ds_config):
+            by_fit = line(fit, curve)
+            drawn.append(Drawn(curve.name, [size for size, _, _ in by_fit], [100 * mean for _, mean, _ in by_fit],
+                               colour=own))
+        drawn.append(Drawn(curve.name, [curve.size(point) for point in curve.points],
+                           [100 * curve.efficiency(point).value for point in curve.points], mark=letter,
+                           colour=own))
+        keys.append(f"  {letter} {curve.name}: measured" + ("; line: by its fit" if fit else ""))
+    unit = curves[0].unit
+    return curves_plot(drawn, f"{curves[0].mode} scaling: efficiency", unit, "%", width, _HEIGHT,
+                       colour=colour) + "".join(f"{key}\n" for key in keys)
+
+
+def _said(sentences: Iterable[str], width: int) -> str:
+    return "".join(textwrap.fill(one, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False,
+                                 break_on_hyphens=False) + "\n" for one in sentences)

@@ -11,17 +11,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.failures.live import look
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 from ezpz_llm.scaling.measure import failed, measure
-from ezpz_llm.scaling.point import Repeat, add_repeat, locked, points_file, read_repeats
+from ezpz_llm.scaling.options import value_of
+from ezpz_llm.scaling.sample import Repeat, add_repeat, locked, points_file, read_repeats
 from ezpz_llm.scaling.sizes import THREADS_VARIABLE, carving, reservation
 from ezpz_llm.scaling.study import Point, Study, carve, run_dir_of
-from ezpz_llm.scaling.words import value_of
 
 _IDLE_S = "300"
 """A run that hangs is ended after so long, where the user's words for launch do not say: the rest is to go on."""
@@ -179,3 +179,27 @@ def _told(done: Repeat, study: Study, hosts: Sequence[str]) -> str:
 def _end(number: int, frame: object) -> None:
     """Leave by way of what ends the launch that is under way."""
     raise SystemExit(128 + number)
+
+
+# One job a point, queued by `ezpz-llm submit`; each runs the repeats of its point.
+def submit_points(study: Study, folder: Path, points: Sequence[Point], words: Sequence[str]) -> None:
+    """Queue the points' jobs.
+
+    Args:
+        words: the user's options for submit, such as --time and --account.
+
+    Raises:
+        UserError: submit refused one; those before it are queued.
+    """
+    for number, point in enumerate(points):
+        command = [sys.executable, "-m", "ezpz_llm.submit", *words, "--nodes", str(point.nodes),
+                   "--name", point.name, "--run-dir", str(folder / "points" / point.name / "job"), "--",
+                   "ezpz-llm", "scale", "--study", str(folder), "--point", point.name]
+        print(f"{point.name}:", flush=True)
+        done = subprocess.run(command, cwd=study.directory, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise UserError(f"the job of {point.name} was not queued, {number} before it were", exit_code=1,
+                            where="ezpz-llm submit, above",
+                            instead=f"ezpz-llm scale --study {folder} --point "
+                                    f'{",".join(one.name for one in points[number:])} --submit "…" once that is '
+                                    "mended")

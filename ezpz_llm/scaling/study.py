@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import NoFile, read_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
 from ezpz_llm.rundir.secrets import without_secrets
-from ezpz_llm.scaling.point import Mode
+from ezpz_llm.scaling.sample import Mode
 
 _VERSION = 1
 

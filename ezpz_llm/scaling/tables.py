@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ezpz_llm.observe.progress import short_number
-from ezpz_llm.scaling.above import explain_predicted
+from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.findings import Extrapolation, Findings
-from ezpz_llm.scaling.fit import Fit
-from ezpz_llm.scaling.interval import CONFIDENCE, Estimate, ratio
-from ezpz_llm.scaling.law import TERMS
-from ezpz_llm.scaling.point import SPLIT
+from ezpz_llm.scaling.findings import Extrapolation, Findings, explain_above, explain_predicted
+from ezpz_llm.scaling.fit import TERMS, Fit
+from ezpz_llm.scaling.sample import SPLIT
 
 STEPS_ONLY = "*: one run only, so that its interval leaves out what differs from run to run"
 
@@ -165,3 +163,21 @@ def _speed(point: Measured) -> tuple[str, ...]:
 
 def _memory(value: int | None) -> str:
     return f"{value / 2**30:.2f}" if value else "-"
+
+
+# What a reader of a study's tables has to know, in sentences (no torch).
+def curve_remarks(curve: Curve) -> list[str]:
+    """Notes of a curve; every efficiency above 100 % with its causes."""
+    found = [*curve.notes]
+    for point in curve.points:
+        if causes := explain_above(curve, point):
+            found.append(f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}")
+    if any(curve.efficiency(point).basis == "steps" for point in curve.points):
+        found.append(STEPS_ONLY)
+    return found
+
+
+def study_remarks(findings: Findings) -> list[str]:
+    """Notes of the whole study."""
+    left = f"{findings.missing} run(s) are still to be made: ezpz-llm scale --study goes on with them"
+    return [*findings.notes, *([left] if findings.missing > 0 else [])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ezpz_llm.errors import run_command
+from ezpz_llm.base.errors import run_command
 from ezpz_llm.submit.command import main
 
 __all__ = ["main"]

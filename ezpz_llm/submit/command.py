@@ -10,14 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ezpz_llm.errors import EXIT_USAGE
+from ezpz_llm.base.errors import EXIT_USAGE
 from ezpz_llm.launch.precheck import check_first
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
-from ezpz_llm.submit.duration import clock
-from ezpz_llm.submit.environment import outside_a_job
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
-from ezpz_llm.submit.queue import RefusedError, queue_chain
+from ezpz_llm.submit.request import clock
+from ezpz_llm.submit.script import RefusedError, outside_a_job, queue_chain
 
 
 def main(argv: Sequence[str]) -> int:

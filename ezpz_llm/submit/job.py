@@ -11,23 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import user_path
 from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.narrow import narrow
+from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.schedulers import local
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.launch.variables import SITE_VARIABLE
-from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import has_secret, redact_words
 from ezpz_llm.submit import pbs, slurm
-from ezpz_llm.submit.environment import environment_lines
 from ezpz_llm.submit.options import Options
 from ezpz_llm.submit.request import Request
-from ezpz_llm.submit.script import array_lines, fill_template, request_lines
+from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, request_lines
 
 _RESUMES = ("ezpz_llm.train",)
 """Our commands that can go on from a checkpoint, by --resume."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.submit.duration import clock
-from ezpz_llm.submit.request import Request
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.submit.request import Request, clock
 
 NAME, PROGRAM, TEMPLATE, DIRECTIVE = "pbs", "qsub", "pbs.sh", "#PBS"
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.submit.duration import clock_with_days
-from ezpz_llm.submit.request import Request
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.submit.request import Request, clock_with_days
 
 NAME, PROGRAM, TEMPLATE, DIRECTIVE = "slurm", "sbatch", "slurm.sh", "#SBATCH"
 

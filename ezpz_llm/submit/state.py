@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.errors import UserError, run_command
+from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.rundir import RunDir, read_record
 
 _SIGNALS = 128

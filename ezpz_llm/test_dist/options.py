@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.engine.resolve import Resolved, resolve
-from ezpz_llm.errors import UserError
+from ezpz_llm.layout.resolve import Resolved, resolve
 from ezpz_llm.rundir import RunDir
 
 DEFAULT_BATCH = 64

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.resolve import Resolved
+from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.observe import series_plot, wants_colour
 from ezpz_llm.observe.history import spread
 from ezpz_llm.observe.plots import terminal_width

@@ -8,19 +8,19 @@ import socket
 import time
 from dataclasses import asdict
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.dist.agree import raise_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.engine.checkpoint.agree import raise_together
-from ezpz_llm.engine.resolve import Resolved
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.phases import ENDING, MEETING, STARTING
+from ezpz_llm.launch.variables import ENDING, MEETING, STARTING
+from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.observe import HostProfile, profile_window, run_environment
 from ezpz_llm.rundir import update_record
-from ezpz_llm.test_dist import report
 from ezpz_llm.test_dist.options import refuse_used
 from ezpz_llm.test_dist.reductions import measure_reductions
+from ezpz_llm.test_dist.report import closing, description, spreads
 from ezpz_llm.test_dist.task import Mlp
 from ezpz_llm.test_dist.training import held_out_loss, judge, train
 
@@ -49,10 +49,10 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             update_record(dist.run_dir, environment=environment, import_seconds=import_seconds,
                           config={"ds_config": options.ds_config, "steps": options.steps, "seed": options.seed,
                                   "batch": asdict(resolved.batch), "device": options.device})
-            print(report.description(dist, resolved, environment, import_seconds), flush=True)
+            print(description(dist, resolved, environment, import_seconds), flush=True)
         reductions = measure_reductions(dist)
         if dist.is_main:
-            print(report.reductions(reductions), flush=True)
+            print(reductions(reductions), flush=True)
         profile = HostProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
@@ -64,8 +64,8 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             update_record(dist.run_dir, test_dist={
                 "healthy": not reasons, "reasons": reasons,
                 "held_out_loss": {"before": before, "after": after},
-                "reductions": [asdict(one) for one in reductions], "spread": report.spreads(lines)})
-            print(report.closing(dist.run_dir, lines, (before, after), profile.path, reasons), flush=True)
+                "reductions": [asdict(one) for one in reductions], "spread": spreads(lines)})
+            print(closing(dist.run_dir, lines, (before, after), profile.path, reasons), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
     return 1 if reasons else 0
 
@@ -92,3 +92,5 @@ def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str,
                         betas=(adam.get("beta1", 0.9), adam.get("beta2", 0.999)),
                         param_groups=[{"params": list(model.parameters()),
                                        "weight_decay": adam.get("weight_decay", 0.0)}])
+
+

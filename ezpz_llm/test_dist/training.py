@@ -11,8 +11,8 @@ import torch.distributed as torch_dist
 
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.batch import Batch
-from ezpz_llm.launch.phases import TRAINING
+from ezpz_llm.launch.variables import TRAINING
+from ezpz_llm.layout.batch import Batch
 from ezpz_llm.observe import HostProfile, StepTimeline
 from ezpz_llm.rundir import append_line
 from ezpz_llm.test_dist.report import LEGEND, iteration
@@ -109,3 +109,5 @@ def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
     reasons += [f"rank {rank} has other weights than rank 0: a loss of {loss:.6g} and {reference:.6g} on the same "
                 "samples" for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
     return reasons
+
+

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.data.making import remarks as left_out
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import remarks as left_out
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.offload import uses_nvme
 from ezpz_llm.engine.precision import DTYPES
-from ezpz_llm.hf.reading import other_tokenizer
+from ezpz_llm.hf.tokenizer import other_tokenizer
+from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.model.attention import attention_kernel
 from ezpz_llm.model.config import parameter_count
 from ezpz_llm.model.flops import FlopCount
-from ezpz_llm.model.kernel import attention_kernel
 from ezpz_llm.observe import StepWork, run_environment
+from ezpz_llm.trainer.check_report import remarks, settings
 from ezpz_llm.trainer.plan import RunPlan
-from ezpz_llm.trainer.settings import remarks, settings
-from ezpz_llm.trainer.work import describe
+from ezpz_llm.trainer.step_work import describe
 
 
 def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
@@ -107,3 +107,5 @@ def attention(plan: RunPlan, dist: Dist) -> str:
     if plan.config.attention == "explicit":
         return f"{keeps}, as asked for"
     return f"warning: {keeps}; --precision bf16 may allow a faster one"
+
+

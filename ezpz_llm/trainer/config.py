@@ -1,7 +1,7 @@
 """What a training run can be told, with every default and its meaning (imports no torch).
 
 Values come, in falling precedence, from the command line, the user's own ds_config (batch numbers, clipping,
-precision; see engine/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
+precision; see layout/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
 
 SWITCHES = ("precision", "compile", "attention", "optimizer")

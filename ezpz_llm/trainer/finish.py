@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.phases import ENDING
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.variables import ENDING
 from ezpz_llm.observe import (
     Bubble,
     HostProfile,

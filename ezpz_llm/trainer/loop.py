@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.offload import uses_nvme
-from ezpz_llm.launch.phases import COMPILING, TRAINING
-from ezpz_llm.trainer.between import after_step, end_early
+from ezpz_llm.launch.variables import COMPILING, TRAINING
+from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.trainer.position import hash_samples
 from ezpz_llm.trainer.rollback import goes_on
 from ezpz_llm.trainer.saving import go_on_saving
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
 from ezpz_llm.trainer.startup import tell_startup
+from ezpz_llm.trainer.step_hooks import after_step, end_early
 
 
 def train(session: Session) -> None:

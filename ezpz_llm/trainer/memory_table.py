@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.activations import Pass, activation_bytes
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.held import gradient_bytes, held
-from ezpz_llm.engine.memory import memory_per_rank, total
+from ezpz_llm.engine.live_memory import gradient_bytes, held
 from ezpz_llm.engine.precision import DTYPES
-from ezpz_llm.model.chunked_loss import chosen_chunk
-from ezpz_llm.model.kernel import attention_kernel
+from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
+from ezpz_llm.model.attention import attention_kernel
+from ezpz_llm.model.loss import chosen_chunk
 from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan
 

@@ -11,8 +11,8 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import NoFile, read_yaml
-from ezpz_llm.errors import UserError, unknown
 from ezpz_llm.trainer.config import FIELDS, TrainConfig
 from ezpz_llm.trainer.presets import FINE_TUNING, PRESETS, RECIPES
 

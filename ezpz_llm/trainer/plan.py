@@ -8,28 +8,27 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.limits import MOST_RANKS, MOST_STEPS, MOST_TOKENS
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
-from ezpz_llm.base.schema import Range
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base.schema import MOST_RANKS, MOST_STEPS, MOST_TOKENS, Range
+from ezpz_llm.checkpoint import find
+from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.engine.checkpoint import find
-from ezpz_llm.engine.checkpoint.manifest import read_state
-from ezpz_llm.engine.optimizer_block import COS_MIN_RATIO
-from ezpz_llm.engine.resolve import COMMAND_LINE, DEFAULT_MICRO_BATCH, Resolved, resolve
-from ezpz_llm.errors import UserError
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source
+from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
+from ezpz_llm.layout.resolve import COMMAND_LINE, DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.trackers import choose
-from ezpz_llm.resources import user_path
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.beginning import WEIGHTS, choose_model, with_tokenizer
 from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.initial_weights import WEIGHTS, choose_model, with_tokenizer
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
-from ezpz_llm.trainer.resuming import RUN, TYPED
+from ezpz_llm.trainer.resume import RUN, TYPED
 from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
 
 _DEFAULT_CLIP = 1.0

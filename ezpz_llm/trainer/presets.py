@@ -79,3 +79,5 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 ADOPTS_VOCABULARY = ("tiny-gpt2", "tiny-llama", "shakespeare-char")
 """Models for trying things out, whose vocabulary is the tokenizer's; the others keep their own size."""
+
+

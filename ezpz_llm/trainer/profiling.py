@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
 from typing import Any
 
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.stubbed import stubbed_collectives
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.model.flops import product_flops_per_token
 from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, Window, profile_window
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
-from ezpz_llm.trainer.census import Census
-from ezpz_llm.trainer.counterfactual import Counterfactual
+from ezpz_llm.trainer.collective_trace import Census
 from ezpz_llm.trainer.plan import RunPlan
 
 
@@ -50,3 +52,53 @@ def _notes(plan: RunPlan, dist: Dist, census: Census) -> dict[str, Any]:
     """What a reader of the trace cannot find in it."""
     return {"rank": dist.rank, "device": dist.device.type, "layout": plan.resolved.layout.name,
             **census.found}
+
+
+# The same steps with and without collectives, in turns: the direct measure of what communication costs.
+_TURN = 4
+"""Steps between changes; the first of each pays for the change, and is not counted."""
+
+
+class Counterfactual:
+    """Times the window's steps on this rank: `profile/counterfactual-rankNNNN.json`.
+
+    Every rank leaves a barrier for each of them, so that none pays for what another did before.
+    """
+
+    def __init__(self, dist: Dist, window: Window) -> None:
+        self._dist = dist
+        self._window = window
+        self._inside: ExitStack | None = None
+        self._began = 0.0
+        self._seconds: dict[str, list[float]] = {"real": [], "stubbed": []}
+
+    def before_step(self, step: int) -> None:
+        """Meet the other ranks; leave them again where it is the turn of steps without collectives."""
+        if not self._window.first <= step <= self._window.last:
+            return
+        self._inside = ExitStack()
+        self._dist.barrier()
+        if self._is_stubbed(step):
+            self._inside.enter_context(stubbed_collectives())
+        self._began = time.perf_counter()
+
+    def after_step(self, step: int) -> None:
+        """Note the step's time; collectives are real again."""
+        if self._inside is None:
+            return
+        seconds = time.perf_counter() - self._began
+        if (step - self._window.first) % _TURN:
+            self._seconds["stubbed" if self._is_stubbed(step) else "real"].append(seconds)
+        self.close()
+        if step == self._window.last:
+            self._dist.side.write_json(self._dist.run_dir.counterfactual(self._dist.rank),
+                                       {"rank": self._dist.rank, **self._seconds})
+
+    def close(self) -> None:
+        """Collectives are real again, whatever ended the step."""
+        if self._inside is not None:
+            self._inside.close()
+            self._inside = None
+
+    def _is_stubbed(self, step: int) -> bool:
+        return (step - self._window.first) // _TURN % 2 == 1

@@ -1,22 +1,229 @@
-"""One training run from set-up to summary."""
+"""From parsed options to a session ready for its first step."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ezpz_llm.dist import Heartbeat
+import numpy as np
+import torch
+
+from ezpz_llm import checkpoint
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import user_path
+from ezpz_llm.checkpoint.retention import Keep
+from ezpz_llm.checkpoint.saver import Saver
+from ezpz_llm.data.samples import ReadAhead, validation_windows
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist, Heartbeat
+from ezpz_llm.dist.agree import broadcast, raise_together
+from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.launch.phases import MEETING
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.engine.precision import native_precision
+from ezpz_llm.evaluate.hellaswag import Item, read_items
+from ezpz_llm.evaluate.validation import open_corpus
+from ezpz_llm.hf.weights import Weights, open_for_ranks
+from ezpz_llm.launch.variables import LOADING, MEETING, STARTING
+from ezpz_llm.model.attention import use_attention
+from ezpz_llm.model.compile import compile_blocks, recompute_blocks
+from ezpz_llm.model.head import configure_head
+from ezpz_llm.model.init import decay_groups
+from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking
+from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir.side_files import print_whatever_happens
+from ezpz_llm.trainer.announce import announce
+from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.early_end import early_end
 from ezpz_llm.trainer.finish import finish
+from ezpz_llm.trainer.initial_weights import with_tokenizer
 from ezpz_llm.trainer.loop import train
+from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.session import WallClock
-from ezpz_llm.trainer.start import settle_beginning, start
+from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
+from ezpz_llm.trainer.position import Position
+from ezpz_llm.trainer.profiling import profiles
+from ezpz_llm.trainer.resume import Beginning, find_beginning, put_aside
+from ezpz_llm.trainer.selfcheck import SelfChecks
+from ezpz_llm.trainer.session import Session, WallClock
+from ezpz_llm.trainer.spike_detector import Guard
+from ezpz_llm.trainer.step_work import step_work
 
 
+def settle_beginning(options: Options, dist: Dist) -> Beginning:
+    """How the run begins, found by rank 0 alone: others may not see yet what it sees. Collective.
+
+    Raises:
+        UserError: see `find_beginning`; the same on every rank.
+    """
+    found, error = None, None
+    if dist.is_main:
+        try:
+            found = find_beginning(options)
+        except UserError as wrong:
+            error = wrong
+    raise_together(dist, error)
+    begins = broadcast(dist, found)
+    if dist.is_main:
+        for note in begins.notes:
+            print(f"note: {note}", flush=True)
+        if begins.puts_aside:
+            print(f"note: the metrics of the earlier attempt are kept as {put_aside(dist.run_dir)}", flush=True)
+        if begins.complete:
+            print(begins.complete, flush=True)
+    return begins
+
+
+def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) -> Session:
+    """Prepare the data, build the model and its engine, go back to a checkpoint if asked to. Collective.
+
+    Raises:
+        UserError: whatever the user can mend; the same on every rank.
+    """
+    heartbeat.beat(LOADING)
+    options = with_tokenizer(options)
+    data = open_corpus(options.config.corpus, options.config.tokenizer, dist, options.config.text_key)
+    plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
+    if plan.resolved.precision == "auto":
+        plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
+    config, batch, layout = plan.config, plan.resolved.batch, plan.resolved.layout
+    dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
+    prompt = prompt_tokens(config, data) if config.sample_tokens else None
+    validation = validation_windows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
+    batches = ReadAhead(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
+                        global_batch=batch.global_batch, micro_batch=batch.micro_batch,
+                        dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)
+    clock.passed("data")
+    heartbeat.beat(STARTING)
+    work, flops = step_work(plan, dist)
+    clock.passed("measuring the device")
+    engine = make_engine(plan, dist)
+    clock.passed("engine")
+    first_step, position, guard = 0, Position(), Guard(config)
+    if config.resume is not None:
+        state = go_back(plan, data, engine, dist)
+        first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
+        guard.restore(state.get("guard"))
+        engine.gate.limit = guard.limit
+    tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
+    metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
+                         flush_every=config.log_every, tracking=tracking)
+    announce(plan, data, work, flops, dist)
+    items = hellaswag_items(config, data, dist)
+    open_trackers(tracking, dist, first_step)
+    return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
+                   tracking, profiles(plan, dist, engine, first_step), heartbeat, clock, early_end(dist),
+                   first_step, first_step, position,
+                   Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
+                         in_background=config.save_async),
+                   guard, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
+
+
+def make_engine(plan: RunPlan, dist: Dist) -> Engine:
+    """The model in the engine of the plan's layout."""
+    config = plan.config
+    with first_weights(plan, dist) as weights:
+        model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
+                         None if weights is None else weights.read)
+    use_attention(model, config.attention, dist.device)
+    configure_head(model, config.loss_chunk, config.z_loss)
+    recompute_blocks(model, config.recompute)
+    if config.compile:
+        compile_blocks(model)
+    engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
+                          eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
+    torch.manual_seed(dropout_seed(config, dist))
+    return engine
+
+
+def first_weights(plan: RunPlan, dist: Dist) -> AbstractContextManager[Weights | None]:
+    """The weights that the run begins with; None where they come from the seed, or a checkpoint will bring them."""
+    if plan.begins_with is None or plan.config.resume is not None:
+        return nullcontext()
+    return open_for_ranks(plan.begins_with, dist)
+
+
+def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:
+    """What `--hellaswag` names, if anything.
+
+    Raises:
+        UserError: no such file, or a tokenizer that does not know every text. The same on every rank.
+    """
+    if config.hellaswag is None:
+        return []
+    items, error = [], None
+    try:
+        if data.manifest["tokenizer"]["name"] == "char":
+            raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
+                            instead="--tokenizer bytes or gpt2")
+        items = read_items(user_path(config.hellaswag), config.hellaswag_items or None)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    return items
+
+
+def dropout_seed(config: TrainConfig, dist: Dist) -> int:
+    """Tensor-parallel peers draw alike, all other ranks each their own."""
+    return seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63
+
+
+def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
+    """Load the checkpoint to go on from; its state.
+
+    Raises:
+        UserError: there is none that is not damaged, or it does not fit the run.
+    """
+    config = plan.config
+
+    def accept(folder: Path, state: dict[str, Any]) -> None:
+        check_state(plan, folder, state, data.fingerprint)
+
+    found = checkpoint.load_newest(config.resume, engine, dist, accept)
+    state = found.state
+    if not state["rng_restored"]:
+        # Ranks that are divided in another way have other random states: new ones, that depend on the step, so that
+        # masks of the run's beginning do not come again.
+        torch.manual_seed(seed_for(dropout_seed(config, dist) % 2**32, "dropout", state["step"] % 2**24) % 2**63)
+    if dist.is_main:
+        for damage in found.passed_over:
+            print(f"warning: {damage.found}\n  where:   {damage.where}\n"
+                  f"  the run goes on from {found.folder.name} instead", file=sys.stderr, flush=True)
+        print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
+    return state
+
+
+def open_trackers(tracking: Tracking, dist: Dist, first_step: int) -> None:
+    """Open what `--track` names, on rank 0; a server that does not answer ends the run on every rank."""
+    error = None
+    try:
+        tracking.open(dist.run_dir, first_step, dist.side)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+
+
+def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
+    """The tokens that samples start from, (T,) int64; found before training, so that no run ends in a mistyped one.
+
+    Raises:
+        UserError: the prompt has a character that the corpus has not.
+    """
+    try:
+        tokens = data.tokenizer.encode("\n" if config.prompt is None else config.prompt)
+    except UserError as error:
+        if config.prompt is not None:
+            raise UserError(error.found, where="--prompt", instead=error.instead) from error
+        tokens = data.first_tokens(1)
+    return tokens.astype(np.int64)
+
+
+# One training run from set-up to summary.
 def run(options: Options) -> int:
     """Train as `options` say; returns the exit code. Every rank calls it."""
     print_whatever_happens()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from ezpz_llm.engine import checkpoint
-from ezpz_llm.launch.phases import SAVING
+from ezpz_llm import checkpoint
+from ezpz_llm.launch.variables import SAVING
 from ezpz_llm.trainer.session import Session
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.group_norms import GroupNorms
-from ezpz_llm.errors import UserError
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.decay import decay_counts, parameter_names
-from ezpz_llm.model.init import initial_std
+from ezpz_llm.model.init import decay_counts, initial_std, parameter_names
 from ezpz_llm.trainer.plan import RunPlan
 
 BAND = 0.3

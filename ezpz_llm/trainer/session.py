@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from ezpz_llm.checkpoint.saver import NotWritten, Saved, Saver
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.checkpoint.saver import NotWritten, Saved, Saver
 from ezpz_llm.evaluate.hellaswag import Item
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
-from ezpz_llm.trainer.guards import Guard
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.selfcheck import SelfChecks
+from ezpz_llm.trainer.spike_detector import Guard
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.rundir import read_record

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from ezpz_llm.launch.devices import expand
+from ezpz_llm.launch.devices import Devices, device_addresses, expand
 from ezpz_llm.launch.sites import Site
 
 Core = tuple[int, ...]
@@ -61,3 +64,81 @@ def site_topology(site: Site) -> Topology:
         for number, cores in enumerate(site.cores))
     devices = {str(device): domain for device, domain in enumerate(site.device_domains)}
     return Topology(domains, f"site {site.name}", devices)
+
+
+# The topology of this host, as Linux tells it in /sys.
+_SYS = Path("/sys")
+
+
+def system_topology(site: Site, devices: Devices, root: Path = _SYS,
+                    allowed: Collection[int] | None = None) -> Topology | None:
+    """This host: the cores that this process may run on (`allowed`, else its own mask), without those that the
+    site reserves; where the site lists cores, only these. None where /sys does not tell.
+
+    Args:
+        root: the folder that /sys is read from.
+    """
+    own = set(os.sched_getaffinity(0) if allowed is None else allowed)
+    listed = site_topology(site).cores
+    usable = own & {cpu for core in listed for cpu in core} if listed else own - _reserved(site)
+    try:
+        domains = _domains(root, usable)
+        online = set(expand((root / "devices/system/cpu/online").read_text().strip()))
+    except (OSError, ValueError):
+        return None
+    attached = _site_devices(root, site) | _device_domains(root, devices)
+    return Topology(domains, "this host (/sys)", attached, is_whole=online <= own)
+
+
+def _reserved(site: Site) -> set[int]:
+    return set(expand(site.reserved_cores)) if site.reserved_cores else set()
+
+
+def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
+    nodes = _node_of_each_cpu(root)
+    cores: dict[tuple[int, int], dict[str, list[int]]] = {}
+    for cpu in sorted(usable):
+        topology = root / f"devices/system/cpu/cpu{cpu}/topology"
+        socket = int((topology / "physical_package_id").read_text())
+        siblings = (topology / "thread_siblings_list").read_text().strip()
+        cores.setdefault((socket, nodes.get(cpu, 0)), {}).setdefault(siblings, []).append(cpu)
+    return tuple(Domain(node, socket, _in_order(found)) for (socket, node), found in sorted(cores.items()))
+
+
+def _in_order(siblings: Mapping[str, list[int]]) -> tuple[Core, ...]:
+    return tuple(sorted(tuple(cpus) for cpus in siblings.values()))
+
+
+def _node_of_each_cpu(root: Path) -> dict[int, int]:
+    nodes = {}
+    # A kernel without NUMA has no such folder, and a domain of memory alone no CPUs.
+    for folder in (root / "devices/system/node").glob("node[0-9]*"):
+        if cpus := (folder / "cpulist").read_text().strip():
+            nodes |= dict.fromkeys(expand(cpus), int(folder.name.removeprefix("node")))
+    return nodes
+
+
+def _device_domains(root: Path, devices: Devices) -> dict[str, int]:
+    addresses = device_addresses()
+    found = {}
+    for device in devices.ids:
+        # A mask can also name devices by UUID, which /sys does not know.
+        if re.fullmatch(r"\d+", device) and int(device) < len(addresses):
+            domain = _number(root / "bus/pci/devices" / addresses[int(device)] / "numa_node")
+            if domain is not None and domain >= 0:
+                found[device] = domain
+    return found
+
+
+def _site_devices(root: Path, site: Site) -> dict[str, int]:
+    # The site counts domains by their place in its list of cores, Linux by numbers of its own.
+    nodes = _node_of_each_cpu(root)
+    first_cpu = [expand(cores)[0] for cores in site.cores]
+    return {str(device): nodes.get(first_cpu[place], place) for device, place in enumerate(site.device_domains)}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.launch.dialects import direct, hydra, openmpi, pals, srun, torchrun
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.dialects import hydra, openmpi, pals, srun, torchrun, work
 from ezpz_llm.launch.dialects.work import Launcher
 from ezpz_llm.launch.schedulers import slurm
 
@@ -54,7 +54,7 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
     if found:
         return _identified(found, "auto: mpiexec found", site_dialect, passed_over)
     if world_size == 1:
-        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", direct.build, passed_over)
+        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, passed_over)
     if program := _which("torchrun", env):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=passed_over)
     raise UserError(f"nothing here can start {world_size} ranks: no mpiexec, no torchrun",

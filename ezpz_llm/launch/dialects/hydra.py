@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ezpz_llm.launch.devices import expand
-from ezpz_llm.launch.dialects.cores import mask
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, mask, refuse_unspeakable
 from ezpz_llm.launch.schedulers import slurm
 
 _OVERLAP = "--overlap --export=ALL"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ezpz_llm.launch.devices import core_ranges, expand
-from ezpz_llm.launch.dialects.cores import logical_cores
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, logical_cores, refuse_unspeakable
 from ezpz_llm.launch.schedulers import slurm
 
 _WHY_OVERLAP = "the daemons' own srun must not wait for the step that launch may stand in"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ezpz_llm.launch.dialects.cores import mask
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, mask, refuse_unspeakable
 
 
 def build(program: str, work: Work) -> Built:

@@ -11,20 +11,20 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ezpz_llm.errors import EXIT_IDLE, EXIT_PREFLIGHT
-from ezpz_llm.launch.failures import sayings
-from ezpz_llm.launch.failures.facts import RunFacts
+from ezpz_llm.base.errors import EXIT_IDLE, EXIT_PREFLIGHT
+from ezpz_llm.launch.failures import log_patterns
+from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify
+from ezpz_llm.launch.failures.log_patterns import Saying
 from ezpz_llm.launch.failures.ranks import named
-from ezpz_llm.launch.failures.record import Failure, Raised
-from ezpz_llm.launch.failures.sayings import Saying
 
 NEAR_THE_LIMIT_S = 60.0
 """Slurm looks at time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
 
 _OF_THE_SCHEDULER = {
-    sayings.TIME_LIMIT: Kind.TIME_LIMIT, sayings.PREEMPTED: Kind.PREEMPTED, sayings.REQUEUED: Kind.REQUEUED,
-    sayings.CANCELLED: Kind.CANCELLED,
+    log_patterns.TIME_LIMIT: Kind.TIME_LIMIT, log_patterns.PREEMPTED: Kind.PREEMPTED,
+    log_patterns.REQUEUED: Kind.REQUEUED,
+    log_patterns.CANCELLED: Kind.CANCELLED,
 }
 _SIGTERM = 15
 
@@ -92,7 +92,7 @@ def _ended_in_order(evidence: Evidence) -> Verdict | None:
     In an salloc shell nobody else is told."""
     for saying in evidence.sayings:
         kind = _OF_THE_SCHEDULER.get(saying.means, Kind.CANCELLED)
-        if saying.means in _OF_THE_SCHEDULER or saying.means == sayings.STEP_CANCELLED:
+        if saying.means in _OF_THE_SCHEDULER or saying.means == log_patterns.STEP_CANCELLED:
             return Verdict(128 + _SIGTERM, kind, saying.words)
     return None
 
@@ -126,7 +126,7 @@ def _the_schedulers(evidence: Evidence) -> Verdict | None:
 
 
 def _a_lost_node(evidence: Evidence) -> Verdict | None:
-    said = [saying for saying in evidence.sayings if saying.means == sayings.NODE_FAILED]
+    said = [saying for saying in evidence.sayings if saying.means == log_patterns.NODE_FAILED]
     hosts = tuple(dict.fromkeys(saying.host for saying in said if saying.host))
     if said:
         ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in hosts]
@@ -139,7 +139,7 @@ def _a_lost_node(evidence: Evidence) -> Verdict | None:
 def _aborted(evidence: Evidence) -> Verdict | None:
     """A rank that MPI_Abort, or the launcher at once, ended before its shim could write a record."""
     for saying in evidence.sayings:
-        if saying.means == sayings.ABORTED and saying.ranks:
+        if saying.means == log_patterns.ABORTED and saying.ranks:
             return Verdict(saying.code or 1, Kind.EXIT, saying.words, saying.ranks[0])
     if evidence.in_logs and not evidence.found:
         rank = min(evidence.in_logs)
@@ -157,7 +157,7 @@ def _launchs_own(evidence: Evidence) -> Verdict | None:
         return Verdict(EXIT_IDLE, Kind.IDLE, f"{early.evidence}; {stopped.text}" if early else stopped.text)
     if stopped.kind in ("refused", "late"):
         code = EXIT_PREFLIGHT if stopped.kind == "refused" else EXIT_IDLE
-        is_other_world = any(saying.means == sayings.WRONG_WORLD for saying in evidence.sayings)
+        is_other_world = any(saying.means == log_patterns.WRONG_WORLD for saying in evidence.sayings)
         return Verdict(code, Kind.WRONG_WORLD if is_other_world else Kind.NOT_STARTED, stopped.text,
                        hosts=_hosts(evidence.facts, evidence.absent))
     return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
@@ -220,8 +220,8 @@ def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
 
 def _the_launchers(evidence: Evidence) -> Verdict | None:
     """No record at all: the launcher's words are what there is."""
-    for means, kind in ((sayings.MEMORY, Kind.OOM_KILLED), (sayings.WRONG_WORLD, Kind.WRONG_WORLD),
-                        (sayings.NOT_STARTED, Kind.NOT_STARTED), (sayings.ENDED, Kind.UNRECORDED)):
+    for means, kind in ((log_patterns.MEMORY, Kind.OOM_KILLED), (log_patterns.WRONG_WORLD, Kind.WRONG_WORLD),
+                        (log_patterns.NOT_STARTED, Kind.NOT_STARTED), (log_patterns.ENDED, Kind.UNRECORDED)):
         for saying in evidence.sayings:
             if saying.means == means:
                 hosts = (saying.host,) if saying.host else ()
@@ -242,7 +242,7 @@ def _a_silent_node(evidence: Evidence) -> Verdict | None:
 def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
     finding = evidence.found[failure.rank]
     memory = [saying.words for saying in evidence.sayings
-              if saying.means == sayings.MEMORY and saying.host in (None, failure.host)]
+              if saying.means == log_patterns.MEMORY and saying.host in (None, failure.host)]
     if memory and failure.exit_code == 128 + signal.SIGKILL:
         finding = Finding(Kind.OOM_KILLED, memory[0])
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,))

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from ezpz_llm.errors import EXIT_PREFLIGHT, EXIT_USAGE
-from ezpz_llm.launch.failures.record import Failure
+from ezpz_llm.base.errors import EXIT_PREFLIGHT, EXIT_USAGE
+from ezpz_llm.launch.failures.facts import Failure
 
 
 class Kind(Enum):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.launch.failures.ranks import fold, named
-from ezpz_llm.launch.life import RankLife, judge
+from ezpz_llm.launch.liveness import RankLife, judge
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.node.report import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, read_reports
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 _GONE_AFTER = 3
 """So many keep-alive intervals without a word, and a node's agent has gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ezpz_llm.base.limits import MOST_RANKS
+from ezpz_llm.base.schema import MOST_RANKS
 
 _HOSTS_SHOWN = 8
 

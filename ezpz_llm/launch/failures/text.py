@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ezpz_llm.launch.failures import sayings
+from ezpz_llm.launch.failures import log_patterns
+from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, what_was_lost
 from ezpz_llm.launch.failures.ranks import fold, named
-from ezpz_llm.launch.failures.record import Failure
 from ezpz_llm.launch.node.report import RankReport
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 _EVIDENCE_CHARACTERS = 300
 _OTHERS_SHOWN = 8
@@ -212,7 +212,7 @@ def _told(failure: Failure, finding: Finding) -> str:
 
 def _absent(findings: Findings) -> list[str]:
     """Ranks that left no record, by host, with what was last heard of them."""
-    if any(saying.means == sayings.ABORTED and saying.words == findings.verdict.evidence
+    if any(saying.means == log_patterns.ABORTED and saying.words == findings.verdict.evidence
            for saying in findings.evidence.sayings):
         # MPI_Abort ends all ranks before they can leave a record: that none did says nothing.
         return []
@@ -243,11 +243,12 @@ def _behind(findings: Findings) -> list[str]:
             f" (others reached step {high})"]
 
 
-def _to_show(findings: Findings) -> list[sayings.Saying]:
+def _to_show(findings: Findings) -> list[log_patterns.Saying]:
     """The scheduler's and the launcher's words; what they say of single ranks only where no record does."""
     recorded = bool(findings.evidence.failures)
     shown = [saying for saying in findings.evidence.sayings
-             if not (recorded and saying.means == sayings.ENDED) and saying.means != sayings.STEP_CANCELLED
+             if not (recorded and saying.means == log_patterns.ENDED)
+             and saying.means != log_patterns.STEP_CANCELLED
              and saying.words != findings.verdict.evidence]
     return shown[:_SAYINGS_SHOWN]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ezpz_llm.launch.failures.record import Raised
+from ezpz_llm.launch.failures.facts import Raised
 
 NEAR_THE_END = 200
 """An uncaught exception is followed by no more lines than this (destructors and threads complain after it)."""

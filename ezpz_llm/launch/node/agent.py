@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
-from ezpz_llm.launch.leftovers import detach, end_marked, kill
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.builds import BuildWatch
-from ezpz_llm.launch.node.gather import Gatherer
+from ezpz_llm.launch.node.descent import Strays
+from ezpz_llm.launch.node.folder import remove_stale
+from ezpz_llm.launch.node.gather import Gatherer, describe
 from ezpz_llm.launch.node.mpi import MpiWatch
 from ezpz_llm.launch.node.orders import StopOrder, signals_ordered, stacks_ordered, stop_ordered
 from ezpz_llm.launch.node.processes import catches, marked
@@ -35,12 +36,10 @@ from ezpz_llm.launch.node.report import (
     interval_s,
     write_report,
 )
-from ezpz_llm.launch.node.stacks import describe
-from ezpz_llm.launch.node.stale import remove_stale
-from ezpz_llm.launch.node.strays import Strays
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.teardown import detach, end_marked, kill
 from ezpz_llm.rundir.files import write_atomic
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 _TICK_S = 1.0
 """How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""

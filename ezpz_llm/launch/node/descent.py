@@ -3,6 +3,7 @@ its environment. Shims are child subreapers, so that a process whose parent has 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,9 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.launch.node.processes import started_at
+from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.launch.node.folder import STRAYS, registered
+from ezpz_llm.launch.node.processes import Process, started_at
 
 _AGAIN_S = 0.02
 
@@ -115,3 +118,34 @@ def _send(who: Kin, number: signal.Signals) -> bool:
     except PermissionError:
         return False
     return True
+
+
+# Processes below a node's shims that do not carry the run's marker: noted by the agent while they can be told by
+# their descent, since they cannot any more once their shim is killed.
+class Strays:
+    """Remembers them from one look to the next."""
+
+    def __init__(self, folder: PrivateFolder) -> None:
+        self._folder = folder
+        self.known: set[Kin] = set()
+
+    def look(self, processes: Iterable[Process]) -> None:
+        """Note those that there are now. `processes` are all that carry the marker."""
+        seen = everyone(is_own_only=True)
+        of_ranks = {one.pid for one in processes if one.rank is not None}
+        # Launchers, shims and what they forked: what belongs to a rank is below these.
+        others = {os.getpid(), *(one.pid for one in processes if one.rank is None)}
+        roots = {*self.roots(), *(Kin(pid, seen[pid].start) for pid in of_ranks if pid in seen)}
+        now = {who for who in below(seen, roots, others) if who.pid not in of_ranks}
+        if now != self.known:
+            self.known = now
+            self._write()
+
+    def roots(self) -> set[Kin]:
+        """What they, and their own children, descend from."""
+        return self.known | {Kin.parse(who) for who in registered(self._folder).values() if " " in who}
+
+    def _write(self) -> None:
+        # For the janitors, should the agent be killed too.
+        with contextlib.suppress(OSError):
+            self._folder.write(STRAYS, "".join(f"{who}\n" for who in self.known).encode())

@@ -14,15 +14,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ezpz_llm.base.private import (
+    SECRET_VARIABLE,
     NotPrivate,
     PrivateFolder,
+    derived,
     is_out_of_reach,
     make_private,
     open_private,
     remove_private,
+    run_secret,
 )
-from ezpz_llm.base.secret import SECRET_VARIABLE, derived, run_secret
-from ezpz_llm.launch.node.processes import is_alive, place, started_at
+from ezpz_llm.launch.node.processes import is_alive, marked, place, started_at
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
@@ -216,3 +218,24 @@ def _agent_lives(folder: PrivateFolder) -> bool:
     with contextlib.suppress(OSError):
         return lives(folder.read(AGENT).decode())
     return False
+
+
+# Folders in memory that runs left on this node when node and agent were ended without warning.
+_QUIET_S = 600.0
+"""A folder written to within this time is kept where its processes may not be seen: in a container."""
+
+
+def remove_stale(own_run_id: str) -> None:
+    """Remove this user's folders of runs of which no process lives."""
+    here = place()
+    for folder, run_id, where in own_folders():
+        if run_id != own_run_id and (where == here or _is_quiet(folder)) and not any(marked(run_id)):
+            remove_private(folder.path)
+
+
+def _is_quiet(folder: PrivateFolder) -> bool:
+    try:
+        newest = max(folder.path.stat().st_mtime, *(folder.stat(name).st_mtime for name in folder.names()), 0.0)
+    except OSError:
+        return False
+    return time.time() - newest > _QUIET_S

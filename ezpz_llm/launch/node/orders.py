@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from ezpz_llm.base.private import make_private, open_private
-from ezpz_llm.base.records import read_records
+from ezpz_llm.base.private import make_private, open_private, read_records
 from ezpz_llm.base.schema import Range
 from ezpz_llm.launch.node.folder import wake
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 _STOP = "stop"
 _STACKS = "stacks-"

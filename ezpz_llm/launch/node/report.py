@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from ezpz_llm.base.private import make_private
-from ezpz_llm.base.records import read_records
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.base.private import make_private, read_records
+from ezpz_llm.rundir.paths import RunDir
 
 NODES_A_SECOND = 200
 """How many reports a second all agents together write: a shared file system often has one metadata server."""

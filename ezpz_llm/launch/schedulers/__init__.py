@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, short_name
 from ezpz_llm.launch.ranks import leftovers
-from ezpz_llm.launch.schedulers import foreign, local, pbs, slurm, started
+from ezpz_llm.launch.schedulers import local, pbs, slurm, started
 
 _WITH_JOBS = {slurm.NAME: slurm, pbs.NAME: pbs}
 """In order of precedence."""
@@ -44,9 +44,9 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
     if in_jobs:
         return _WITH_JOBS[in_jobs[0]].detect(env)
     if hosts_from is None:
-        foreign.refuse(env)
+        local.refuse(env)
         return local.detect(env)
-    return local.detect(env).noting(*foreign.left_aside(env, hosts_from))
+    return local.detect(env).noting(*local.left_aside(env, hosts_from))
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
@@ -63,7 +63,7 @@ def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
         others.append(f"the rank variables of {rank}")
     notes = [f"{' and '.join(others)} left aside (--scheduler {wanted})"] if others else []
     if wanted == local.NAME:
-        notes += foreign.left_aside(env, "--scheduler none")
+        notes += local.left_aside(env, "--scheduler none")
         return replace(local.detect(env), source="--scheduler none").noting(*notes)
     found = _WITH_JOBS[wanted].detect(env)
     if found is None:

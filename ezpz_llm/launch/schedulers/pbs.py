@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.limits import MOST_HOSTS, epoch, whole_number
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json, read_text
-from ezpz_llm.errors import UserError
+from ezpz_llm.base.schema import MOST_HOSTS, epoch, whole_number
 from ezpz_llm.launch.allocation import Allocation, Host, count_repeats, short_name
 from ezpz_llm.launch.schedulers.asking import ask_command
 

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.base.private import PrivateFolder, make_private
-from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
-from ezpz_llm.launch.leftovers import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
-from ezpz_llm.launch.shim.cores import keep_to_cores
 from ezpz_llm.launch.shim.output import Output, open_log
-from ezpz_llm.launch.shim.rank import Rank
+from ezpz_llm.launch.shim.rank import Rank, keep_to_cores
+from ezpz_llm.launch.teardown import die_with_parent
 from ezpz_llm.launch.variables import (
     RUN_ID_VARIABLE,
     TEE_VARIABLE,
@@ -24,7 +23,7 @@ from ezpz_llm.launch.variables import (
     TORCHS_OWN,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir.layout import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from ezpz_llm.base.private import PrivateFolder
 from ezpz_llm.launch.node.folder import log_name
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir.files import ours
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 MANY_RANKS = 256
 """In a larger world the logs of ranks other than 0 stay on their nodes, and one rank a node speaks for those

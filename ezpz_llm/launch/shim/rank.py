@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from ezpz_llm.base.private import PrivateFolder
-from ezpz_llm.launch.devices import has_none
-from ezpz_llm.launch.leftovers import adopt_orphans, descendants, die_with_parent, start_janitor
+from ezpz_llm.launch.devices import expand, has_none
 from ezpz_llm.launch.node.descent import Kin, end_all
 from ezpz_llm.launch.node.folder import are_all_over, await_agent, heartbeat_file, mark_end, stacks_file
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
+from ezpz_llm.launch.teardown import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.variables import (
+    BIND_VARIABLE,
     HEARTBEAT_VARIABLE,
     NODE_DIR_VARIABLE,
     OUTER_LAUNCHERS,
@@ -27,7 +29,7 @@ from ezpz_llm.launch.variables import (
     STACKS_VARIABLE,
     TORCHELASTIC_VARIABLE,
 )
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
 
@@ -245,3 +247,19 @@ def _wake_on_signals() -> int:
 def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, number)
+
+
+# Keeping a rank to its cores where the launcher has no option for that.
+def keep_to_cores(info: RankInfo, env: MutableMapping[str, str]) -> None:
+    """Bind this process, and so the rank that it starts, to the cores that EZPZ_LLM_BIND has for its local rank;
+    the variable goes, since a launch inside the rank would hand it on. A host without these cores is told of, and
+    the rank runs unbound."""
+    wanted = env.pop(BIND_VARIABLE, "")
+    if not wanted:
+        return
+    cores = wanted.split(":")[info.local_rank]
+    try:
+        os.sched_setaffinity(0, expand(cores))
+    except OSError as error:
+        print(f"launch: rank {info.rank} on {os.uname().nodename} is not bound to cores {cores}: {error.strerror}",
+              file=sys.stderr, flush=True)

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ezpz_llm.base.private import make_private
+from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.ranks import unfold
-from ezpz_llm.launch.failures.record import Failure
 from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
 from ezpz_llm.launch.node.orders import logs_ordered, stop_ordered
 from ezpz_llm.launch.shim.memory import Counts, evidence
 from ezpz_llm.rundir.files import write_atomic
-from ezpz_llm.rundir.layout import RunDir
+from ezpz_llm.rundir.paths import RunDir
 from ezpz_llm.rundir.secrets import redact_words, without_secrets
 
 _TAIL_LINES = 20

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.private import NotPrivate
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.staging.archive import MANIFEST
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE

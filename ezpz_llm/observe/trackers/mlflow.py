@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from ezpz_llm.observe.trackers.base import Opening, Row, flat
+from ezpz_llm.observe.trackers.tracking import Opening, Row, flat
 
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch.utils.tensorboard import SummaryWriter
 
-from ezpz_llm.observe.trackers.base import Opening, Row
+from ezpz_llm.observe.trackers.tracking import Opening, Row
 
 
 class TensorBoard:

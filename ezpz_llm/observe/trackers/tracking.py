@@ -8,12 +8,74 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
 
-from ezpz_llm.errors import UserError
-from ezpz_llm.observe.trackers.base import Opening, Row, Tracker, flat
-from ezpz_llm.observe.trackers.choice import Choice
+from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
+
+
+# What a tracker is: something that takes rows of numbers, by step, until it is closed.
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one step, by their names in metrics.jsonl, and about when it ended (epoch seconds)."""
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a tracker is opened with.
+
+    Args:
+        folder: where it writes; it exists, inside the run directory.
+        name: the run's.
+        settings: what the run is, from run.json (secrets redacted).
+        first_step: the step that a resumed run goes on after, 0 for a new one.
+        run_id: what the tracker called this run in an earlier attempt.
+        online: send to the tracker's server, as its own environment variables say.
+    """
+
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]
+    first_step: int
+    run_id: str | None
+    online: bool
+
+
+class Tracker(Protocol):
+    """One tracker, open. `run_id` is what it calls the run, None where runs have no name of its own.
+
+    All methods may raise whatever the tracker's package raises.
+    """
+
+    run_id: str | None
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Take the rows of a flush, in order of their steps."""
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after an earlier `step`: what was taken of later ones counts no more."""
+
+    def close(self, failed: bool) -> None:
+        """Finish what is still on its way."""
+
+
+def flat(settings: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
+    """Nested settings with one dotted name each; lists stay whole."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{parent}{name}."))
+        else:
+            found[f"{parent}{name}"] = value
+    return found
+
 
 CLOSE_WITHIN_S = 60.0
 """How long the end of a run waits for trackers that are still sending."""
@@ -133,3 +195,51 @@ def _words(error: Exception) -> str:
 
 def _warn(text: str) -> None:
     print(f"warning: {text}", flush=True)
+
+
+# Which trackers `--track` names, known to be installed before a run starts (imports none of them).
+_NEEDS = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+"""The trackers, each also the name of its extra and of its module here, and the packages it imports."""
+_ONLINE = "online"
+_MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One tracker, which writes into the run directory alone unless it is `online`."""
+
+    name: str
+    online: bool
+
+
+def choose(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ...]:
+    """What `--track` says: names with commas between them, each alone or as `NAME:online`.
+
+    Raises:
+        UserError: an unknown tracker, one that is not installed, or one with no server to send to.
+    """
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    choices = [_choice(word, env) for word in words]
+    names = [choice.name for choice in choices]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{twice} is named twice", where=f"--track {text}", instead=f"{twice} or {twice}:{_ONLINE}")
+    return tuple(choices)
+
+
+def _choice(word: str, env: Mapping[str, str]) -> Choice:
+    name, colon, how = word.partition(":")
+    if name not in _NEEDS:
+        raise unknown("tracker", name, _NEEDS, where="--track")
+    if colon and how != _ONLINE:
+        raise UserError(f"{how!r} is no way to track", where=f"--track {word}",
+                        instead=f"{name} (into the run directory alone) or {name}:{_ONLINE}")
+    online = bool(colon)
+    if online and name == "tensorboard":
+        raise UserError("TensorBoard has no server to send to", where=f"--track {word}", instead=f"--track {name}")
+    if online and name == "mlflow" and not env.get(_MLFLOW_SERVER):
+        raise UserError(f"{_MLFLOW_SERVER} does not say which server to send to", where=f"--track {word}",
+                        instead=f"set {_MLFLOW_SERVER}, or --track {name} to write into the run directory")
+    if missing := [package for package in _NEEDS[name] if find_spec(package) is None]:
+        raise UserError(f"{name} needs {' and '.join(missing)}, not installed here", where=f"--track {word}",
+                        instead=f"pip install 'ezpz_llm[{name}]'")
+    return Choice(name, online)

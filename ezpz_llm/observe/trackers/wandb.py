@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ezpz_llm.observe.trackers.base import Opening, Row
+from ezpz_llm.observe.trackers.tracking import Opening, Row
 
 
 class WeightsAndBiases:

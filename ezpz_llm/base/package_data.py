@@ -1,0 +1,60 @@
+"""Where the project's own data files are, and the one cache outside the run directory.
+
+Data files (`ds_configs/`, `launchers/`, `jobs/`) lie at the repository root in an editable install and under
+`ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files,
+DeepSpeed's built ops and what scripts under launch compile; nothing else is written outside a run directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ezpz_llm.base.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def data_dir(name: str) -> Path:
+    """The folder `name` (such as "ds_configs") among the project's data files."""
+    installed = _PACKAGE / "_data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def user_path(text: str | Path) -> Path:
+    """A path that the user named, with `~` as a shell would read it.
+
+    Raises:
+        UserError: it has control characters, there is no such user, or this one has no home directory.
+    """
+    if any(character < " " or "\x7f" <= character < "\xa0" for character in str(text)):
+        # Messages and listings name it: a terminal would obey it.
+        raise UserError(f"{str(text)!r} has control characters", instead="a path without them")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{str(text)!r} begins with no home directory that is known here",
+                        instead="the whole path") from error
+
+
+def cache_dir(env: Mapping[str, str] | None = None) -> Path:
+    """The documented cache: $EZPZ_LLM_CACHE, else $XDG_CACHE_HOME/ezpz_llm, else ~/.cache/ezpz_llm.
+
+    Raises:
+        UserError: this user has no home directory.
+    """
+    env = os.environ if env is None else env
+    if chosen := env.get("EZPZ_LLM_CACHE"):
+        return user_path(chosen)
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else user_path("~/.cache")) / "ezpz_llm"
+
+
+def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
+    """Where torch extensions of scripts that launch starts are compiled, one folder a Python environment.
+
+    Raises:
+        UserError: this user has no home directory.
+    """
+    return cache_dir(env).absolute() / "torch_extensions"

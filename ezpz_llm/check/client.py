@@ -1,0 +1,320 @@
+"""A rank's side: reach rank 0, tell it the facts, and answer what it asks until it says that it is over."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
+from ezpz_llm.base.frames import Frames
+from ezpz_llm.base.outside import parse_json, read_json
+from ezpz_llm.base.schema import as_type
+from ezpz_llm.check.facts.host import environment_facts, host_facts, versions
+from ezpz_llm.check.facts.network import is_about_network, network_facts, read_network
+from ezpz_llm.check.measure import LAST
+from ezpz_llm.check.protocol import FIRST_WORDS_S, Place, candidate_ports
+from ezpz_llm.check.report import report_path
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir import RunDir, write_json
+
+_CONNECT_TIMEOUT_S = 2.0
+_SAY_SO_AFTER_S = 8.0
+_UNREACHED = "unreached-*.json"
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection to rank 0, which has proven to be it."""
+
+    socket: socket.socket
+    frames: Frames
+
+
+def gather_facts(info: RankInfo, env: Mapping[str, str]) -> dict[str, Any]:
+    """All that this rank can tell without torch."""
+    return {
+        "rank": info.rank, "world_size": info.world_size, "local_rank": info.local_rank,
+        "local_size": info.local_size, "node_rank": info.node_rank, "rank_source": info.source,
+        "rank_notes": list(info.notes), **host_facts(), **network_facts(env), **environment_facts(env),
+        "versions": versions(),
+    }
+
+
+def reach(place: Place, info: RankInfo, folder: Path | None,
+          is_over: Callable[[], bool]) -> Connection | None:
+    """A connection to rank 0, tried until `is_over()`.
+
+    After some seconds without one, the reason is written into `folder`, once a host: that is how rank 0 hears of
+    hosts that cannot reach it.
+    """
+    began, pause = time.monotonic(), 0.05
+    has_said = False
+    while not is_over():
+        found = _try_ports(place, info)
+        if isinstance(found, Connection):
+            return found
+        if folder and not has_said and time.monotonic() - began > _SAY_SO_AFTER_S:
+            has_said = True
+            _say_unreached(folder, place, info, found)
+        # Thousands of ranks that try again at the same moment would keep each other out.
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(1.0, pause * 1.5)
+    return None
+
+
+def _try_ports(place: Place, info: RankInfo) -> Connection | str:
+    first_reason = ""
+    for port in candidate_ports(place.port):
+        try:
+            connection = socket.create_connection((place.address, port), timeout=_CONNECT_TIMEOUT_S)
+        except TimeoutError:
+            return "timed out"
+        except ConnectionRefusedError:
+            first_reason = first_reason or "refused"
+            continue
+        except OSError as error:
+            return str(error.strerror or error)
+        frames = Frames(place.secret, serves=False)
+        if _greet(connection, frames, info):
+            return Connection(connection, frames)
+        connection.close()
+        first_reason = first_reason or "answered by another program"
+    return first_reason
+
+
+def _greet(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
+    """Whether it is rank 0 that listens there, and not somebody who takes his time to say nothing."""
+    deadline, said = time.monotonic() + FIRST_WORDS_S, False
+    try:
+        connection.sendall(frames.opening)
+        while not frames.is_proven:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            data = connection.recv(1 << 12)
+            frames.feed(data)
+            if not data or time.monotonic() > deadline:
+                return False
+            if frames.is_open and not said:
+                connection.sendall(frames.pack({"rank": info.rank, "host": socket.gethostname()}))
+                said = True
+        connection.settimeout(None)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _say_unreached(folder: Path, place: Place, info: RankInfo, reason: str) -> None:
+    host = socket.gethostname()
+    path = folder / _UNREACHED.replace("*", re.sub(r"[^A-Za-z0-9_.-]", "_", host))
+    facts = network_facts({"MASTER_ADDR": place.address})
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            write_json(path, {"rank": info.rank, "host": host, "reason": reason, "address": place.address,
+                              "port": place.port, "ranks_there": info.local_size,
+                              "resolves_to": facts["master"]["resolves_to"],
+                              "interface": facts["route"]["interface"]})
+
+
+def unreached_files(folder: Path) -> list[Path]:
+    """Where they wrote it."""
+    return sorted(folder.glob(_UNREACHED))
+
+
+class _Unreached(TypedDict):
+    rank: int
+    host: str
+    reason: str
+    address: str
+    port: int
+    ranks_there: int
+    resolves_to: str | None
+    interface: str | None
+
+
+def read_unreached(folder: Path) -> list[dict[str, Any]]:
+    """What hosts wrote that could not reach rank 0."""
+    found = []
+    for path in unreached_files(folder):
+        # One that is damaged, or was never ours, is passed over.
+        with contextlib.suppress(UserError):
+            found.append(as_type(_Unreached, read_json(path, _MOST_BYTES), str(path)))
+    return found
+
+
+class Client:
+    """One rank in conversation with rank 0."""
+
+    def __init__(self, connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._measuring = Measuring(env, self._answer)
+        threading.Thread(target=self._tell_facts, args=(info, env), daemon=True).start()
+
+    def converse(self) -> None:
+        """Answer until rank 0 says that it is over, or is gone."""
+        try:
+            while data := self._connection.socket.recv(1 << 16):
+                for message in self._connection.frames.feed(data):
+                    if message["ask"] == "end":
+                        return
+                    self._obey(message)
+        except (OSError, ValueError):
+            return
+        finally:
+            self._measuring.end()
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message["ask"].startswith("clock"):
+            self._answer(message["ask"], {"time": time.time()})
+        elif message["ask"] == "network":
+            self._answer("network", self._measuring.network())
+        else:
+            self._measuring.ask(message)
+
+    def _tell_facts(self, info: RankInfo, env: Mapping[str, str]) -> None:
+        self._send({"facts": gather_facts(info, env)})
+
+    def _answer(self, stage: str, answer: Mapping[str, Any]) -> None:
+        self._send({"stage": stage, "answer": answer})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.socket.sendall(self._connection.frames.pack(message))
+
+
+# The process that measures, seen from its rank: torch, drivers and collectives can hang or abort in there, and
+# the rank goes on talking.
+_END_WITHIN_S = 3.0
+_LAST_LINES = 6
+
+
+class Measuring:
+    """Starts `ezpz_llm.check.measure`, passes questions to it and its answers to `answer(stage, answer)`."""
+
+    def __init__(self, env: Mapping[str, str], answer: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._answer = answer
+        self._open_stages: list[str] = []
+        self._lock = threading.Lock()
+        self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self._network: list[str] = []
+        read_end, write_end = os.pipe()
+        os.set_inheritable(write_end, True)
+        # Descriptors stay open: MPI needs the one that its launcher gave to the rank.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ezpz_llm.check.measure", str(write_end)], env=_talkative(env),
+            close_fds=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        os.close(write_end)
+        self._words = threading.Thread(target=self._listen, daemon=True)
+        self._words.start()
+        threading.Thread(target=self._pass_on, args=(read_end,), daemon=True).start()
+
+    def ask(self, question: Mapping[str, Any]) -> None:
+        """Have it answered, sooner or later; at once where the process has ended."""
+        with self._lock:
+            self._open_stages.append(question["ask"])
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._give_up()
+
+    def network(self) -> dict[str, str]:
+        """What the communication library said about the network it chose."""
+        return read_network(self._network)
+
+    def end(self) -> None:
+        """Let the process end in order, or end it."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if is_about_network(text):
+                self._network.append(text)
+            elif text:
+                self._last.append(text)
+
+    def _pass_on(self, read_end: int) -> None:
+        with os.fdopen(read_end, "rb") as answers:
+            for line in answers:
+                message = parse_json(line, "the measuring process")
+                with self._lock:
+                    self._open_stages.remove(message["stage"])
+                if message["stage"] == LAST:
+                    # Until the process has ended in order MPI is not over, and to MPICH's launcher a rank that ends
+                    # before has failed.
+                    self._process.wait()
+                self._answer(message["stage"], message["answer"])
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._words.join(1.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        with self._lock:
+            stages, self._open_stages = self._open_stages, []
+        for stage in stages:
+            self._answer(stage, {"error": f"the measuring process {_how(self._process.returncode)}: "
+                                          f"{' | '.join(self._last) or 'it said nothing'}"})
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "does not answer"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+def _talkative(env: Mapping[str, str]) -> dict[str, str]:
+    """The rank's environment, with which NCCL, RCCL and oneCCL say what they choose."""
+    wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
+    kept = {name: value for name, value in env.items() if name not in (*wanted, "NCCL_DEBUG_FILE")}
+    return kept | wanted
+
+
+# What every rank but the first does.
+_GRACE_S = 5.0
+
+
+def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, meeting: Place, limit_s: float) -> int:
+    """Tell rank 0 everything; 0, since the verdict is rank 0's.
+
+    Raises:
+        UserError: rank 0 cannot be reached, and gave no verdict about that either: it is rank 0 that is missing.
+    """
+    began, until = time.time(), time.monotonic() + limit_s + _GRACE_S
+    path = report_path(run_dir)
+
+    def is_over() -> bool:
+        # A report of an earlier preflight in the same directory says nothing about this one.
+        is_judged = path.exists() and path.stat().st_mtime > began - _GRACE_S
+        return is_judged or time.monotonic() > until
+
+    connection = reach(meeting, info, run_dir.path, is_over)
+    if connection is not None:
+        Client(connection, info, env).converse()
+        return 0
+    if time.monotonic() < until:
+        return 0
+    raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
+                    f"{meeting.address}:{meeting.port}, which never gave a report",
+                    where="rank 0's host, or the way to it",
+                    instead="see logs/rank0000.log in the run directory", exit_code=EXIT_PREFLIGHT)

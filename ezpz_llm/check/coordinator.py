@@ -1,0 +1,200 @@
+"""What rank 0 does: gather, have measured, judge, report, each within its share of the time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, show
+from ezpz_llm.base.private import run_secret
+from ezpz_llm.check.client import Client, reach, read_unreached, unreached_files
+from ezpz_llm.check.groups import link_groups, node_groups
+from ezpz_llm.check.judge import Gathered, judge
+from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
+from ezpz_llm.check.judge.hosts import LOST, STUCK
+from ezpz_llm.check.protocol import Place
+from ezpz_llm.check.report import Report, as_text, report_path, write_report
+from ezpz_llm.check.server import CLOCK, Board, Member
+from ezpz_llm.launch.addresses import is_loopback
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.sites import find_site
+from ezpz_llm.rundir import RunDir, read_record
+
+# Shares of the time limit by which each stage is over, and the most seconds that a short one may take.
+_FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
+_CLOCKS_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
+_FIRST_REDUCE_S = 25.0
+"""For the first all-reduce between devices: NCCL and oneCCL load libraries then, on a cold file system slowly."""
+_DISMISS_S = 2.0
+_LOOK_FOR_UNREACHED_S = 1.0
+
+
+def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, meeting: Place, limit_s: float) -> int:
+    """Run the preflight and print its report; 0 if the reservation is fit, EXIT_PREFLIGHT if not."""
+    began = time.monotonic()
+    for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
+        stale.unlink(missing_ok=True)
+    board = Board(meeting.address, meeting.port, meeting.secret)
+    # In a thread: whatever this rank's own facts hang in, the report is given.
+    place = Place(board.address, board.port, meeting.secret)
+    own = threading.Thread(target=_take_part, args=(place, info, env, began + limit_s), daemon=True)
+    own.start()
+    leading = _Lead(board, info, env, run_dir, began, limit_s)
+    gathered = leading.gather()
+    findings = judge(gathered)
+    report = Report(gathered, findings, time.monotonic() - began)
+    show(as_text(report))
+    write_report(run_dir, report)
+    board.dismiss(_DISMISS_S)
+    own.join(_DISMISS_S + 2.0)
+    code = 0 if report.is_fit else EXIT_PREFLIGHT
+    if own.is_alive():
+        # A thread that hangs in the kernel would keep an orderly exit waiting.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _take_part(place: Place, info: RankInfo, env: Mapping[str, str], until: float) -> None:
+    connection = reach(place, info, None, lambda: time.monotonic() > until)
+    if connection is not None:
+        Client(connection, info, env).converse()
+
+
+class _Lead:
+    """The stages, one after the other."""
+
+    def __init__(self, board: Board, info: RankInfo, env: Mapping[str, str], run_dir: RunDir, began: float,
+                 limit_s: float) -> None:
+        self._board = board
+        self._info = info
+        self._env = env
+        self._run_dir = run_dir
+        self._began = began
+        self._limit_s = limit_s
+        self._hosts = planned_hosts(run_dir, info.world_size)
+        self._clocks: dict[str, tuple[float, float]] = {}
+
+    def gather(self) -> Gathered:
+        """All facts that come in time."""
+        board = self._board
+        board.wait(self._by(_FACTS), self._all_are_in())
+        waited_s = time.monotonic() - self._began
+        members = list(board.members)
+        if len({member.rank for member in members}) == len(members):
+            self._measure(members)
+        ordered = sorted(board.members, key=lambda member: member.rank)
+        # Under torchrun the port is its agent's, as it should be; on one node under launch our ranks do without it.
+        on_node = run_secret(self._env) is not None and is_loopback(self._env.get("MASTER_ADDR", ""))
+        port_error = None if on_node or self._info.source.startswith("torchrun") else board.port_error
+        return Gathered(self._info.world_size, [self._facts(member) for member in ordered], self._hosts,
+                        read_unreached(self._run_dir.path), port_error, site_network(self._env), waited_s)
+
+    def _by(self, share: float, within_s: float = float("inf")) -> float:
+        return min(self._began + share * self._limit_s, time.monotonic() + within_s)
+
+    def _all_are_in(self) -> Callable[[], bool]:
+        """Has every rank told its facts, or why it cannot?"""
+        next_look = time.monotonic() + _LOOK_FOR_UNREACHED_S
+        told = self._board.accounted
+
+        def done() -> bool:
+            nonlocal next_look
+            began = time.monotonic()
+            if len(told) >= self._info.world_size:
+                return True
+            if began < next_look:
+                return False
+            unreached = [one for one in read_unreached(self._run_dir.path) if one["rank"] not in told]
+            # Many files on a slow file system: the ranks that do come must not wait for that.
+            ended = time.monotonic()
+            next_look = ended + max(_LOOK_FOR_UNREACHED_S, 5 * (ended - began))
+            return len(told) + sum(one["ranks_there"] for one in unreached) >= self._info.world_size
+
+        return done
+
+    def _measure(self, members: Sequence[Member]) -> None:
+        board = self._board
+        told = [member for member in members if member.facts is not None]
+        board.ask(READY, {member: {"serve": member.rank == 0} for member in told}, self._by(_READY))
+        self._compare_clocks({member.host: member for member in reversed(told)}.values())
+        board.ask(COMPUTE, {member: {} for member in _able(told)}, self._by(_MEASURED, _COMPUTE_S))
+        first = next((member for member in told if member.rank == 0), None)
+        store = first.replies.get(READY, {}).get("store") if first else None
+        if store is not None:
+            self._reduce(told, store)
+        board.ask(NETWORK, {member: {} for member in told}, self._by(_MPI, _NETWORK_S))
+        # Starting MPI is collective: it would only hang without those who cannot take part. torchrun's ranks are
+        # none of MPI's.
+        able = _able(told)
+        if len(able) == self._info.world_size > 1 and not self._info.source.startswith("torchrun"):
+            board.ask(MPI, {member: {} for member in able}, self._by(_MPI))
+
+    def _compare_clocks(self, members: Iterable[Member]) -> None:
+        """One rank a host, one after the other: a round trip in a crowd says nothing."""
+        until = self._by(_MEASURED, _CLOCKS_S)
+        for member in members:
+            if time.monotonic() > until:
+                return
+            if (clock := self._board.clock_of(member, until)) is not None:
+                self._clocks[member.host] = clock
+
+    def _reduce(self, told: Sequence[Member], store: str | list[Any]) -> None:
+        stages = [(NODE, node_groups(_places(_able(told))))]
+        stages += [(f"{LINK} {turn}", groups) for turn, groups in enumerate(link_groups(_places(_able(told))))]
+        on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _able(told))
+        for number, (stage, groups) in enumerate(stages):
+            able = {member.rank: member for member in _able(told)}
+            questions = {}
+            for group in groups:
+                if all(rank in able for rank in group):
+                    name = f" {group[0]}"
+                    questions |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
+                                  for index, rank in enumerate(group)}
+            within_s = _FIRST_REDUCE_S if on_devices and number == 0 else _REDUCE_S
+            self._board.ask(stage, questions, self._by(_MEASURED, within_s))
+
+    def _facts(self, member: Member) -> dict[str, Any]:
+        """What came of a rank; its answers leave out when they came."""
+        stages = {stage: {name: value for name, value in answer.items() if name != "received"}
+                  for stage, answer in member.replies.items() if not stage.startswith(CLOCK)}
+        facts = {"rank": member.rank, "host": member.host, **(member.facts or {}), "stages": stages}
+        if member.host in self._clocks:
+            facts["clock"] = list(self._clocks[member.host])
+        if member.lost_in is not None:
+            facts[LOST] = member.lost_in
+        elif member.stuck_in is not None:
+            facts[STUCK] = member.stuck_in
+        return facts
+
+
+def _able(members: Sequence[Member]) -> list[Member]:
+    """Those who can be asked to measure: there, with a device, and not still at something else."""
+    return [member for member in members if member.lost_in is None and not member.is_busy
+            and "error" not in member.replies.get(READY, {"error": ""})]
+
+
+def _places(members: Sequence[Member]) -> list[tuple[int, str]]:
+    return sorted((member.rank, member.host) for member in members)
+
+
+# What the plan of this launch says: the host of each rank, and the site's network.
+def planned_hosts(run_dir: RunDir, world_size: int) -> list[str]:
+    """The host of each rank, from launch's record; empty without one, or where it is of another world."""
+    launch = read_record(run_dir).get("launch", {})
+    hosts, counts = launch.get("hosts", []), launch.get("ranks_per_host", [])
+    table = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
+    return table if len(table) == world_size else []
+
+
+def site_network(env: Mapping[str, str]) -> str | None:
+    """The network that this site's communication library should choose; None where no site says."""
+    # launch has read the same file before and refused a broken one.
+    with contextlib.suppress(UserError):
+        return find_site(None, env).network
+    return None

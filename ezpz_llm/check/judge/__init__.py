@@ -1,0 +1,14 @@
+"""Findings from gathered facts: pure functions, worst first. Nothing here reads a machine."""
+
+from __future__ import annotations
+
+from ezpz_llm.check.judge import agree, hosts, network, speed
+from ezpz_llm.check.judge.gathered import Finding, Gathered
+
+_JUDGES = (hosts.judge_ranks, network.judge_reach, hosts.judge, agree.judge, network.judge, speed.judge)
+
+
+def judge(gathered: Gathered) -> list[Finding]:
+    """Everything that is wrong (`bad`), then everything that is odd (`warn`)."""
+    found = [finding for one in _JUDGES for finding in one(gathered)]
+    return sorted(dict.fromkeys(found), key=lambda finding: finding.level != "bad")

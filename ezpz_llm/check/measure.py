@@ -1,0 +1,237 @@
+"""The measuring process of a rank: answers questions from its standard input with lines on a given descriptor.
+
+Its own output is what the communication libraries say; `measuring.py`, which starts it, reads that too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ezpz_llm.base.outside import parse_json
+from ezpz_llm.check.facts.host import first_line
+from ezpz_llm.check.facts.network import addresses
+from ezpz_llm.launch.ranks import find_rank
+from ezpz_llm.launch.teardown import die_with_parent
+
+LAST = "mpi"
+"""The question after which the process ends by itself."""
+
+_WINDOWS, _WINDOW_S = 3, 0.25
+_CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096
+_CPU_BYTES, _ACCELERATOR_BYTES = 2**21, 2**26
+_MOST_REPEATS, _REPEAT_FOR_S = 20, 0.4
+_GROUP_TIMEOUT = datetime.timedelta(seconds=15)
+_DEVICE_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+"""NCCL's watchdog ends the process at this age of a collective, the first of which loads libraries and transports:
+longer than rank 0 waits for any stage."""
+
+
+class Worker:
+    """Answers a rank's questions; torch is imported for the first."""
+
+    def __init__(self) -> None:
+        self._device: Any = None
+        self._store: Any = None
+        self._store_port: int | None = None
+        self._in_group = False
+        self._stuck_group: str | None = None
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """What the stage that the question names gives."""
+        stages = {"ready": self._ready, "compute": self._compute, "reduce": self._reduce, "mpi": self._mpi}
+        return stages[question["ask"].partition(" ")[0]](question)
+
+    def _ready(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Import torch, take the device that a run would take, and on rank 0 open the store for the others."""
+        began = time.perf_counter()
+        import torch
+
+        import_s = time.perf_counter() - began
+        from ezpz_llm.dist.backends import DEVICES
+        from ezpz_llm.dist.device import choose_device, device_identity
+
+        self._device = choose_device(None, find_rank(os.environ))
+        facts = {"kind": self._device.type, "identity": device_identity(self._device)}
+        if DEVICES[self._device.type].own:
+            module = torch.get_device_module(self._device)
+            facts["name"] = module.get_device_name(self._device)
+            # torch for Intel GPUs learned it later than for others.
+            if hasattr(module, "mem_get_info"):
+                facts["free"], facts["total"] = module.mem_get_info(self._device)
+        answer = {"device": facts, "import_s": import_s, "torch": torch.__version__}
+        if question.get("serve"):
+            answer["store"] = self._serve()
+        return answer
+
+    def _serve(self) -> str | tuple[str, int]:
+        """Make the store, and say where: a file where all ranks are on this node, else an address and a port."""
+        from torch.distributed import FileStore, TCPStore
+
+        from ezpz_llm.dist.rendezvous import new_name, node_folder
+        from ezpz_llm.launch.addresses import listen
+
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if (folder := node_folder(master, os.environ)) is not None:
+            with folder:
+                path = str(folder.path / new_name())
+            self._store = FileStore(path)
+            return path
+        listener = listen(master, 0)
+        self._store_port = listener.getsockname()[1]
+        self._store = TCPStore(master, self._store_port, None, True, _GROUP_TIMEOUT, wait_for_workers=False,
+                               master_listen_fd=listener.detach())
+        return master, self._store_port
+
+    def _join(self, place: str | Sequence[Any]) -> None:
+        from torch.distributed import FileStore, TCPStore
+
+        if isinstance(place, str):
+            self._store = FileStore(place)
+        else:
+            address, self._store_port = place
+            self._store = TCPStore(address, self._store_port, None, False, _GROUP_TIMEOUT)
+
+    def _compute(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Floating-point operations a second of a small matrix product, the best of some windows.
+
+        Over windows and not single products: a neighbour that takes every second time slice of a core lets single
+        ones pass at full speed.
+        """
+        import torch
+
+        is_cpu = self._device.type == "cpu"
+        size, dtype = (_CPU_MATRIX, torch.float32) if is_cpu else (_ACCELERATOR_MATRIX, torch.float16)
+        matrix = torch.full((size, size), 0.01, dtype=dtype, device=self._device)
+        product = torch.empty_like(matrix)
+        for _ in range(3):
+            torch.mm(matrix, matrix, out=product)
+        self._wait()
+        best = 0.0
+        for _ in range(_WINDOWS):
+            done, began = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - began) < _WINDOW_S:
+                for _ in range(1 if is_cpu else 10):
+                    torch.mm(matrix, matrix, out=product)
+                    done += 1
+                self._wait()
+            best = max(best, done * 2 * size**3 / elapsed)
+        return {"flops_per_second": best}
+
+    def _reduce(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Bus bandwidth of an all-reduce in the group that the question describes, the best of some repeats.
+
+        Each group is a world of its own, made and left here: nothing depends on ranks outside it.
+        """
+        import torch
+        import torch.distributed as torch_dist
+
+        from ezpz_llm.dist.backends import DEVICES
+
+        if self._stuck_group:
+            raise RuntimeError(f"not measured, since this rank's group for {self._stuck_group} has failed")
+        if self._store is None:
+            self._join(question["store"])
+        store = torch_dist.PrefixStore(question["ask"] + question["group"], self._store)
+        traits = DEVICES[self._device.type]
+        torch_dist.init_process_group(traits.collectives, store=store, rank=question["index"],
+                                      world_size=question["size"],
+                                      timeout=_DEVICE_GROUP_TIMEOUT if traits.own else _GROUP_TIMEOUT,
+                                      device_id=self._device if traits.bound else None)
+        self._in_group = True
+        size = _CPU_BYTES if self._device.type == "cpu" else _ACCELERATOR_BYTES
+        values = torch.zeros(size // 4, device=self._device)
+        torch_dist.all_reduce(values[:1024])
+        best = self._timed_reduce(values)
+        longest = torch.tensor(best, device=self._device)
+        torch_dist.all_reduce(longest, op=torch_dist.ReduceOp.MAX)
+        for _ in range(min(_MOST_REPEATS, int(_REPEAT_FOR_S / longest.item()))):
+            best = min(best, self._timed_reduce(values))
+        bus = 2 * (question["size"] - 1) / question["size"]
+        answer = {"bytes_per_second": bus * size / best, **self._interface()}
+        torch_dist.destroy_process_group()
+        self._in_group = False
+        return answer
+
+    def failed(self, question: Mapping[str, Any]) -> None:
+        """Leave the group of a stage that failed, after its error was told.
+
+        A gloo group is closed and others can follow. NCCL's would wait for ranks that hang in it: it is left as it
+        is, and with it torch's only place for a world.
+        """
+        if not self._in_group:
+            return
+        import torch.distributed as torch_dist
+
+        if torch_dist.get_backend() == "gloo":
+            torch_dist.destroy_process_group()
+            self._in_group = False
+        else:
+            self._stuck_group = question["ask"]
+
+    def end(self) -> None:
+        """End the process at once where a group is left in it, whose destructor would wait."""
+        if self._stuck_group:
+            os._exit(0)
+
+    def _timed_reduce(self, values: Any) -> float:
+        import torch.distributed as torch_dist
+
+        self._wait()
+        began = time.perf_counter()
+        torch_dist.all_reduce(values)
+        self._wait()
+        return time.perf_counter() - began
+
+    def _interface(self) -> dict[str, Any]:
+        """Gloo does not say over which interface it talks: its open connections do."""
+        if self._device.type != "cpu":
+            return {}
+        from ezpz_llm.check.facts.network import used_interfaces
+
+        return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
+
+    def _mpi(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """What MPI makes of this rank; the last question, since a library that does not fit ends the process."""
+        from mpi4py import MPI
+
+        answer = {"rank": MPI.COMM_WORLD.Get_rank(), "size": MPI.COMM_WORLD.Get_size(),
+                  "library": first_line(MPI.Get_library_version())}
+        # mpi4py itself ends only an MPI that it has started, which oneCCL may have done before.
+        MPI.Finalize()
+        return answer
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            import torch
+
+            torch.get_device_module(self._device).synchronize()
+
+
+def main(answers: int) -> None:
+    """Answer until there are no more questions."""
+    die_with_parent(signal.SIGKILL)
+    worker = Worker()
+    for line in sys.stdin:
+        question = parse_json(line, "the rank")
+        failed = False
+        try:
+            answer = worker.answer(question)
+        except Exception as error:  # whatever is wrong here is what the others want to know
+            answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
+        os.write(answers, json.dumps({"stage": question["ask"], "answer": answer}).encode() + b"\n")
+        if failed:
+            worker.failed(question)
+        if question["ask"] == LAST:
+            break
+    worker.end()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

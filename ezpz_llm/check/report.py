@@ -1,0 +1,138 @@
+"""What preflight prints and writes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.check.judge import Finding, Gathered, gathered
+from ezpz_llm.check.judge.gathered import COMPUTE, MPI, NETWORK, NODE, READY, Facts
+from ezpz_llm.check.judge.network import talks_over
+from ezpz_llm.check.judge.speed import link_rates
+from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.observe.tables import table
+from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.rundir.secrets import without_secrets
+
+_MOST_HOSTS = 24
+"""Longer tables are printed without their middle."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome, and how many seconds it took."""
+
+    gathered: Gathered
+    findings: Sequence[Finding]
+    seconds: float
+
+    @property
+    def is_fit(self) -> bool:
+        return not any(finding.level == "bad" for finding in self.findings)
+
+
+def report_path(run_dir: RunDir) -> Path:
+    """Where the report is written."""
+    return run_dir.path / "preflight.json"
+
+
+def as_text(report: Report) -> str:
+    """The hosts, what they have in common, the findings with what to do, and the verdict."""
+    gathered = report.gathered
+    parts = (_hosts(gathered), _common(gathered), _findings(report.findings), _verdict(report))
+    return "\n".join(filter(None, parts))
+
+
+def _hosts(gathered: Gathered) -> str:
+    links, used = link_rates(gathered), talks_over(gathered)
+    rows = [_row(host, ranks, links.get(host), used.get(host)) for host, ranks in gathered.by_host().items()]
+    if len(rows) > _MOST_HOSTS:
+        half = _MOST_HOSTS // 2
+        rows[half:-half] = [(f"… {len(rows) - 2 * half} more", *[""] * (len(rows[0]) - 1))]
+    columns = ("host", "ranks", "device", "cores", "free memory", "interface", "matrix product", "on the host",
+               "to others")
+    return table("Preflight", columns, rows) if rows else ""
+
+
+def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None) -> tuple[str, ...]:
+    route = ranks[0].get("route", {})
+    compute, node = _median(ranks, COMPUTE, "flops_per_second"), _median(ranks, NODE, "bytes_per_second")
+    cores = {core_ranges(tuple(facts["cores"])) for facts in ranks}
+    return (host, core_ranges(tuple(facts["rank"] for facts in ranks)), _device(ranks),
+            cores.pop() if len(cores) == 1 else f"{len(ranks[0]['cores'])} each",
+            gathered.size(ranks[0]["memory"]["free"]), used or route.get("interface") or "-",
+            gathered.rate(compute, "FLOP/s") if compute else "-", gathered.rate(node, "B/s") if node else "-",
+            gathered.rate(link, "B/s") if link else "-")
+
+
+def _device(ranks: Sequence[Facts]) -> str:
+    devices = [facts.get("stages", {}).get(READY, {}).get("device") for facts in ranks]
+    names = [device.get("name", device["kind"]) if device else "?" for device in devices]
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def _median(ranks: Sequence[Facts], stage: str, member: str) -> float | None:
+    values = [answer[member] for facts in ranks if member in (answer := facts.get("stages", {}).get(stage, {}))]
+    return statistics.median(values) if values else None
+
+
+def _common(gathered: Gathered) -> str:
+    """Versions, MPI and the network of rank 0; where others differ, a finding says so."""
+    if not gathered.told:
+        return ""
+    first = gathered.told[0]
+    stages = first.get("stages", {})
+    lines = ["versions  " + ", ".join(f"{name} {version}" for name, version in first["versions"].items())]
+    if "library" in stages.get(MPI, {}):
+        lines.append(f"MPI       {stages[MPI]['library']}")
+    if network := stages.get(NETWORK, {}).get("network"):
+        lines.append(f"network   {stages[NETWORK]['library']} over {network}")
+    if master := first.get("master"):
+        lines.append(f"meeting   MASTER_ADDR {master['address']}:{master['port']}")
+    return "\n".join(lines) + "\n"
+
+
+def _findings(findings: Sequence[Finding]) -> str:
+    lines = []
+    for finding in findings:
+        lines += [f"{finding.level:<5} {finding.topic}: {finding.found}", f"      do: {finding.instead}"]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _verdict(report: Report) -> str:
+    counts = Counter(finding.level for finding in report.findings)
+    what = (f"{len(report.gathered.told)} of {report.gathered.world_size} ranks on "
+            f"{len(report.gathered.by_host())} host(s) in {report.seconds:.1f} s")
+    warned = f", {counts['warn']} warning(s)" if counts["warn"] else ""
+    if report.is_fit:
+        return f"preflight: fit{warned} ({what})"
+    return f"preflight: unfit: {counts['bad']} thing(s) to mend{warned} ({what})"
+
+
+def write_report(run_dir: RunDir, report: Report) -> None:
+    """Write preflight.json: the verdict, the findings, and the facts, what ranks have in common only once."""
+    gathered = report.gathered
+    common, own = split_common(gathered.facts)
+    write_json(report_path(run_dir), without_secrets({
+        "fit": report.is_fit, "seconds": round(report.seconds, 3), "world_size": gathered.world_size,
+        "findings": [asdict(finding) for finding in report.findings],
+        "unreached": list(gathered.unreached), "common": common, "ranks": own,
+    }, os.environ))
+
+
+def split_common(facts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What most ranks tell alike, and for each rank the members that it tells otherwise (null: not at all)."""
+    common = {}
+    for name in dict.fromkeys(name for one in facts for name in one):
+        values = [one[name] for one in facts if name in one]
+        counts = Counter(repr(value) for value in values)
+        usual, count = counts.most_common(1)[0]
+        if count > len(facts) / 2 and len(facts) > 1:
+            common[name] = next(value for value in values if repr(value) == usual)
+    return common, [{name: one.get(name) for name in dict.fromkeys((*one, *common))
+                     if name not in common or one.get(name) != common[name]} for one in facts]

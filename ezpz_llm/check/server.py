@@ -1,0 +1,226 @@
+"""Rank 0's side: each rank that connects proves that it is of this run, tells its facts and answers what it is
+asked, or is late. A bad peer is lost, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ezpz_llm.base.errors import UserError, cleaned
+from ezpz_llm.base.frames import Frames
+from ezpz_llm.check.protocol import FIRST_WORDS_S, candidate_ports
+from ezpz_llm.launch.addresses import listen, own_end
+from ezpz_llm.launch.ports import holder
+
+CLOCK = "clock"
+"""Stages in which a rank is asked for its time begin with this."""
+
+_READ_BYTES = 1 << 18
+_MOST_UNPROVEN = 1024
+"""Connections that have not yet proven to be of this run; one more ends the oldest of them."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One connected rank. `lost_in` is the stage in which its connection ended."""
+
+    connection: socket.socket
+    frames: Frames
+    prove_by: float
+    unsent: bytes = b""
+    rank: int = -1
+    host: str = ""
+    facts: dict[str, Any] | None = None
+    replies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    lost_in: str | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Has it not yet answered something that it was asked?"""
+        return self.stuck_in is not None
+
+    @property
+    def stuck_in(self) -> str | None:
+        """The first question, other than for its clock, that it has not answered."""
+        open_stages = (stage for stage in self.asked if stage not in self.replies and not stage.startswith(CLOCK))
+        return next(open_stages, None)
+
+
+class Board:
+    """Listens for the ranks. One thread, one connection a rank; nothing here waits longer than it is told to."""
+
+    def __init__(self, address: str, port: int, secret: bytes) -> None:
+        _allow_many_files()
+        self._secret = secret
+        self._selector = selectors.DefaultSelector()
+        self.port_error: str | None = None
+        self._listener = self._listen(address, port)
+        self.address, self.port = own_end(self._listener), self._listener.getsockname()[1]
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._stage = "its first words"
+        self._waiting_for: set[Member] = set()
+        self._unproven: dict[Member, None] = {}
+        self.members: list[Member] = []
+        self.accounted: set[int] = set()
+        """Ranks that have told their facts, or are gone."""
+
+    def _listen(self, address: str, port: int) -> socket.socket:
+        for candidate in candidate_ports(port):
+            try:
+                return listen(address, candidate)
+            except OSError as error:
+                self.port_error = self.port_error or _why(error, candidate)
+        raise UserError(f"none of the ports {port} to {candidate_ports(port)[-1]} can be bound: {self.port_error}",
+                        where=f"MASTER_PORT={port} on {socket.gethostname()}", instead="another MASTER_PORT")
+
+    def wait(self, until: float, done: Callable[[], bool]) -> bool:
+        """Listen until `done()` or the monotonic time `until`; whether it was done."""
+        while not done():
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            for key, events in self._selector.select(min(left, 0.5)):
+                if key.data is None:
+                    self._accept()
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+            self._drop_unproven()
+        return True
+
+    def ask(self, stage: str, questions: Mapping[Member, Mapping[str, Any]], until: float) -> None:
+        """Ask members something and wait for the answers, which are then in `Member.replies[stage]`."""
+        self._stage = stage
+        self._waiting_for = {member for member in questions if member.lost_in is None}
+        for member in tuple(self._waiting_for):
+            member.asked.append(stage)
+            self._send(member, {"ask": stage, **questions[member]})
+        self.wait(until, lambda: not self._waiting_for)
+
+    def clock_of(self, member: Member, until: float) -> tuple[float, float] | None:
+        """The member's clock minus this one in seconds, and how far that may be off (half the fastest round trip);
+        None where it does not answer."""
+        found: tuple[float, float] | None = None
+        for turn in range(3):
+            stage, sent = f"{CLOCK} {turn}", time.time()
+            self.ask(stage, {member: {}}, min(until, time.monotonic() + 1))
+            if (answer := member.replies.get(stage)) is None:
+                return found
+            half = (answer["received"] - sent) / 2
+            if found is None or half < found[1]:
+                found = (answer["time"] - sent - half, half)
+        return found
+
+    def dismiss(self, within_s: float) -> None:
+        """Tell everybody that it is over, and close."""
+        self._stage = "the end"
+        for member in self.members:
+            if member.lost_in is None:
+                self._send(member, {"ask": "end"})
+        self.wait(time.monotonic() + within_s,
+                  lambda: not any(member.unsent and member.lost_in is None for member in self.members))
+        for member in self.members:
+            member.connection.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            member = Member(connection, Frames(self._secret, serves=True), time.monotonic() + FIRST_WORDS_S)
+            self._selector.register(connection, selectors.EVENT_READ, member)
+            self._unproven[member] = None
+            member.unsent = member.frames.opening
+            self._flush(member)
+
+    def _drop_unproven(self) -> None:
+        """Those who are late, or too many: the oldest come first."""
+        now = time.monotonic()
+        for member in list(self._unproven):
+            if member.prove_by > now and len(self._unproven) <= _MOST_UNPROVEN:
+                break
+            self._lose(member)
+
+    def _read(self, member: Member) -> None:
+        try:
+            data = member.connection.recv(_READ_BYTES)
+            for message in member.frames.feed(data):
+                self._take(member, message)
+        except BlockingIOError:
+            return
+        except Exception:  # whatever one of them sends, it costs that one alone
+            self._lose(member)
+            return
+        if not data:
+            self._lose(member)
+
+    def _take(self, member: Member, message: dict[str, Any]) -> None:
+        if member.rank < 0:
+            rank, member.host = int(message["rank"]), cleaned(str(message["host"]))
+            if rank < 0:
+                raise ValueError("not a rank")
+            member.rank = rank
+            del self._unproven[member]
+            self.members.append(member)
+            self._send(member, {"welcome": rank})
+        elif "facts" in message:
+            member.facts = dict(message["facts"])
+            self.accounted.add(member.rank)
+        elif "stage" in message:
+            member.replies[message["stage"]] = {**message["answer"], "received": time.time()}
+            if message["stage"] == self._stage:
+                self._waiting_for.discard(member)
+
+    def _send(self, member: Member, message: Mapping[str, Any]) -> None:
+        member.unsent += member.frames.pack(message)
+        self._flush(member)
+
+    def _flush(self, member: Member) -> None:
+        if member.lost_in is not None:
+            return
+        try:
+            while member.unsent:
+                member.unsent = member.unsent[member.connection.send(member.unsent):]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose(member)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
+        self._selector.modify(member.connection, wanted, member)
+
+    def _lose(self, member: Member) -> None:
+        if member.lost_in is None:
+            member.lost_in = self._stage
+            self._waiting_for.discard(member)
+            self._unproven.pop(member, None)
+            if member.rank >= 0:
+                self.accounted.add(member.rank)
+            self._selector.unregister(member.connection)
+            member.connection.close()
+
+
+def _why(error: OSError, port: int) -> str:
+    # listen() lengthens the message with the address.
+    text = os.strerror(error.errno) if error.errno else str(error)
+    return f"{text}: {holder(port)}" if error.errno == errno.EADDRINUSE else text
+
+
+def _allow_many_files() -> None:
+    # A connection a rank: the usual soft limit of 1024 is for programs that use select().
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,149 @@
+"""Load a training state into an engine of any layout: each rank reads the pieces that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint import writer
+from ezpz_llm.checkpoint.folder import shard_name
+from ezpz_llm.checkpoint.index import KINDS, Index, check_model, common, read_index
+from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, verify
+from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.dist.agree import broadcast, raise_together
+from ezpz_llm.engine.slices import Slice
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.base import Engine
+
+
+Accept = Callable[[Path, dict[str, Any]], None]
+"""Raises a UserError for a checkpoint, and its state, that the run cannot go on from."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that was loaded, its state, and newer ones that were passed over, each with its damage."""
+
+    folder: Path
+    state: dict[str, Any]
+    passed_over: tuple[Damaged, ...]
+
+
+def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -> Loaded:
+    """Load the newest undamaged checkpoint of a run directory, or the one that `where` names. Collective.
+
+    Raises:
+        UserError: there is none, or all are damaged, or `accept` refuses it. The same on every rank.
+    """
+    folders, error = None, None
+    try:
+        folders = candidates(where) if dist.is_main else None
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    passed_over: list[Damaged] = []
+    for folder in broadcast(dist, folders):
+        try:
+            return Loaded(folder, load(folder, engine, dist, accept), tuple(passed_over))
+        except Damaged as damage:
+            passed_over.append(damage)
+    raise none_whole(passed_over)
+
+
+def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None) -> dict[str, Any]:
+    """Put a checkpoint into an engine: weights, moments, optimizer step and loss scale, as saved. Collective.
+
+    Every file's hash is compared with the manifest first, the work shared by the ranks. This rank's random states
+    are restored if the ranks that saved were divided in the same way; the returned member rng_restored says so.
+
+    Args:
+        folder: a complete checkpoint, such as `find` gives.
+
+    Returns:
+        The state that was given to `save`, with the members that it added.
+
+    Raises:
+        UserError: the checkpoint is damaged (Damaged), or of another model, or has no optimizer state, or `accept`
+            refuses it. The same on every rank; the engine is unchanged.
+    """
+    training = engine.training_state()
+    error = None
+    try:
+        _verify_share(folder, dist)
+    except UserError as found:
+        error = found
+    # Settled before anything is read: what other ranks have found damaged says nothing.
+    raise_together(dist, error)
+    try:
+        state, index = read_state(folder), read_index(folder)
+        if accept is not None:
+            accept(folder, state)
+        check_model(index, training.shapes, folder)
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    alike = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
+    with ExitStack() as stack:
+        files = _Files(folder, stack)
+        for part in training.slices():
+            _fill(part, index, files)
+        if alike:
+            writer.restore(_random_states(files.open(shard_name(dist.rank))), engine.device)
+    training.loaded(state["optimizer_step"])
+    if training.scale is not None and state["loss_scale"] is not None:
+        training.scale.load_state_dict(state["loss_scale"])
+    return {**state, "rng_restored": alike}
+
+
+class _Files:
+    """The shards of a checkpoint, each opened (mapped, not read) when it is first needed."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        self.opened: dict[str, Any] = {}
+
+    def open(self, name: str) -> Any:
+        if name not in self.opened:
+            self.opened[name] = self.stack.enter_context(safe_open(self.folder / name, framework="pt"))
+        return self.opened[name]
+
+
+def _fill(part: Slice, index: Index, files: _Files) -> None:
+    """Copy what the pieces of the checkpoint have of `part` into its storage."""
+    for piece in index.parameters[part.name].pieces:
+        pairs = list(common(part.shape, (part.box, part.start, part.stop), (piece.box, piece.start, piece.stop)))
+        if not pairs:
+            continue
+        # One read a piece: runs of rows may be many and short.
+        first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
+        for kind in KINDS:
+            values = files.open(piece.file).get_slice(f"{kind}/{piece.key}")[first:last]
+            for ours, theirs, length in pairs:
+                part.tensors[kind][ours:ours + length].copy_(values[theirs - first:theirs - first + length])
+
+
+def _random_states(shard: Any) -> dict[str, torch.Tensor]:
+    names = [key for key in shard.keys() if key.startswith("rng/")]  # noqa: SIM118 (it has no __contains__)
+    return {name.removeprefix("rng/"): shard.get_tensor(name) for name in names}
+
+
+def _verify_share(folder: Path, dist: Dist) -> None:
+    """Check this rank's share of the files' hashes, and that what should be tensors is."""
+    share = read_manifest(folder)[dist.rank::dist.world_size]
+    verify(folder, share)
+    for record in share:
+        if record.name.endswith(".safetensors"):
+            try:
+                with safe_open(folder / record.name, framework="pt"):
+                    pass
+            except SafetensorError as error:
+                raise damaged(folder, f"{record.name} is not a safetensors file: {error}") from error

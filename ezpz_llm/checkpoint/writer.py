@@ -1,0 +1,173 @@
+"""What goes into a checkpoint's files: a rank's own part, and what rank 0 adds once every rank has written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ezpz_llm import __version__
+from ezpz_llm.checkpoint.folder import INDEX, STATE, publish, shard_name
+from ezpz_llm.checkpoint.index import KINDS, Piece, write_index
+from ezpz_llm.checkpoint.manifest import FileRecord, describe, write_manifest
+from ezpz_llm.engine.slices import EngineState, owned
+from ezpz_llm.rundir import write_json
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.base import Engine
+
+Written = tuple[FileRecord, list[tuple[str, Piece]]]
+"""What a rank wrote: its file, and (parameter name, piece) for what is in it."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a checkpoint, to be written once.
+
+    `outline` has for each name in the file a tensor of the right size and type, `tensors` the values in the same
+    order; a value may be the engine's own storage, there only until the next one is taken.
+    """
+
+    name: str
+    outline: dict[str, torch.Tensor]
+    pieces: list[tuple[str, Piece]]
+    tensors: Iterator[torch.Tensor]
+
+
+def read_shard(training: EngineState, rank: int, device: torch.device) -> Shard:
+    """What `rank` has to write: the tensors that it answers for, and its random states as they are now."""
+    name = shard_name(rank)
+    outline: dict[str, torch.Tensor] = {}
+    pieces = []
+    extents = list(training.extents())
+    for _, part in owned(extents, extents):
+        if part is None:
+            continue
+        # A rank may hold several boxes of one parameter.
+        key = part.name if f"{KINDS[0]}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
+        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in KINDS})
+        pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
+    states = capture(device)
+    outline.update({f"rng/{source}": value for source, value in states.items()})
+    parts = (part for _, part in owned(training.slices(), extents) if part is not None)
+    values = (part.tensors[kind] for part in parts for kind in KINDS)
+    return Shard(name, outline, pieces, chain(values, states.values()))
+
+
+def write_shard(folder: Path, shard: Shard) -> Written:
+    """Write a rank's file.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    return write_tensors(folder / shard.name, shard.outline, shard.tensors), shard.pieces
+
+
+def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
+    """What state.json says besides the caller's own members."""
+    return {
+        "optimizer_step": training.optimizer_step,
+        "loss_scale": None if training.scale is None else training.scale.state_dict(),
+        "world_size": dist.world_size,
+        "layout": engine.layout.name,
+        "degrees": asdict(dist.mesh.degrees),
+        "versions": {"ezpz_llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], written: list[Written],
+                    record: dict[str, Any]) -> Path:
+    """Rank 0's part, once every rank has written its own: index, state, manifest, then the name.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    write_index(partial, shapes, [entry for _, pieces in written for entry in pieces])
+    write_json(partial / STATE, record)
+    records = [file for file, _ in written]
+    write_manifest(partial, record["step"], [*records, describe(partial / INDEX), describe(partial / STATE)])
+    return publish(partial, record["step"])
+
+
+# The random states of this process, as tensors: torch's, the device's, Python's and numpy's.
+def capture(device: torch.device) -> dict[str, torch.Tensor]:
+    """All random states, by name."""
+    version, words, gauss = random.getstate()
+    del version  # 3 in every Python since 3.2
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    del kind  # MT19937: what numpy's global generator is, unless a program replaced it
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.append(keys.astype(np.int64), [position, has_gauss])),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what `capture` gave. A device state of another kind of device (another size) is left out."""
+    torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss,
+                         states["numpy_gauss"].item()))
+    if device.type != "cpu" and "device" in states:
+        module = torch.get_device_module(device)
+        if module.get_rng_state().numel() == states["device"].numel():
+            module.set_rng_state(states["device"])
+
+
+# Write a safetensors file one tensor at a time, hashing it on the way.
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16",
+           torch.int64: "I64", torch.uint8: "U8"}
+
+
+def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor],
+                  metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Write tensors of any device under their names, durably, each when its turn comes.
+
+    Args:
+        outline: by name, tensors of the same sizes and types in the same order; those of the meta device will do.
+        metadata: what the header says of the file.
+
+    Raises:
+        OSError: the disk is full, or the like; the file is then incomplete.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in outline.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for chunk in (len(text).to_bytes(8, "little"), text):
+            file.write(chunk)
+            digest.update(chunk)
+        for _, tensor in zip(outline, tensors, strict=True):
+            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return FileRecord(path.name, size, digest.hexdigest())

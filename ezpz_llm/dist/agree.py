@@ -1,0 +1,40 @@
+"""Ranks settle one outcome: whatever goes wrong on one is the same error on all, and none waits for ever."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as torch_dist
+
+from ezpz_llm.base.errors import UserError
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
+
+def gather(dist: Dist, value: Any) -> list[Any] | None:
+    """Every rank's value, on rank 0; None elsewhere. Collective."""
+    if dist.world_size == 1:
+        return [value]
+    values: list[Any] | None = [None] * dist.world_size if dist.rank == 0 else None
+    torch_dist.gather_object(value, values, dst=0)
+    return values
+
+
+def broadcast(dist: Dist, value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    if dist.world_size == 1:
+        return value
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def raise_together(dist: Dist, error: UserError | None) -> None:
+    """Raise the first rank's error on every rank, as the same kind of error, if any rank has one. Collective."""
+    told = None if error is None else (type(error), error.found, error.where, error.instead, error.exit_code)
+    errors = gather(dist, told)
+    first = broadcast(dist, next((e for e in errors or [] if e is not None), None))
+    if first is not None:
+        kind, found, where, instead, exit_code = first
+        raise kind(found, where=where, instead=instead, exit_code=exit_code)

@@ -1,0 +1,46 @@
+"""Say what this machine offers a run and what to mend, or build DeepSpeed's ops ahead of one.
+
+Exit code 0: nothing is bad. 1: something is, or a build failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.layout.ops import OPS
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="ezpz-llm doctor", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build-ops", nargs="*", metavar="OP",
+                        help=f"compile these ops into the cache (default: all that layouts need: {', '.join(OPS)})")
+    parser.add_argument("--json", action="store_true", help="print the lines as JSON")
+    options = parser.parse_args(argv)
+    if options.build_ops is not None:
+        if options.json:
+            raise UserError("--json prints the machine, not a build", instead="--build-ops or --json")
+        return _build(options.build_ops or list(OPS))
+    from ezpz_llm.check.doctor import as_text, run_checks
+
+    checks = run_checks(os.environ)
+    print(json.dumps([asdict(check) for check in checks], indent=2) if options.json else as_text(checks))
+    return int(any(check.level == "bad" for check in checks))
+
+
+def _build(names: Sequence[str]) -> int:
+    from ezpz_llm.layout.ops import build
+
+    for name in names:
+        build(name)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

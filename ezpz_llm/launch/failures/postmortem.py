@@ -1,0 +1,176 @@
+"""The account of a run's end, from the run directory and what launch saw of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.failures.advice import advice, resume
+from ezpz_llm.launch.failures.facts import Account, Failure, Raised, RunFacts, read_failures
+from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.log_patterns import read_sayings
+from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
+from ezpz_llm.launch.failures.tracebacks import last_exception
+from ezpz_llm.launch.node.builds import locks_of
+from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.record import read_record
+
+_TAIL_BYTES = 1 << 17
+_TAIL_LINES = 20
+_LOGS_READ = 16
+_CLOCK_SLACK_S = 60.0
+"""An older file is of an earlier run in the same directory; clocks of file servers differ a little."""
+_ABORT = re.compile(r".*application called MPI_Abort\([^,]+, \d+\) - process \d+.*")
+
+
+def account(run_dir: RunDir, facts: RunFacts) -> Account:
+    """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only."""
+    launch = _launch_record(run_dir)
+    run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
+    nodes = read_reports(run_dir, run_id)
+    started = launch.get("started", 0.0)
+    since = started - _CLOCK_SLACK_S
+    world = range(facts.world_size)
+    reports = {rank: report for node in nodes for rank, report in node.ranks.items() if rank in world}
+    records = [failure for failure in read_failures(run_dir, run_id) if failure.rank in world]
+    failures = tuple(_as_stopped(failure, facts)
+                     for failure in records or _unrecorded(reports, facts, started, run_id))
+    recorded = {failure.rank for failure in failures}
+    absent = _absent(nodes, facts, recorded)
+    without = [rank for rank in range(facts.world_size)
+               if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
+    ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
+    said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
+    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _raised(ends),
+                        _silent(nodes, facts), _ended_early(reports, facts))
+    verdict = judge(evidence)
+    if verdict is None or _ended_well(facts, reports, failures):
+        return Account(facts, 0, "all ranks ended well")
+    typed = launch.get("typed") or ()
+    findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
+                        advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
+    rest = [f"  {lock}" for lock in locks_of(launch.get("env") or {}) if lock.worker is None]
+    rest += [f"  still running on {node.host}, and not ours to end: processes {', '.join(map(str, node.left))}"
+             for node in nodes if node.left]
+    text, brief = ("\n".join([as_text(findings, with_lines), *rest]) for with_lines in (True, False))
+    return Account(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
+                   as_details(findings), brief, findings.lines_of)
+
+
+def bare_account(run_dir: RunDir, run_id: str, facts: RunFacts) -> Account:
+    """How a run ended whose files make no sense: what launch itself did, else the first code other than 0."""
+    codes: list[int] = []
+    with contextlib.suppress(Exception):
+        codes += [failure.exit_code for failure in read_failures(run_dir, run_id)]
+    with contextlib.suppress(Exception):
+        codes += [one.ended for node in read_reports(run_dir, run_id) for one in node.ranks.values() if one.ended]
+    verdict = judge(Evidence((), (), facts))
+    if verdict is None:
+        return Account(facts, 0, "all ranks ended well")
+    is_launchs_own = facts.stopped is not None and facts.stopped.kind != "rank"
+    code = verdict.code if is_launchs_own else next(iter(codes), verdict.code)
+    cause = facts.stopped.text if facts.stopped is not None else f"a rank failed: exit code {code}"
+    return Account(facts, code, cause, f"launch: {cause}; the logs are in {run_dir.rank_log(0).parent}")
+
+
+def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: float, run_id: str) -> list[Failure]:
+    """Where no rank could leave a record (a damaged errors/, a full disk): what the nodes say of failed ranks."""
+    return sorted((Failure(rank, facts.hosts[rank], one.pid or 0, one.ended, None, started + (one.lived_s or 0.0),
+                           one.lived_s or 0.0, phase=one.phase, step=one.step, launch=run_id)
+                   for rank, one in reports.items() if one.ended
+                   and (facts.failed_before_stop is None or rank in facts.failed_before_stop)),
+                  key=lambda failure: failure.ended)
+
+
+def _launch_record(run_dir: RunDir) -> Mapping[str, Any]:
+    # The program may have written over it: that is no reason to keep silent about the program's own end.
+    with contextlib.suppress(UserError):
+        return read_record(run_dir).get("launch") or {}
+    return {}
+
+
+def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tuple[int, ...]:
+    """Ranks that vanished: no record, no mark of an end. Where launch itself ended the run, those on nodes that
+    cleared up are none: they only resisted."""
+    if not nodes:
+        return ()
+    told: dict[int, RankReport] = {}
+    cleared: set[int] = set()
+    for node in nodes:
+        told.update(node.ranks)
+        if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED):
+            cleared.update(node.ranks)
+    return tuple(rank for rank in range(facts.world_size)
+                 if rank not in recorded and rank not in cleared
+                 and (rank not in told or told[rank].ended is None))
+
+
+def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
+    """The hosts that have not reported the end of their ranks, if others have: launch waits for all of them.
+
+    Slurm may end an agent that has cleared its ranks and waits for the launcher's helpers.
+    """
+    silent = [node for node in nodes if node.state not in (ENDED, RANKS_ENDED)]
+    if len(silent) == len(nodes):
+        return ()
+    return tuple(dict.fromkeys(facts.hosts[rank] for node in silent for rank in node.ranks))
+
+
+def _ended_early(reports: Mapping[int, RankReport], facts: RunFacts) -> dict[int, float]:
+    """How long the ranks had run that ended with 0 and were not told to."""
+    before = facts.ended_before_stop
+    return {rank: one.lived_s for rank, one in reports.items()
+            if one.ended == 0 and one.lived_s is not None and (before is None or rank in before)}
+
+
+def _ended_well(facts: RunFacts, reports: Mapping[int, RankReport], failures: tuple[Failure, ...]) -> bool:
+    """Did all ranks end well in a run whose launch was killed before it could write so?"""
+    return facts.launcher_status is None and not failures and all(
+        rank in reports and reports[rank].ended == 0 for rank in range(facts.world_size))
+
+
+def _as_stopped(failure: Failure, facts: RunFacts) -> Failure:
+    """A rank that was told to end after launch had begun to end the run was told so by launch, by whatever way."""
+    if facts.stopped is None or failure.ended_by is None or failure.rank in (facts.failed_before_stop or ()):
+        return failure
+    return replace(failure, ended_by="launch")
+
+
+def _raised(ends: Mapping[int, str]) -> dict[int, Raised]:
+    """The exceptions that logs end with, of ranks whose shims ended with them."""
+    found = {rank: last_exception(end) for rank, end in ends.items()}
+    return {rank: raised for rank, raised in found.items() if raised is not None}
+
+
+def _aborts(ends: Iterable[str]) -> str:
+    """MPI_Abort speaks in the log of the rank that calls it."""
+    return "".join(f"\n{line}" for end in ends for line in _ABORT.findall(end))
+
+
+def tail_text(path: Path, since: float = 0.0) -> str:
+    """The end of a file that may hold anything; empty where there is none that was written since `since`."""
+    try:
+        if path.stat().st_mtime < since:
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:
+    """The rank that is the cause, or else the one whose log was written last, and the end of its log."""
+    rank = verdict.rank
+    if rank is None:
+        logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.stat().st_size]
+        last = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+        rank = int(last.stem[4:]) if last is not None else None
+    return rank, tail_text(run_dir.rank_log(rank)).splitlines()[-_TAIL_LINES:] if rank is not None else []

@@ -1,0 +1,236 @@
+"""What the user typed: launch's own options, up to the first word that is none, and then the command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base.errors import UserError, nearest
+from ezpz_llm.base.schema import MOST_HOSTS, MOST_RANKS, MOST_RANKS_ON_A_HOST, MOST_SECONDS, whole_number
+
+
+# Reading options off the front of a command line whose rest belongs to another command.
+@dataclass(frozen=True)
+class Option:
+    """One option: `words` spell it, `field` names its value, `value` is how the help calls that (None: it takes
+    none). `convert` raises ValueError with what is accepted."""
+
+    words: tuple[str, ...]
+    field: str
+    help: str
+    value: str | None = None
+    convert: Callable[[str], Any] = str
+
+
+def split_options(words: Sequence[str], options: Sequence[Option],
+                  example: str) -> tuple[dict[str, Any], list[str]]:
+    """The values of the options that `words` begin with, by field, and the words after them.
+
+    Options end at the first word that does not begin with a dash, or after `--`. `--option=value` is read as
+    `--option value`; nothing can be abbreviated. `example` shows, after an unknown `{option}`, where it belongs.
+
+    Raises:
+        UserError: an unknown option (the nearest is offered), a missing or unusable value.
+    """
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        option = _find(name, options, example)
+        if option.value is None:
+            if equals:
+                raise UserError(f"{name} takes no value, but was given {value!r}", instead=name)
+            found[option.field] = True
+            continue
+        if not equals:
+            if not rest:
+                raise UserError(f"{name} needs a value", instead=f"{name} {option.value}")
+            value = rest.pop(0)
+        try:
+            found[option.field] = option.convert(value)
+        except ValueError as error:
+            raise UserError(f"{name} {value!r} is not {error}", instead=f"{name} {option.value}") from error
+        if not value:
+            # Mostly a shell's variable that is not set.
+            raise UserError(f"the value of {name} is empty", instead=f"{name} {option.value}")
+    return found, rest
+
+
+def _find(name: str, options: Sequence[Option], example: str) -> Option:
+    for option in options:
+        if name in option.words:
+            return option
+    near = nearest(name, [word for option in options for word in option.words])
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UserError(f"unknown option {name}",
+                    instead=f"{hint}(options of the command come after it: {example.format(option=name)})")
+
+
+def option_lines(options: Sequence[Option]) -> list[str]:
+    """The options as a help page lists them."""
+    spelled = [(", ".join(option.words) + (f" {option.value}" if option.value else ""), option.help)
+               for option in options]
+    return [f"  {words:<20}  {text}" for words, text in spelled]
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+    def convert(text: str) -> int:
+        value = whole_number(text)
+        if value is None or value < least:
+            raise ValueError(f"a whole number, {least} or more")
+        if value > most:
+            raise ValueError(f"a whole number, {most:,} at most")
+        return value
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """A number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST_SECONDS:
+        raise ValueError("a number of seconds above 0, and less than ten years")
+    return value
+
+
+def seconds_or_never(text: str) -> float:
+    """A number of seconds, 0 for no limit."""
+    try:
+        return 0.0 if float(text) == 0 else seconds(text)
+    except ValueError:
+        raise ValueError("a number of seconds, or 0 for no limit") from None
+
+
+def one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    """One of the names."""
+    def convert(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"one of {', '.join(names)}")
+        return text
+
+    return convert
+
+
+def command_line(text: str) -> tuple[str, ...]:
+    """Words as a shell would split them."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"a command line ({error})") from error
+    if not words:
+        raise ValueError("a command line")
+    return words
+
+
+LAUNCHERS = ("auto", "mpiexec", "srun", "torchrun")
+SCHEDULERS = ("auto", "slurm", "pbs", "none")
+BINDINGS = ("auto", "none")
+TEES = ("0", "all", "none")
+
+
+@dataclass(frozen=True)
+class Options:
+    """One call of launch. `command` holds the user's words unchanged."""
+
+    command: tuple[str, ...] = ()
+    ranks: int | None = None
+    per_host: int | None = None
+    nodes: int | None = None
+    hosts: str | None = None
+    hostfile: Path | None = None
+    scheduler: str = "auto"
+    launcher: str = "auto"
+    site: str | None = None
+    interface: str | None = None
+    binding: str = "auto"
+    tee: str = "0"
+    idle_limit_s: float | None = None
+    start_limit_s: float = 600.0
+    preflight: bool = False
+    stage_env: bool = False
+    wrap: tuple[str, ...] = ()
+    run_dir: Path | None = None
+    dry_run: bool = False
+    no_check: bool = False
+    as_json: bool = False
+    explain: bool = False
+    version: bool = False
+    help: bool = False
+
+
+_OPTIONS = (
+    Option(("-n",), "ranks", "ranks in all", "N", whole(1, MOST_RANKS)),
+    Option(("--ppn",), "per_host", "ranks a host", "P", whole(1, MOST_RANKS_ON_A_HOST)),
+    Option(("--nodes",), "nodes", "use the first K hosts only", "K", whole(1, MOST_HOSTS)),
+    Option(("--hosts",), "hosts", "use these hosts of the reservation only: n1,n3 or n[1-4]", "LIST"),
+    Option(("--hostfile",), "hostfile", "hosts to use, one a line: host, host slots=N or host:N", "F", Path),
+    Option(("--scheduler",), "scheduler", f"whose reservation this is: {', '.join(SCHEDULERS)}", "NAME",
+            one_of(SCHEDULERS)),
+    Option(("--launcher",), "launcher", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
+            one_of(LAUNCHERS)),
+    Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "NAME"),
+    Option(("--interface",), "interface", "the network interface that ranks meet and talk on, e.g. hsn0", "NAME"),
+    Option(("--bind",), "binding", "ranks to cores: auto (from the topology) or none", "HOW", one_of(BINDINGS)),
+    Option(("--tee",), "tee", "whose output the console shows: 0, all, none (files have all of it)", "WHO",
+            one_of(TEES)),
+    Option(("--timeout-idle",), "idle_limit_s",
+            "end the run, with code 124, after S seconds without a sign of life", "S", seconds),
+    Option(("--timeout-start",), "start_limit_s",
+            "end the run, with code 124, if a rank has not started after S seconds (default: 600; 0: never)", "S",
+            seconds_or_never),
+    Option(("--preflight",), "preflight", "first check every host, device and link; code 3 if one is unfit"),
+    Option(("--stage-env",), "stage_env", "first copy the environment to each host's own disk, and run from there"),
+    Option(("--wrap",), "wrap", 'put these words before the command on each rank: "apptainer exec x.sif"',
+            "WORDS", command_line),
+    Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
+    Option(("--dry-run",), "dry_run", "print what would run, and check the command; start nothing, write nothing"),
+    Option(("--no-check",), "no_check", "with --dry-run: leave out the command's own check"),
+    Option(("--json",), "as_json", "with --dry-run: print it as JSON"),
+    Option(("--explain",), "explain", "print what --dry-run prints and what the command's check says, then run"),
+    Option(("--version",), "version", "print the version and end"),
+    Option(("-h", "--help"), "help", "print this and end"),
+)
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Split `words` into launch's options and the command (see words.split_options); all that follows the options
+    belongs to the command.
+
+    Raises:
+        UserError: an unknown option (the nearest is offered), a missing or unusable value, no command.
+    """
+    found, rest = split_options(words, _OPTIONS, "launch -n 2 python3 x.py {option}")
+    options = Options(command=tuple(rest), **found)
+    if not options.command and not options.help and not options.version:
+        raise UserError("no command to launch", instead="launch [options] python3 train.py … (see launch --help)")
+    if options.command and not options.command[0]:
+        raise UserError("the command to launch is an empty word", where="a shell variable that is not set?",
+                        instead="launch [options] python3 train.py …")
+    if options.as_json and not options.dry_run:
+        raise UserError("--json says how --dry-run prints", instead="launch --dry-run --json …")
+    if options.no_check and not options.dry_run:
+        raise UserError("--no-check belongs to --dry-run: a start is always checked",
+                        instead="launch --dry-run --no-check …")
+    return options
+
+
+def help_text() -> str:
+    """The page that `launch --help` prints."""
+    return "\n".join([
+        "usage: launch [options] [--] COMMAND ARGUMENTS…", "",
+        "Start COMMAND on every rank of the reservation that this shell stands in: Slurm, PBS, a hostfile,",
+        "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's.", "",
+        *option_lines(_OPTIONS), "",
+        "Exit code: the first failing rank's; 128 + the signal's number where a signal ended it; 124",
+        "after a timeout; 3 where a rank cannot be started; 2 for a usage error.",
+    ])

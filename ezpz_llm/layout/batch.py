@@ -1,0 +1,98 @@
+"""Batch arithmetic, in sequences: global batch = micro batch x accumulation x data-parallel size (no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ezpz_llm.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step takes.
+
+    `global_batch` sequences over all ranks, of which each of `dp_size` ranks takes `accumulation` micro batches of
+    `micro_batch` sequences.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    dp_size: int
+
+
+def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation: int | None, dp_size: int, *,
+                default_micro_batch: int = 4, where: str | None = None) -> Batch:
+    """Fill in what is not given: any two of the three numbers give the third.
+
+    With fewer than two, a rank takes `default_micro_batch` sequences in one micro-step; a global batch alone is cut
+    into the largest micro batches up to that size that divide it.
+
+    Raises:
+        UserError: a number below 1, numbers that contradict each other or do not divide (the nearest valid ones are
+            named), more ranks than the batch can feed.
+    """
+    for name, value in (("global batch", global_batch), ("micro batch", micro_batch),
+                        ("accumulation", accumulation)):
+        if value is not None and value < 1:
+            raise UserError(f"a {name} of {value} sequences" if name != "accumulation" else f"{value} micro-steps",
+                            where=where, instead="1 or more")
+    if global_batch is None:
+        micro_batch = micro_batch or default_micro_batch
+        accumulation = accumulation or 1
+        return Batch(micro_batch * accumulation * dp_size, micro_batch, accumulation, dp_size)
+    if micro_batch is not None and accumulation is not None:
+        return _checked(global_batch, micro_batch, accumulation, dp_size, where)
+    _check_feeds(global_batch, dp_size, where)
+    if micro_batch is not None:
+        _check_divides(global_batch, micro_batch, dp_size, "micro batch", where)
+        accumulation = global_batch // (micro_batch * dp_size)
+    elif accumulation is not None:
+        _check_divides(global_batch, accumulation, dp_size, "accumulation", where)
+        micro_batch = global_batch // (accumulation * dp_size)
+    else:
+        _check_divides(global_batch, 1, dp_size, None, where)
+        share = global_batch // dp_size
+        micro_batch = max(size for size in range(1, min(share, default_micro_batch) + 1) if share % size == 0)
+        accumulation = share // micro_batch
+    return Batch(global_batch, micro_batch, accumulation, dp_size)
+
+
+def _checked(global_batch: int, micro_batch: int, accumulation: int, dp_size: int, where: str | None) -> Batch:
+    product = micro_batch * accumulation * dp_size
+    if product == global_batch:
+        return Batch(global_batch, micro_batch, accumulation, dp_size)
+    found = (f"a global batch of {global_batch} is not micro batch {micro_batch} x accumulation {accumulation} x "
+             f"{dp_size} data-parallel ranks = {product}")
+    ranks, rest = divmod(global_batch, micro_batch * accumulation)
+    if rest == 0 and dp_size == 1:
+        # A world of one under numbers meant for many is nearly always a program started without its launcher.
+        raise UserError(found, where=where, instead=f"start {ranks} ranks (launch -n {ranks} …), or give only two "
+                                                    "of the three numbers")
+    raise UserError(found, where=where,
+                    instead=f"a global batch of {product}, or give only two of the three numbers")
+
+
+def _check_feeds(global_batch: int, dp_size: int, where: str | None) -> None:
+    if global_batch < dp_size:
+        raise UserError(f"a global batch of {global_batch} sequences cannot feed {dp_size} data-parallel ranks",
+                        where=where, instead=f"at least {dp_size} sequences, or at most {global_batch} ranks")
+
+
+def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | None, where: str | None) -> None:
+    unit = factor * dp_size
+    if global_batch % unit == 0:
+        return
+    below = global_batch - global_batch % unit
+    near = " or ".join(str(value) for value in (below, below + unit) if value)
+    ranks = f"{dp_size} data-parallel ranks"
+    product = f"{name} {factor} x {ranks} = {unit}" if name else ranks
+    instead = f"a global batch of {near}"
+    if name and global_batch % dp_size == 0:
+        share = global_batch // dp_size
+        fitting = [size for size in range(1, share + 1) if share % size == 0]
+        smaller, larger = ([size for size in fitting if size < factor][-1:],
+                           [size for size in fitting if size > factor][:1])
+        instead += f", or {name} {' or '.join(map(str, smaller + larger))}"
+    raise UserError(f"a global batch of {global_batch} sequences is not a multiple of {product}", where=where,
+                    instead=instead)

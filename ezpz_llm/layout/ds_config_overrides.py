@@ -1,0 +1,211 @@
+"""What a user's own ds_config says about the run: taken over, or refused with the reason (imports no torch).
+
+A ds_config of ours is a layout and says nothing of the run. One written for another trainer also holds batch
+numbers, clipping, precision, an optimizer and a scheduler, often as "auto". No key is dropped: each one is used,
+translated with a note, left to DeepSpeed, or refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout.ds_config import DsConfig, number
+from ezpz_llm.layout.ds_config_blocks import Given, Precision, read_optimizer, read_precision, read_scheduler
+
+BATCH_KEYS = {"global_batch": "train_batch_size", "micro_batch": "train_micro_batch_size_per_gpu",
+              "accumulation": "gradient_accumulation_steps"}
+_DEGREES = {"tp": ("tensor_parallel.autotp_size", "our own tensor-parallel layers and not AutoTP's"),
+            "pp": ("pipeline.stages", "stages of our own blocks"),
+            "sp": ("sequence_parallel_size", "sequence parallel over the mesh and not by DeepSpeed's own groups")}
+"""DeepSpeed's names of our degrees, and what a run does in place of what DeepSpeed would."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A key that changes what the run computes: only `allowed` values pass."""
+
+    key: str
+    allowed: tuple[Any, ...]
+    why: str
+
+
+_OFF = (False, None)
+_RULES = (
+    _Rule("managed_gradient_accumulation", (True,), "the training loop says which micro-step is the last"),
+    _Rule("gradient_allreduce_op", ("mean",), "gradients are averaged over ranks"),
+    _Rule("communication_data_type", ("fp32", None), "gradients are reduced in fp32 in every precision"),
+    _Rule("data_types.grad_accum_dtype", ("fp32", None), "gradients are fp32 in every precision"),
+    _Rule("data_types.param_dtype", ("fp32", None), "parameters are fp32 in every precision"),
+    _Rule("bf16.bf16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
+    _Rule("fp16.fp16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
+    _Rule("bf16.bf16_optimizer_states", _OFF, "moments are fp32 in every precision"),
+    _Rule("zero_optimization.compute_grad_norm", (True,), "the gradient norm of each step is logged"),
+    _Rule("zero_optimization.zero_quantized_weights", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zero_quantized_nontrainable_weights", _OFF,
+          "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zero_quantized_gradients", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("zero_optimization.zenflow", _OFF, "it does not compute the same steps as the other layouts"),
+    _Rule("zero_optimization.legacy_stage1", _OFF, "DeepSpeed has removed it"),
+    _Rule("zero_optimization.cpu_offload_param", _OFF,
+          "write \"offload_param\": {\"device\": \"cpu\"} in its place"),
+    _Rule("zero_optimization.offload_optimizer.device", ("none", "cpu", "nvme", None),
+          "optimizer state is offloaded to host memory or files"),
+    _Rule("zero_optimization.offload_optimizer.super_offload", _OFF, "optimizer state is offloaded whole"),
+    _Rule("zero_optimization.offload_optimizer.ratio", (1, None), "optimizer state is offloaded whole"),
+    _Rule("zero_optimization.offload_optimizer.fast_init", _OFF, "DeepSpeed's buffers are too small for it"),
+    _Rule("aio.use_gds", _OFF, "it needs an op that is compiled during the run"),
+    _Rule("tensor_parallel.tp", (None,), "the degree is tensor_parallel.autotp_size, or tp in \"ezpz_llm\""),
+    _Rule("data_parallel_size", (None,), "it follows from the number of ranks and the other degrees"),
+    _Rule("pipeline.partition", ("parameters", "uniform", "best", None),
+          "stages are divided evenly by parameters, or by \"partition\": \"time\" in \"ezpz_llm\""),
+    _Rule("pipeline.seed_layers", _OFF, "first values are those of a single process in every layout"),
+    _Rule("pipeline.pipe_partitioned", _OFF, "tensor-parallel ranks hand on whole activations"),
+    _Rule("pipeline.grad_partitioned", _OFF, "tensor-parallel ranks hand on whole gradients"),
+    _Rule("compile.deepcompile", _OFF, "--compile compiles the model's blocks"),
+    _Rule("data_efficiency.enabled", _OFF, "the order of samples is a function of the seed"),
+    _Rule("pipeline.activation_checkpoint_interval", (0, 1, None),
+          "activations are kept or recomputed block by block; --recompute K is for every K-th block"),
+    *(_Rule(f"activation_checkpointing.{key}", _OFF, "recomputed blocks keep their input, whole and on the device")
+      for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                  "synchronize_checkpoint_boundary", "profile")),
+    _Rule("wandb.enabled", _OFF, "--track wandb writes the loss as well, and into the run directory"),
+    _Rule("comet.enabled", _OFF, "--track has tensorboard, wandb and mlflow, in the run directory"),
+    _Rule("hybrid_engine.enabled", _OFF, "it is for generation during training"),
+    _Rule("autotuning.enabled", _OFF, "it starts runs of its own"),
+    _Rule("expert_parallel.enabled", _OFF, "the models have no experts"),
+    _Rule("checkpoint.load_universal", _OFF, "checkpoints have their own, layout-neutral form"),
+)
+
+
+_WITHOUT_EFFECT = {
+    "checkpoint": "checkpoints have their own, layout-neutral form",
+    "datastates_ckpt": "checkpoints have their own, layout-neutral form",
+    "dataloader_drop_last": "a step always takes a whole global batch",
+    "seq_parallel_communication_data_type": "gradients are reduced in fp32 over sequence-parallel ranks too",
+    "weight_quantization": "weights are quantized for inference only",
+    "vocabulary_size": "the vocabulary is the model's",
+}
+"""Keys that change nothing here: they are left out of what DeepSpeed gets, with a note."""
+
+
+@dataclass
+class Wishes:
+    """What the file says of the run; None is nothing. `rest` is what is left for DeepSpeed."""
+
+    rest: dict[str, Any]
+    batch: dict[str, int] = field(default_factory=dict)
+    clip: float | None = None
+    precision: Precision = field(default_factory=Precision)
+    optimizer: Given = field(default_factory=Given)
+    scheduler: Given = field(default_factory=Given)
+    recompute: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_wishes(config: DsConfig) -> Wishes:
+    """Sort a ds_config into what it says of the run and what is DeepSpeed's.
+
+    Raises:
+        UserError: a value of the wrong type, or one that would change what the run computes.
+    """
+    _refuse(config)
+    wishes = Wishes(deepcopy(config.values))
+    autos = _drop_autos(wishes.rest, "")
+    if autos:
+        wishes.notes.append(f"\"auto\" in {config.path.name} is filled by the run or left to DeepSpeed: "
+                            f"{', '.join(autos)}")
+    rest = wishes.rest
+    for name, key in BATCH_KEYS.items():
+        if (value := rest.pop(key, None)) is not None:
+            wishes.batch[name] = number(value, key, config, whole=True)
+    if (clip := rest.pop("gradient_clipping", None)) is not None:
+        wishes.clip = number(clip, "gradient_clipping", config)
+    wishes.precision = read_precision(rest, autos, config)
+    wishes.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
+    wishes.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
+    wishes.notes += [*wishes.precision.notes, *wishes.optimizer.notes, *wishes.scheduler.notes]
+    pipeline = rest.get("pipeline", {})
+    wishes.recompute = pipeline.get("activation_checkpoint_interval")
+    if pipeline.get("partition") == "uniform":
+        wishes.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are divided evenly by "
+                            "parameters, which for equal blocks is the same number of them")
+    wishes.notes += [f"{key} of {config.path.name}: {what}" for key, what in _WITHOUT_EFFECT.items()
+                     if rest.pop(key, None) not in (None, False, {})]
+    for name, key in (("csv_monitor", "output_path"), ("tensorboard", "output_path"),
+                      ("flops_profiler", "output_file")):
+        if rest.get(name, {}).get("enabled") and (path := rest[name].get(key)):
+            wishes.notes.append(f"{name} of {config.path.name} writes to {path}, outside the run directory; "
+                                f"without {key} it would not")
+    for name, value in translated_degrees(config).items():
+        key, what = _DEGREES[name]
+        wishes.notes.append(f"{key} {value} of {config.path.name} is our {name} {value}: {what}")
+    for key in ("activation_checkpointing", "bf16", "bfloat16", "communication_data_type", "data_types", "fp16",
+                "optimizer", "pipeline", "scheduler", "sequence_parallel_size", "tensor_parallel",
+                "torch_autocast"):
+        rest.pop(key, None)  # what passed the rules says what is done anyhow, or is our own layers' to do
+    return wishes
+
+
+def translated_degrees(config: DsConfig) -> dict[str, int]:
+    """Degrees above 1 that a ds_config gives by DeepSpeed's own keys, by our names.
+
+    Raises:
+        UserError: a value that is none, or another one than the block "ezpz_llm" gives.
+    """
+    degrees = {}
+    for name, (key, _) in _DEGREES.items():
+        value = _look_up(config.values, key)
+        if value in (_ABSENT, None, "auto") or (value == 0 and name == "tp"):
+            continue
+        value = number(value, key, config, whole=True)
+        ours = config.ours.get(name, value)
+        if value < 1 or ours != value:
+            other = "" if ours == value else f', and {name} in "ezpz_llm" is {ours}'
+            raise UserError(f"{key} is {value}{other}", where=str(config.path),
+                            instead=f'"{name}": N in "ezpz_llm", and not {key}')
+        if value > 1 and name not in config.ours:
+            degrees[name] = value
+    return degrees
+
+
+def _refuse(config: DsConfig) -> None:
+    for rule in _RULES:
+        value = _look_up(config.values, rule.key)
+        if value is _ABSENT or value == "auto" or any(_same(value, allowed) for allowed in rule.allowed):
+            continue
+        allowed = " or ".join(json.dumps(choice) for choice in rule.allowed if choice is not None)
+        raise UserError(f"{rule.key} is {json.dumps(value)}; supported here: {allowed}", where=str(config.path),
+                        instead=f"delete the key ({rule.why})")
+
+
+_ABSENT = object()
+
+
+def _look_up(values: Mapping[str, Any], dotted: str) -> Any:
+    found: Any = values
+    for key in dotted.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return _ABSENT
+        found = found[key]
+    return found
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    # True is 1 to Python, and not to a reader of JSON.
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _drop_autos(values: dict[str, Any], prefix: str) -> list[str]:
+    found = []
+    for key, value in list(values.items()):
+        if value == "auto":
+            del values[key]
+            found.append(prefix + key)
+        elif isinstance(value, dict):
+            found += _drop_autos(value, f"{prefix}{key}.")
+    return found

@@ -1,0 +1,186 @@
+"""What is legal, as values (imports no torch)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.dist.degrees import Degrees
+from ezpz_llm.layout import ds_config
+from ezpz_llm.layout.constraints import Case, examine
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.memory import Part, cast_per_rank, memory_per_rank, total
+from ezpz_llm.layout.suggest import choices, is_legal, selection, shipped_layouts, words
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.observe.tables import table
+
+STAGES = (0, 1, 2, 3)
+_PURPOSE = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A shipped layout on so many ranks: its memory a rank, or why it is not legal and what to type instead."""
+
+    name: str
+    degrees: Degrees | None = None
+    memory: tuple[Part, ...] = ()
+    reason: str | None = None
+    instead: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Legal degrees: what each of the ZeRO stages that are legal with them takes on a rank, and what to type."""
+
+    degrees: Degrees
+    memory: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    words: dict[int, str] = field(default_factory=dict)
+
+
+def purposes() -> dict[str, str]:
+    """A line on each shipped layout, from the page beside the files."""
+    text = (data_dir("ds_configs") / "README.md").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    for name, purpose in _PURPOSE.findall(text):
+        if name in ds_config.names():
+            found.setdefault(name, purpose)  # a second table is of keys, one of which is called as a layout is
+    return found
+
+
+def named_layouts(model: ModelConfig, world_size: int) -> list[Named]:
+    """Every shipped layout as it is."""
+    return [_named(layout, model, world_size) for layout in shipped_layouts()]
+
+
+def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
+    case = Case(layout, world_size, model)
+    used, _, problem = examine(case)
+    if problem is not None:
+        instead = tuple(words(case, choice) for choice in choices(case, problem))
+        return Named(layout.name, reason=problem.found, instead=instead)
+    return Named(layout.name, _degrees(used, world_size), _memory(used, model, world_size))
+
+
+def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
+    """In bf16 or fp16, which is what devices train in unless told otherwise."""
+    return (*memory_per_rank(layout, model, world_size), cast_per_rank(layout, model))
+
+
+def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
+    """All degrees that divide the ranks and the model, with the ZeRO stages that go with them."""
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    found = []
+    for pp, tp, sp in product(sizes, repeat=3):
+        if world_size % (pp * tp * sp):
+            continue
+        layouts = {stage: Layout(f"zero{stage}", "deepspeed", stage, tp, pp, sp) for stage in STAGES}
+        legal = {stage: layout for stage, layout in layouts.items() if is_legal(Case(layout, world_size, model))}
+        if legal:
+            memory = {stage: _memory(layout, model, world_size) for stage, layout in legal.items()}
+            found.append(Grid(Degrees.of_world(world_size, tp, pp, sp), memory,
+                              {stage: selection(layout) or "" for stage, layout in legal.items()}))
+    return found
+
+
+def crosses(degrees: Degrees, ranks_per_node: int) -> bool:
+    """Whether tensor-parallel groups have ranks on more than one node."""
+    return degrees.tp > 1 and ranks_per_node % degrees.tp != 0
+
+
+def check_world(world_size: int | None, ranks_per_node: int | None) -> None:
+    """Refuse numbers of ranks that are none.
+
+    Raises:
+        UserError: names the option.
+    """
+    for option, value in (("--world", world_size), ("--ranks-per-node", ranks_per_node)):
+        if value is not None and value < 1:
+            raise UserError(f"{value} ranks", where=option, instead="1 or more")
+    if ranks_per_node is not None and world_size is None:
+        raise UserError("--ranks-per-node without --world", instead="both")
+
+
+def _degrees(layout: Layout, world_size: int) -> Degrees:
+    return Degrees.of_world(world_size, layout.tp, layout.pp, layout.sp)
+
+
+# What is legal, as text and as JSON.
+_FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
+4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of the blocks' matrices that
+autocast keeps from forward to backward pass in bf16 and fp16. Activations, buckets and gathered layers come on top.
+A named layout takes other degrees by --tp, --pp and --sp."""
+
+
+def purposes_text(purposes: dict[str, str]) -> str:
+    """A line a layout."""
+    width = max(map(len, purposes))
+    return "\n".join(f"{name:<{width}}  {purpose.replace('`', '')}" for name, purpose in purposes.items())
+
+
+def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid], ranks_per_node: int | None, *,
+               rich: bool) -> str:
+    """The named layouts, why some are not legal, and all legal degrees."""
+    rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory)]
+            for entry in named if entry.degrees is not None]
+    parts = [table(f"Named layouts for {model} on {world_size} ranks, GB a rank",
+                   ("name", *_DEGREES, "parameters", "gradients", "optimizer", "cast", "device", "host", "files"),
+                   rows, rich=rich)]
+    refused = [entry for entry in named if entry.reason is not None]
+    if refused:
+        parts.append("Not legal:\n" + "".join(
+            f"  {entry.name}: {entry.reason}; instead: {' or '.join(entry.instead) or '-'}\n" for entry in refused))
+    across = ranks_per_node is not None
+    columns = ("select with", *_DEGREES, *(f"zero{stage}" for stage in STAGES), *(("TP group",) if across else ()))
+    rows = [[grid.words[min(grid.words, key=lambda stage: abs(stage - 1))], *_degree_cells(grid.degrees),
+             *_stage_cells(grid),
+             *((("crosses nodes" if crosses(grid.degrees, ranks_per_node) else "in a node"),) if across else ())]
+            for grid in grids]
+    parts.append(table("Legal degrees, GB a rank and ZeRO stage (--ds-config zero0 to zero3)", columns, rows,
+                       rich=rich))
+    return "\n".join([*parts, _FOOT])
+
+
+def as_json(model: str, world_size: int, named: list[Named], grids: list[Grid],
+            ranks_per_node: int | None) -> dict[str, Any]:
+    """The same as JSON values, in bytes."""
+    return {
+        "model": model,
+        "world_size": world_size,
+        "named": [{**asdict(entry), "memory": _memory_json(entry.memory)} for entry in named],
+        "degrees": [{
+            **asdict(grid.degrees),
+            "stages": {str(stage): {"memory": _memory_json(parts), "words": grid.words[stage]}
+                       for stage, parts in grid.memory.items()},
+            **({} if ranks_per_node is None else {"crosses_nodes": crosses(grid.degrees, ranks_per_node)}),
+        } for grid in grids],
+    }
+
+
+_DEGREES = ("dp", "tp", "pp", "sp")
+
+
+def _degree_cells(degrees: Degrees | None) -> list[str]:
+    return [str(getattr(degrees, name)) for name in _DEGREES]
+
+
+def _memory_cells(parts: tuple[Part, ...]) -> list[str]:
+    kinds = (("parameters",), ("gradients",), ("optimizer", "copy"), ("cast",))
+    return [*(_gigabytes(sum(part.bytes for part in parts if part.kind in kind)) for kind in kinds),
+            *(_gigabytes(total(parts, where)) for where in ("device", "host", "files"))]
+
+
+def _stage_cells(grid: Grid) -> list[str]:
+    return [_gigabytes(total(grid.memory[stage], "device")) if stage in grid.memory else "-" for stage in STAGES]
+
+
+def _memory_json(parts: tuple[Part, ...]) -> list[dict[str, Any]]:
+    return [asdict(part) for part in parts]
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g}" if count else "-"

@@ -1,0 +1,225 @@
+"""What parameters, gradients and optimizer take on a rank, by arithmetic (imports no torch).
+
+In fp32, as every precision keeps them: 4 bytes a parameter, 4 its gradient, 8 Adam's two moments. Under autocast
+the blocks' matrices have a copy in 2 bytes from forward to backward pass. Activations, buckets, gathered layers and
+what libraries keep for themselves come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ezpz_llm.engine.eight_bit import Optimizer
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.partition import stage_bounds
+
+Kind = Literal["parameters", "gradients", "optimizer", "copy", "cast"]
+Where = Literal["device", "host", "files"]
+
+_DEEPSPEEDS_BUCKET = 500_000_000
+"""Elements, where the ds_config says nothing."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """`bytes` of one kind on the rank that has most. "copy" is DeepSpeed's own of the parameters that it steps,
+    "cast" autocast's of matrices."""
+
+    kind: Kind
+    where: Where
+    bytes: int
+
+
+def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
+                    optimizer: Optimizer = "adamw") -> tuple[Part, ...]:
+    """What the rank with most parameters holds under a legal layout.
+
+    Sequence-parallel ranks hold the same parameters, so that ZeRO divides over them as well. Moments in 8 bits are
+    counted as if all had them; biases and norms, which keep theirs in fp32, are less than a thousandth.
+    """
+    held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+    peers = layout.dp_size(world_size) * layout.sp
+
+    def share(divided_from: int) -> int:
+        return -(-held // peers) if stage >= divided_from else held
+
+    offload = {None: "device", "cpu": "host", "nvme": "files"}
+    moments: Where = offload[layout.offload_optimizer]
+    # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state lies in files.
+    gradients: Where = "device" if layout.offload_optimizer is None else "host"
+    offloaded_share = -(-held // peers) if layout.offload_optimizer else share(2)
+    parts = [Part("parameters", offload[layout.offload_param], 4 * share(3)),
+             Part("gradients", gradients, 4 * offloaded_share),
+             Part("optimizer", moments, (2 if optimizer == "adamw_8bit" else 8) * share(1))]
+    # Every stage that divides the optimizer steps a flat copy of the rank's share, stage 3 too, beside the share.
+    if layout.engine == "deepspeed" and stage:
+        parts.append(Part("copy", moments, 4 * share(1)))
+    return tuple(parts)
+
+
+def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
+    """Autocast's copies of the matrices on the rank that has most of them, where no block is recomputed.
+
+    A pipeline's stage has as many micro batches on their way as stages are left, and copies for each.
+    """
+    bounds = stage_bounds(model, layout.pp, layout.partition)
+    most = max((bounds[stage + 1] - bounds[stage]) * (layout.pp - stage) for stage in range(layout.pp))
+    return Part("cast", "device", cast_bytes(layout, model, most))
+
+
+def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
+    """Autocast's copies of so many blocks' matrices, which autograd keeps from forward to backward pass.
+
+    fully_shard frees the gathered fp32 weights, not these. Under stage 3 there are none: DeepSpeed's linear layer
+    keeps the weight itself, and casts it again.
+    """
+    return 0 if layout.zero_stage == 3 else 2 * blocks * matrix_elements(model) // layout.tp
+
+
+def matrix_elements(model: ModelConfig) -> int:
+    """Elements of a block's weight matrices."""
+    width = model.n_embd
+    ways = 3 if model.mlp == "swiglu" else 2
+    return width * (2 * width + 2 * model.kv_width) + ways * width * model.intermediate_size
+
+
+def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], device: str) -> int:
+    """What DeepSpeed takes to collect gradients in until it reduces them, on the rank that takes most.
+
+    It allocates the whole of it whatever the model's size: once more where it collects on while one is being
+    reduced, and once more in a pipeline, for nothing. On a CPU memory is not taken before it is written to. Without
+    contiguous gradients stage 3 puts as many together when it reduces them, and no more than there are.
+
+    Args:
+        zero: "zero_optimization" of what DeepSpeed is given.
+        device: its kind, "cpu" or another.
+    """
+    allocates = zero.get("contiguous_gradients", True)
+    if not zero.get("stage") or (not allocates and zero["stage"] < 3):
+        return 0
+    table = model.padded_vocab_size * model.n_embd // layout.tp
+    most = 0
+    for stage in range(layout.pp):
+        elements = int(zero.get("reduce_bucket_size", _DEEPSPEEDS_BUCKET))
+        if layout.pp > 1 and model.tied and stage in (0, layout.pp - 1):
+            elements = table  # see pipeline_engine.py
+        if device == "cpu" or not allocates:
+            elements = min(elements, held_parameters(layout, model, stage))
+        elif zero["stage"] < 3:
+            elements *= 1 + bool(zero.get("overlap_comm")) + (layout.pp > 1)
+        most = max(most, 4 * elements)
+    return most
+
+
+def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:
+    """Bytes in one place, of these kinds or of all."""
+    return sum(part.bytes for part in parts if part.where == where and (not kinds or part.kind in kinds))
+
+
+def held_parameters(layout: Layout, model: ModelConfig, stage: int) -> int:
+    """Parameters of one tensor-parallel rank in a pipeline stage, before ZeRO divides them."""
+    bounds = stage_bounds(model, layout.pp, layout.partition)
+    count = (bounds[stage + 1] - bounds[stage]) * _block(model, layout.tp)
+    table = model.padded_vocab_size * model.n_embd // layout.tp
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    if is_first:
+        count += table + (model.block_size * model.n_embd if model.position == "learned" else 0)
+    if is_last:
+        count += _norm(model)
+        # The last of several stages has its own copy of a tied table.
+        count += table if not model.tied or not is_first else 0
+    return count
+
+
+def _block(model: ModelConfig, tp: int) -> int:
+    """Column-parallel layers divide weight and bias, row-parallel ones the weight alone; norms stay whole."""
+    width, hidden = model.n_embd, model.intermediate_size
+    rows = width + 2 * model.kv_width + hidden * (2 if model.mlp == "swiglu" else 1)
+    divided = rows * (width + model.bias) + width * width + hidden * width
+    return divided // tp + (2 * width if model.bias else 0) + 2 * _norm(model)
+
+
+def _norm(model: ModelConfig) -> int:
+    return model.n_embd * (2 if model.norm == "layernorm" and model.bias else 1)
+
+
+# What a rank keeps of a forward pass for its backward pass, by arithmetic (imports no torch).
+@dataclass(frozen=True)
+class Pass:
+    """One rank's forward pass.
+
+    `recompute` is as in the trainer, `score_bytes` what attention keeps of a layer's scores (model/attention.py),
+    `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the device is one, `by_rows` whether
+    attention is ours for hosts (model/attention.py).
+    """
+
+    micro_batch: int
+    accumulation: int
+    precision: str
+    recompute: int = 0
+    score_bytes: int = 0
+    chunk: int = 0
+    cpu: bool = False
+    by_rows: bool = False
+
+
+def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
+    """On the rank that keeps most. A pipeline's stage keeps the micro batches that are on their way after it."""
+    bounds = stage_bounds(model, layout.pp, layout.partition)
+    return max(_stage(layout, model, work, range(bounds[stage], bounds[stage + 1]), stage)
+               for stage in range(layout.pp))
+
+
+def _stage(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage: int) -> int:
+    tokens = work.micro_batch * model.block_size // layout.sp
+    whole = tokens * block_bytes(model, layout.tp, work) + work.score_bytes // layout.tp
+    again = sum(work.recompute > 0 and (number + 1) % work.recompute == 0 for number in blocks)
+    kept = (len(blocks) - again) * whole + again * 4 * model.n_embd * tokens
+    if work.precision in ("bf16", "fp16"):
+        kept += cast_bytes(layout, model, len(blocks) - again)
+    kept *= min(layout.pp - stage, work.accumulation)
+    if again:
+        kept += whole  # the block that is being computed again
+    return kept + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
+
+
+def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
+    """What one block keeps of one token."""
+    width, kv, inside, e = model.n_embd, model.kv_width, model.intermediate_size, _itemsize(work.precision)
+    norms = 2 * _norm_bytes(model, work)
+    attention = e * width + (e * (width + 2 * kv) + e * width) / tp
+    if not work.by_rows:  # which keeps queries, keys and values as it takes them, and nothing else
+        attention += 4 * model.n_head / tp
+        if work.cpu and model.n_kv_head != model.n_head:
+            attention += e * width / tp  # its kernel's output lies in another order than the next layer wants
+        if model.position == "rope":
+            attention += e * (width + kv) / tp  # turned queries and keys, beside the product they came from
+    if model.mlp == "swiglu":
+        # Autocast casts the input for each of the two layers that take it.
+        mlp = e * width * (1 if e == 4 else 2) + 4 * e * inside / tp
+    else:
+        mlp = e * width + 2 * e * inside / tp
+    return norms + attention + mlp + (2 * width if model.dropout else 0)
+
+
+def head_bytes(model: ModelConfig, tp: int, work: Pass, tokens: int) -> int:
+    """The last norm, the head and the loss, with what they need at the turn from forward to backward."""
+    width, columns, e = model.n_embd, model.padded_vocab_size // tp, _itemsize(work.precision)
+    norm = tokens * _norm_bytes(model, work)
+    if work.chunk:
+        # The gradients of the hidden states and of the weight, and one chunk's logits twice.
+        return norm + tokens * 4 * width + 4 * columns * width + min(work.chunk, tokens) * columns * (4 + e)
+    return norm + tokens * (e * width + 8 * columns)
+
+
+def _norm_bytes(model: ModelConfig, work: Pass) -> int:
+    """A norm's input, which is the residual stream; without a fused kernel the normalised values as well."""
+    return 4 * model.n_embd * (2 if model.norm == "rmsnorm" and work.cpu else 1)
+
+
+def _itemsize(precision: str) -> int:
+    return 2 if precision in ("bf16", "fp16") else 4

@@ -1,0 +1,277 @@
+"""DeepSpeed's compiled ops: where ours are kept and whether one is there (imports neither torch nor DeepSpeed)."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base.package_data import cache_dir
+from ezpz_llm.dist import Heartbeat
+from ezpz_llm.launch.variables import BUILDING
+
+if TYPE_CHECKING:
+    from ezpz_llm.layout.layout import Layout
+
+OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
+"""The ops that the shipped layouts need, with the name of DeepSpeed's builder; each after those it is built on."""
+
+BUILT_ON = {"async_io": ("pin_memory",)}
+"""The ops that must be loaded before another one: async_io takes its page-locked memory from pin_memory."""
+
+
+def needed_ops(layout: Layout) -> tuple[str, ...]:
+    """The ops that a layout cannot run without."""
+    needed = ("cpu_adam",) if layout.offload_optimizer else ()
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
+        needed += (*BUILT_ON["async_io"], "async_io")
+    return needed
+
+
+def ops_dir() -> Path:
+    """The folder of ops for this Python, torch, DeepSpeed and processor.
+
+    The processor counts because ops are compiled for the machine that builds them; another one might not have its
+    instructions.
+    """
+    versions = "-".join(f"{name}{_version(name)}" for name in ("torch", "deepspeed"))
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return cache_dir() / "ops" / f"{python}-{versions}-{platform.machine()}-{_processor()}"
+
+
+def building_dir() -> Path:
+    """Where ops are compiled, before they are moved to `ops_dir` whole."""
+    return ops_dir() / "building"
+
+
+def built_library(name: str) -> Path | None:
+    """The file that `doctor --build-ops` made, if it is there."""
+    library = ops_dir() / name / f"{name}.so"
+    return library if library.is_file() else None
+
+
+def is_built(name: str) -> bool:
+    """Whether a run can use the op as it is: from the cache, or compiled into the installed DeepSpeed."""
+    return built_library(name) is not None or name in _installed_ops()
+
+
+def build_lock(name: str) -> Path:
+    """What torch's extension builder holds while it compiles the op, and leaves behind when it is killed."""
+    return building_dir() / name / "lock"
+
+
+def refuse_unbuilt(names: Sequence[str], needed_by: str | None = None) -> None:
+    """Raise if one of the ops is not there.
+
+    Raises:
+        UserError: says how to build what is missing, and names the locks of builds that go on or were killed.
+    """
+    missing = [name for name in names if not is_built(name)]
+    if not missing:
+        return
+    locks = [str(build_lock(name)) for name in missing if build_lock(name).exists()]
+    unfinished = f"; a build was begun and has not ended ({', '.join(locks)})" if locks else ""
+    what = f"op {missing[0]} is" if len(missing) == 1 else f"ops {', '.join(missing)} are"
+    raise UserError(f"DeepSpeed's compiled {what} not built for this Python, torch and processor{unfinished}",
+                    where=needed_by, instead=f"ezpz-llm doctor --build-ops {' '.join(missing)}")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(f"{name} is not installed in this Python", where=sys.executable,
+                        instead=f"pip install {name}, or run inside launchers/with-env") from None
+
+
+@functools.cache
+def _processor() -> str:
+    """A short hash of the processor's model and instruction sets."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = {line.split(":")[0].strip(): line for line in _first_entry(file)}
+    except OSError:
+        return platform.processor() or "unknown"
+    known = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
+    return hashlib.sha256(known.encode()).hexdigest()[:8]
+
+
+def _first_entry(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if not line.strip():
+            return
+        yield line
+
+
+def _installed_ops() -> frozenset[str]:
+    """Ops that were compiled when DeepSpeed was installed, as its own record says."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    record = Path(spec.origin).with_name("git_version_info_installed.py")
+    if not record.is_file():
+        return frozenset()
+    for line in record.read_text().splitlines():
+        if line.startswith("installed_ops="):
+            return frozenset(name for name, built in ast.literal_eval(line.split("=", 1)[1]).items() if built)
+    return frozenset()
+
+
+# Compile DeepSpeed's ops ahead of a run, with progress, and clear away what a killed build left behind.
+_PROGRESS_S = 5.0
+
+
+def build(name: str) -> None:
+    """Compile one op, and what it is built on, into the cache, unless they are there. Says what it does on
+    standard output.
+
+    Raises:
+        UserError: an unknown op, no compiler, ninja or library, another build of it under way, a compilation that
+            fails.
+    """
+    if name not in OPS:
+        raise unknown("op", name, OPS, where="--build-ops")
+    if is_built(name):
+        print(f"{name} is built: {built_library(name) or 'part of the installed DeepSpeed'}", flush=True)
+        return
+    _check_tools()
+    if name == "async_io":
+        _check_libaio()
+    for other in BUILT_ON.get(name, ()):
+        if not is_built(other):
+            build(other)
+    Heartbeat(os.environ).beat(BUILDING)
+    with _alone(name):
+        _clear(name)
+        _compile(name)
+    print(f"{name} is built: {built_library(name)}", flush=True)
+
+
+def lock_holder(lock: Path) -> int | None:
+    """The process that works in the lock's folder, if there is one; a lock without one is stale."""
+    folder = str(lock.parent)
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = process.info["cmdline"] or []
+        if process.pid != os.getpid() and (process.info["cwd"] == folder or any(folder in word for word in words)):
+            return process.pid
+    return None
+
+
+def _check_tools() -> None:
+    compiler = _compiler()[0]
+    if shutil.which(compiler) is None:
+        raise UserError(f"there is no C++ compiler ({compiler})", where="PATH",
+                        instead="install g++ or load the site's compiler module; $CXX names another compiler",
+                        exit_code=1)
+    if shutil.which("ninja", path=_search_path()) is None:
+        raise UserError("there is no ninja", where="PATH", instead="pip install ninja", exit_code=1)
+
+
+def _check_libaio() -> None:
+    """DeepSpeed's own check ends in a traceback that does not say what to install."""
+    program = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_setup(1, &context); }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*_compiler(), "-x", "c++", "-", "-o", os.path.join(folder, "program"), "-laio"]
+        done = subprocess.run(words, input=program, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError("libaio and its header, which the op async_io is made of, are not there",
+                        where=next((line for line in done.stderr.splitlines() if "error" in line), None),
+                        instead="apt-get install libaio-dev (dnf install libaio-devel); without root, set CPATH "
+                                "and LIBRARY_PATH to a copy of it", exit_code=1)
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
+def _search_path() -> str:
+    # The programs of a virtual environment count also where it is not activated.
+    return os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Hold the op for this process; the system lets go of it however the process ends."""
+    ops_dir().mkdir(parents=True, exist_ok=True)
+    with open(ops_dir() / f"{name}.holder", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"{name} is being built by another process ({file.read().strip()})",
+                            where=str(building_dir() / name), instead="wait for it, or end it",
+                            exit_code=1) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def _clear(name: str) -> None:
+    """Remove what a killed build left, which no compiler works on any more."""
+    lock = build_lock(name)
+    if lock.exists():
+        holder = lock_holder(lock)
+        if holder is not None:
+            raise UserError(f"{name} is being compiled by process {holder}", where=str(lock),
+                            instead=f"wait for it, or kill {holder}", exit_code=1)
+        minutes = (time.time() - lock.stat().st_mtime) / 60
+        print(f"removing the stale lock {lock}: a build was killed {minutes:.0f} minutes ago", flush=True)
+    shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _compile(name: str) -> None:
+    """Let DeepSpeed's builder compile the op in a process of its own, then move it into place whole."""
+    log = ops_dir() / f"{name}.log"
+    loads = "".join(f"load_op({other!r}); " for other in BUILT_ON.get(name, ()))
+    program = (f"from deepspeed.accelerator import get_accelerator as a; "
+               f"from ezpz_llm.engine.deepspeed_import import load_op; {loads}"
+               f"a().create_op_builder({OPS[name]!r}).load(verbose=True)")
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(building_dir()), "PATH": _search_path()}
+    print(f"building {name} (the compiler's output: {log})", flush=True)
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while True:
+                try:
+                    code = process.wait(_PROGRESS_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    print(f"building {name}: {time.monotonic() - started:.0f} s", flush=True)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            shutil.rmtree(building_dir() / name, ignore_errors=True)
+            raise
+    if code != 0 or not (building_dir() / name / f"{name}.so").is_file():
+        shutil.rmtree(building_dir() / name, ignore_errors=True)
+        raise UserError(f"compiling {name} failed: {_reason(log)}", where=str(log), exit_code=1,
+                        instead="see the log; headers and compiler must fit the installed torch")
+    (building_dir() / name).rename(ops_dir() / name)
+    print(f"building {name}: done in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _reason(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it printed nothing")

@@ -1,1 +1,0 @@
-"""Which layouts there are, and which are legal for a model on so many ranks."""

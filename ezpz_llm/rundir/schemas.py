@@ -1,0 +1,114 @@
+"""The types of what readers take from run.json, layout.json and metrics.jsonl; there may be other members besides.
+
+Every member is optional: a run writes them one after the other, and other programs of ours write some of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+from ezpz_llm.base.schema import MOST_RANKS, MOST_STEPS, Epoch, Range
+
+Ranks = Annotated[int, Range(1, MOST_RANKS)]
+Step = Annotated[int, Range(0, MOST_STEPS)]
+
+
+class Launch(TypedDict, total=False):
+    """What launch started."""
+
+    typed: list[str]
+    argv: list[str]
+    command: list[str]
+    scheduler: str
+    job_id: str | None
+    hosts: list[str]
+    ranks_per_host: list[Annotated[int, Range(0, MOST_RANKS)]]
+    launcher: str
+    dialect: str | None
+    world_size: Ranks
+    env: dict[str, str]
+    started: Epoch
+
+
+class Exit(TypedDict, total=False):
+    """How the run ended."""
+
+    code: int
+    cause: str | None
+    kind: str | None
+    rank: int | None
+    ended: Epoch
+    launcher_status: int | None
+    stopped: dict[str, Any] | None
+    failed_before_stop: list[int] | None
+    ended_before_stop: list[int] | None
+
+
+class Device(TypedDict, total=False):
+    """One device of a run."""
+
+    type: str
+    memory_bytes: int | None
+
+
+class Environment(TypedDict, total=False):
+    """Where the run ran."""
+
+    world_size: Ranks
+    device: Device
+
+
+class Config(TypedDict, total=False):
+    """The trainer's configuration, as far as others read it."""
+
+    steps: Step
+    log_every: Annotated[int, Range(1, MOST_STEPS)]
+    optimizer: str
+    resume: str | None
+    ds_config: str
+
+
+class Record(TypedDict, total=False):
+    """run.json."""
+
+    launch: Launch
+    exit: Exit | None
+    config: Config
+    parameters: int
+    precision: str | None
+    sources: dict[str, str]
+    model: dict[str, Any]
+    environment: Environment | None
+    summary: dict[str, Any] | None
+    memory: dict[str, Any] | None
+    data: dict[str, Any]
+    submit: dict[str, Any]
+    trackers: dict[str, Any]
+    steps: Step
+    stopped: str | None
+
+
+class Batch(TypedDict, total=False):
+    """The batch in layout.json."""
+
+    global_batch: Annotated[int, Range(1, MOST_STEPS)]
+    micro_batch: Annotated[int, Range(1, MOST_STEPS)]
+    accumulation: Annotated[int, Range(1, MOST_STEPS)]
+    dp_size: Ranks
+
+
+class Degrees(TypedDict, total=False):
+    """The layout in layout.json."""
+
+    name: str
+    tp: Ranks
+    pp: Ranks
+    sp: Ranks
+
+
+class Resolved(TypedDict, total=False):
+    """layout.json."""
+
+    layout: Degrees
+    batch: Batch
+    precision: str | None

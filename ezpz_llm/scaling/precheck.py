@@ -1,0 +1,201 @@
+"""From what was asked to the points of a study, each checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.precheck import TIMEOUT_S
+from ezpz_llm.rundir import RUN_DIR_VARIABLE
+from ezpz_llm.rundir.secrets import has_secret
+from ezpz_llm.scaling.options import Options, value_of, without
+from ezpz_llm.scaling.sample import Mode
+from ezpz_llm.scaling.sizes import Size, find_sizes
+from ezpz_llm.scaling.study import Point, Study
+
+LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "tp2", "pp2")
+"""What `--what layouts` compares where nothing is named, as far as it can run."""
+
+MEASURING = {"--steps": "60", "--trace-steps": "5", "--profile": "false", "--save-every": "-1", "--eval-every": "0",
+             "--eval-tokens": "4096", "--sample-tokens": "0"}
+"""What a study adds to the command where it says nothing: few steps, of which some are traced, and nothing between
+them. The times leave the traced ones out."""
+
+_AT_ONCE = 4
+"""Checks at the same time: each is a Python of half a second."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A point that is still to be checked."""
+
+    mode: Mode
+    layout: str
+    size: Size
+    command: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}-{self.layout}-{self.size.label}"
+
+    @property
+    def what(self) -> str:
+        return f"point {self.name}, on {self.size.ranks} rank{'s' * (self.size.ranks > 1)}"
+
+
+def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed: Sequence[str]) -> Study:
+    """The study that was asked for; nothing is written.
+
+    Raises:
+        UserError: a size that is not to be had, a layout or batch that cannot run on one of the sizes.
+    """
+    for words in (options.command, options.launch_words):
+        if has_secret(words, env):
+            raise UserError("the command has a secret in it, which the study's files would keep",
+                            where="the command after --", instead="set it in the environment")
+    sizes = find_sizes(options, env)
+    commands, notes = _commands(options, sizes, directory)
+    if options.what == "layouts" and len(commands) < 2:
+        raise UserError(f"one layout ({', '.join(commands)}) is no comparison", where="--what layouts",
+                        instead="--ds-config zero1,zero3, or none, also in the command, for all that can run")
+    mode = options.mode or ("strong" if options.what == "layouts" else "weak")
+    wanted: list[_Wanted] = []
+    if mode in ("weak", "both"):
+        for layout, command in commands.items():
+            wanted += _weak(layout, command, sizes, directory)
+    if mode in ("strong", "both"):
+        found, note = _strong(commands, sizes, directory)
+        wanted, notes = wanted + found, [*notes, note]
+    points = _checked(wanted, directory)
+    return Study(what=options.what, mode=mode, unit="nodes" if options.nodes else "ranks", repeats=options.repeats,
+                 seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
+                 threads=sizes[-1].threads,
+                 points=points, notes=tuple(notes))
+
+
+def _commands(options: Options, sizes: Sequence[Size],
+              directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """The command under each layout, by the layout's name; and what was left out."""
+    command = options.command
+    for option, value in MEASURING.items():
+        if value_of(command, option) is None:
+            command += (option, value)
+    if options.what == "layouts" and not options.ds_configs and value_of(command, "--ds-config") is None:
+        return _that_can_run(command, sizes[0].ranks, directory)
+    if not options.ds_configs:
+        return {ask(command, sizes[0].ranks, directory, "the command").layout: command}, []
+    commands = {Path(name).stem: (*command, "--ds-config", name) for name in options.ds_configs}
+    if len(commands) < len(options.ds_configs):
+        raise UserError("two layouts have the same name", where=f"--ds-config {','.join(options.ds_configs)}",
+                        instead="files with names of their own")
+    return commands, []
+
+
+def _that_can_run(command: tuple[str, ...], ranks: int,
+                  directory: Path) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    commands, notes = {}, []
+    for layout in LAYOUTS:
+        words = (*command, "--ds-config", layout)
+        try:
+            ask(words, ranks, directory, layout)
+        except UserError as error:
+            notes.append(f"left out: {error.found}")
+        else:
+            commands[layout] = words
+    if not commands:
+        raise UserError("; ".join(notes), where="--what layouts",
+                        instead="--ds-config with layouts that can run here")
+    return commands, notes
+
+
+def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Wanted]:
+    """Each rank takes at every size what it takes at the smallest."""
+    base = ask(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
+    words = (*without(command, "--global-batch", "--micro-batch", "--accumulation"),
+             "--micro-batch", str(base.micro_batch), "--accumulation", str(base.accumulation))
+    return [_Wanted("weak", layout, size, words) for size in sizes]
+
+
+def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
+            directory: Path) -> tuple[list[_Wanted], str]:
+    """The command's global batch at every size; where it names none, what the largest size takes by itself."""
+    first = next(iter(commands.values()))
+    typed = value_of(first, "--global-batch")
+    if typed is not None and value_of(first, "--accumulation") is not None:
+        raise UserError("accumulation is what a strong study solves", where="--accumulation in the command",
+                        instead="leave --accumulation out, or give --micro-batch in its place")
+    global_batch, note = typed, f"strong: every step has {typed} sequences, as the command says"
+    if typed is None:
+        most = [ask(command, sizes[-1].ranks, directory, f"strong-{layout}-{sizes[-1].label}")
+                for layout, command in commands.items()]
+        global_batch = str(max(answer.global_batch for answer in most))
+        note = (f"strong: every step has {global_batch} sequences, what {sizes[-1].ranks} rank(s) take by "
+                "themselves; --global-batch in the command gives another number")
+    return [_Wanted("strong", layout, size, (*without(command, "--global-batch", "--accumulation"),
+                                             "--global-batch", global_batch))
+            for layout, command in commands.items() for size in sizes], note
+
+
+def _checked(wanted: Sequence[_Wanted], directory: Path) -> tuple[Point, ...]:
+    def asked(one: _Wanted) -> Answer:
+        return ask(one.command, one.size.ranks, directory, one.what)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = list(pool.map(asked, wanted))
+    return tuple(Point(one.name, one.mode, one.layout, one.size.nodes, one.size.ranks, answer.global_batch,
+                       answer.micro_batch, answer.accumulation, one.size.launch, one.command)
+                 for one, answer in zip(wanted, answers, strict=True))
+
+
+# The training command's own check, asked for one number of ranks: may it run so, and with which batch?
+@dataclass(frozen=True)
+class Answer:
+    """What a run would be. The batch is in sequences."""
+
+    layout: str
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answer:
+    """What `command` would be on so many ranks. Starts no rank and imports no torch.
+
+    Args:
+        what: names the command in the message.
+
+    Raises:
+        UserError: its check refuses it; the check's own words are passed on.
+    """
+    words = [*command, "--check", "--world-size", str(ranks)]
+    env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
+    try:
+        done = subprocess.run(words, env=env, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=TIMEOUT_S, check=False)
+    except OSError as error:
+        raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to study") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"the check of {what} took longer than {TIMEOUT_S} s", where=" ".join(words)) from error
+    if done.returncode:
+        raise _refused(done.stderr or done.stdout, what)
+    return _read(done.stdout)
+
+
+def _read(said: str) -> Answer:
+    # As Resolved.explain writes it: name, value, where the value came from.
+    found = dict(re.findall(r"^(layout|global_batch|micro_batch|accumulation) +([^\s:]+)", said, re.MULTILINE))
+    return Answer(found["layout"], *(int(found[name]) for name in ("global_batch", "micro_batch", "accumulation")))
+
+
+def _refused(said: str, what: str) -> UserError:
+    """The check's message, with what it is about."""
+    found = re.search(r"^error: (.*?)(?=\n {2}(?:where|instead): |\Z)", said, re.MULTILINE | re.DOTALL)
+    rest = {name: re.search(rf"^ {{2}}{name}: +(.*)$", said, re.MULTILINE) for name in ("where", "instead")}
+    return UserError(f"{what} cannot run: {found[1].strip() if found else said.strip()}",
+                     **{name: match[1] for name, match in rest.items() if match})

@@ -1,0 +1,94 @@
+"""Every setting of a run with where it came from, as it is printed before the first step (imports no torch)."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, replace
+from typing import Any
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout.rank_map import Places, crossing, rank_map
+from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
+from ezpz_llm.trainer.options import Options
+from ezpz_llm.trainer.plan import RunPlan, plan_run
+from ezpz_llm.trainer.schedule import ENDLESS, learning_rate
+
+_WIDTH = 110
+_ORDER = ("command line", "run ", "preset ", "recipe ", "model ", "follows from ", "a tenth ", "default")
+"""Sources by their beginnings, as they are listed; a file, named by its path, comes after the command line."""
+
+
+def settings(plan: RunPlan) -> str:
+    """All values that the run uses, grouped by their sources; "-" where there is none."""
+    groups: dict[str, list[str]] = {}
+    for name, (value, source) in effective(plan).items():
+        groups.setdefault(source, []).append(f"{name} {_show(value)}")
+    lines = ["settings, by where they come from"]
+    for source in sorted(groups, key=_rank):
+        lines += textwrap.wrap(", ".join(groups[source]), _WIDTH, initial_indent=f"  {source}: ",
+                               subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def effective(plan: RunPlan) -> dict[str, tuple[Any, str]]:
+    """Each setting as the run uses it, with its source: what nobody gave is the model's or the layout's."""
+    config, resolved = plan.config, plan.resolved
+    layout, batch = resolved.layout, resolved.batch
+    found = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
+    for name, value in asdict(plan.model).items():
+        given = name in MODEL_OVERRIDES and getattr(config, name) is not None
+        found[name] = (value, plan.sources[name] if given else f"model {config.model}")
+    for name in ("tp", "pp", "sp"):
+        given = getattr(config, name) is not None
+        found[name] = (getattr(layout, name), plan.sources[name] if given else f"ds_config {config.ds_config}")
+    for name, value in (*asdict(batch).items(), ("precision", resolved.precision), ("clip", resolved.clip)):
+        if name in FIELDS:
+            found[name] = (value, resolved.sources.get(name, plan.sources[name]))
+    return found
+
+
+def remarks(plan: RunPlan) -> list[str]:
+    """What in the settings looks like a mistake."""
+    config, found = plan.config, list(plan.resolved.warnings)
+    if config.warmup_steps > config.steps:
+        found.append(f"the learning rate never reaches its peak: the warm-up takes {config.warmup_steps} steps, "
+                     f"the run {config.steps}")
+    elif config.decay_steps > config.steps and config.schedule not in ENDLESS:
+        last = learning_rate(config.steps - 1, config)
+        found.append(f"the learning rate ends at {last:.3g} and not at {config.min_lr:.3g}: its {config.schedule} "
+                     f"is over only after step {config.decay_steps}, the run after step {config.steps}")
+    return found
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return repr(value) if isinstance(value, str) and (" " in value or not value) else str(value)
+
+
+def _rank(source: str) -> tuple[int, str]:
+    return next((rank * 2 for rank, start in enumerate(_ORDER) if source.startswith(start)), 1), source
+
+
+# What --check says of a run: what was decided, which rank stands where, what it warns of (imports no torch).
+def account(plan: RunPlan, places: Places) -> str:
+    """What was decided and by whom; with hosts, also each rank's place in the layout."""
+    layout = plan.resolved.layout
+    parts = [plan.resolved.explain()]
+    if places and layout.tp * layout.pp * layout.sp > 1:
+        parts.append(rank_map(layout, places))
+    return "\n\n".join(parts)
+
+
+def warning(plan: RunPlan, options: Options, places: Places) -> str | None:
+    """What would be slow on these hosts, with what to type instead."""
+    def can_run(world_size: int, tp: int) -> bool:
+        try:
+            plan_run(replace(options, config=replace(options.config, tp=tp)), world_size)
+        except UserError:
+            return False
+        return True
+
+    return crossing(plan.resolved.layout, places, can_run) if places else None

@@ -1,0 +1,134 @@
+"""What `--resume` comes to: a run goes on, begins anew, or is complete; and with which settings (imports no torch).
+
+The command of a job that is queued again is the same each time: how far its run has come is found out here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.checkpoint.retention import find, has_any
+from ezpz_llm.layout.resolve import COMMAND_LINE
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
+from ezpz_llm.rundir import read_json as read_plain_json
+from ezpz_llm.trainer.config import FIELDS
+from ezpz_llm.trainer.initial_weights import WEIGHTS
+from ezpz_llm.trainer.options import Options
+
+AUTO = "auto"
+"""In place of a run: the run directory's own, if it has saved anything."""
+RUN = "run "
+"""How the sources of settings begin that were taken from the run that is resumed."""
+TYPED = " (its command line)"
+"""How they end where they were typed there: nothing in a ds_config wins over them."""
+
+_NOT_CHOSEN = ("default", "recipe of ", "fine-tuning")
+"""Sources, by their beginnings, of values that nobody chose for this run."""
+_FOLLOWED = ("follows from ", "a tenth of ", WEIGHTS)
+"""Sources of values that follow again from the others."""
+_OF_ONE_START = {"resume", "run_dir", "device", "trace_steps", "counterfactual_steps"}
+_BATCH = ("global_batch", "micro_batch", "accumulation")
+_DEGREES = ("tp", "pp", "sp")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a run begins. `options` are complete; `notes` say what is not obvious.
+
+    `complete` says that there is nothing left to do; `puts_aside` that the run directory holds the metrics of an
+    attempt which saved nothing.
+    """
+
+    options: Options
+    notes: tuple[str, ...] = ()
+    complete: str | None = None
+    puts_aside: bool = False
+
+
+def find_beginning(options: Options) -> Beginning:
+    """Decide how the run begins, from what stands in its directory or the one that `--resume` names.
+
+    Raises:
+        UserError: `--resume` names neither a run nor a checkpoint, or one that is damaged.
+    """
+    config = options.config
+    if config.resume is None:
+        return Beginning(options)
+    own = config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    where = own if config.resume == AUTO else config.resume
+    if where is None:
+        note = "--resume auto looks into --run-dir, and none is named: the run begins in a new directory"
+        return Beginning(_set(options, "--resume auto", resume=None), (note,))
+    run = _run_of(Path(where))
+    record = read_record(run)
+    is_own = own is not None and Path(own).resolve() == run.path.resolve()
+    if has_any(where):
+        options = _set(_with_settings(options, run, record), options.sources["resume"], resume=str(where))
+        newest = find(where)
+        step, steps = read_state(newest)["step"], options.config.steps
+        complete = f"{where} is complete, step {step} of {steps}: nothing is left to do" if step == steps else None
+        return Beginning(options, complete=complete)
+    if not record and config.resume != AUTO:
+        find(where)  # says what is wrong
+    options = _set(_with_settings(options, run, record), options.sources["resume"], resume=None)
+    if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
+        return Beginning(options, complete=f"{where} is complete, without checkpoints: nothing is left to do")
+    has_begun = run.metrics.exists()
+    notes = (f"{where} ended before its first checkpoint: the run begins anew",)
+    return Beginning(options, notes if has_begun or config.resume != AUTO else (), puts_aside=has_begun and is_own)
+
+
+def put_aside(run_dir: RunDir) -> Path:
+    """Rename the metrics of an attempt that saved nothing, so that nothing is lost; their new place."""
+    place = run_dir.metrics.with_name(f"metrics-before-{time.time():.0f}.jsonl")
+    run_dir.metrics.rename(place)
+    return place
+
+
+def _run_of(where: Path) -> RunDir:
+    """The run directory that a checkpoint's folder, or the folder of all of them, is part of."""
+    if where.parent.name == "checkpoints":
+        return RunDir(where.parent.parent)
+    return RunDir(where.parent if where.name == "checkpoints" else where)
+
+
+def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Options:
+    """The run's own settings, except what was chosen beside `--resume`."""
+    saved, sources = record.get("config") or {}, record.get("sources") or {}
+    chosen = {name for name, source in options.sources.items() if not source.startswith(_NOT_CHOSEN)}
+    taken = {name: value for name, value in saved.items()
+             if name in FIELDS and name not in chosen | _OF_ONE_START
+             and not str(sources.get(name, "")).startswith(_FOLLOWED)}
+    if "ds_config" in chosen and options.config.ds_config != saved.get("ds_config"):
+        taken = {name: value for name, value in taken.items() if name not in _DEGREES}
+    taken = {**{name: value for name, value in taken.items() if name not in _BATCH}, **_batch(run, chosen)}
+    source = f"{RUN}{run.path}"
+    options = _set(options, source, **taken)
+    return replace(options, sources={name: source + TYPED if name in taken and sources.get(name) == COMMAND_LINE
+                                     else found for name, found in options.sources.items()})
+
+
+def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
+    """The run's batch: the global one holds on any number of ranks, the micro batch is the largest."""
+    try:
+        batch = (read_plain_json(run.layout) or {}).get("batch") or {}
+    except UserError:
+        return {}
+    given = chosen.intersection(_BATCH)
+    taken = {}
+    if "global_batch" not in given and len(given) < 2:
+        taken["global_batch"] = batch.get("global_batch")
+    if not given & {"micro_batch", "accumulation"}:
+        taken["micro_batch"] = batch.get("micro_batch")
+    return {name: number for name, number in taken.items() if number is not None}
+
+
+def _set(options: Options, source: str, **values: Any) -> Options:
+    return replace(options, config=replace(options.config, **values),
+                   sources={**options.sources, **dict.fromkeys(values, source)})

@@ -1,0 +1,111 @@
+"""What happens between steps: log lines, validation, samples, checkpoints. All of it collective."""
+
+from __future__ import annotations
+
+import torch
+
+from ezpz_llm.dist.seeds import seed_for
+from ezpz_llm.evaluate import hellaswag
+from ezpz_llm.evaluate.model import sample
+from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.launch.variables import EVALUATING, SAMPLING
+from ezpz_llm.model.compile import eager
+from ezpz_llm.trainer.saving import save
+from ezpz_llm.trainer.session import Session
+
+
+def after_step(session: Session) -> None:
+    """Do what is due after the step that has just finished; after the last one, everything."""
+    config, step = session.config, session.step
+    last = step == config.steps
+    if last or _due(step, config.eval_every):
+        with session.clock.span("evaluation"):
+            validate(session)
+    scores = bool(session.hellaswag) and (last or _due(step, config.hellaswag_every))
+    if scores:
+        with session.clock.span("evaluation"):
+            score_hellaswag(session)
+    saves = config.save_every >= 0 and (last or _due(step, config.save_every))
+    # Before a save, so that a run that goes on from it finds the lines of all steps before.
+    if last or saves or scores or session.metrics.due or _due(step, config.eval_every):
+        flush(session)
+    if session.prompt is not None and (last or _due(step, config.sample_every)):
+        with session.clock.span("sampling"):
+            show_sample(session)
+    # Not among bad steps: there has to be something good to go back to. The last one is written whatever it is,
+    # unless the run goes back from there, or stops.
+    if saves and (not session.guard.streak or (last and not session.guard.is_over)):
+        with session.clock.span("checkpoints"):
+            save(session, at_once=last)
+
+
+def end_early(session: Session, why: str) -> None:
+    """Keep what there is: the log and, where the run saves at all, a checkpoint of this step."""
+    session.stopped = why
+    flush(session)
+    if session.config.save_every >= 0:
+        with session.clock.span("checkpoints"):
+            save(session, at_once=True)
+
+
+def flush(session: Session) -> None:
+    """Write the lines that wait, look at them, and limit the gradient norm of the next steps accordingly."""
+    guard = session.guard
+    with session.clock.span("logging"):
+        session.metrics.flush(session.timeline, session.look)
+        told = session.checks.conclude(session.dist)
+    if told and session.dist.is_main:
+        print("checks     " + "\n           ".join(told), flush=True)
+        session.dist.side.update_record(session.dist.run_dir, checks=told)
+    session.engine.gate.limit = guard.limit
+    if session.dist.is_main:
+        for skipped in guard.untold:
+            print(f"warning: {skipped}", flush=True)
+    guard.untold = []
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def validate(session: Session) -> None:
+    """Measure the validation loss on the run's fixed tokens and put it on this step's line."""
+    session.heartbeat.beat(EVALUATING, session.step)
+    engine, mesh = session.engine, session.dist.mesh
+    with engine.evaluating(), eager():
+        loss, tokens = validation_loss(
+            engine.loss_sum, session.validation.batches(session.batches.micro_batch, mesh.dp_rank, mesh.dp_size),
+            device=engine.device, mesh=mesh)
+    session.metrics.record_validation(session.step, loss, tokens)
+
+
+def score_hellaswag(session: Session) -> None:
+    """Put HellaSwag's accuracies on this step's line, and print them."""
+    session.heartbeat.beat(EVALUATING, session.step)
+    engine, dist = session.engine, session.dist
+    with engine.evaluating(), eager():
+        found = hellaswag.score(
+            engine.row_losses, session.hellaswag, session.data.tokenizer, device=engine.device, mesh=dist.mesh,
+            block_size=session.plan.model.block_size,
+            items_at_once=max(1, session.batches.micro_batch // hellaswag.ENDINGS))
+    session.metrics.record_task(session.step, hellaswag_acc=found.acc, hellaswag_acc_norm=found.acc_norm)
+    if dist.is_main:
+        dist.side.update_record(dist.run_dir, hellaswag={"step": session.step, **found.as_record()})
+        print(f"HellaSwag after step {session.step}: acc_norm {found.acc_norm:.4f}, acc {found.acc:.4f} "
+              f"({found.items} items, normalised by tokens)", flush=True)
+
+
+def show_sample(session: Session) -> None:
+    """Generate a short text and print it on rank 0. Every rank takes part, since parameters may be sharded."""
+    session.heartbeat.beat(SAMPLING, session.step)
+    config, engine, tokenizer = session.config, session.engine, session.data.tokenizer
+    prompt = torch.from_numpy(session.prompt)[None].to(engine.device)
+    generator = torch.Generator().manual_seed(seed_for(config.seed, "sample", session.step))
+    with engine.evaluating():
+        ids = sample(engine.next_logits, prompt, new_tokens=config.sample_tokens, generator=generator,
+                     block_size=session.plan.model.block_size, vocab_size=session.data.vocab_size,
+                     top_k=config.top_k or None, temperature=config.temperature)
+    if session.dist.is_main:
+        text = tokenizer.decode(ids[0].tolist())
+        lines = "\n".join(f"  | {line}" for line in text.splitlines())
+        print(f"\nsample after step {session.step}:\n{lines}\n", flush=True)
