@@ -4,8 +4,8 @@ Under torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), one ra
 [kind, ranks, bytes, repeats]; the first `ranks` ranks take part, the others wait. Rank 0 writes, for each case,
 what every rank sent and received a call, and the seconds from when the last rank called until it was over on all;
 simulated nodes have one clock. Bytes are the fewest of three rounds of calls: what TCP sends again on a busy
-machine only adds. Seconds are the median of calls: where two ranks that send to each other take turns on some calls and not
-on others, the fastest is a rare one.
+machine only adds. Seconds are the median of calls: where two ranks that send to each other take turns on some calls
+and not on others, the fastest is a rare one.
 """
 
 from __future__ import annotations
