@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +17,9 @@ from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
-from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, update_record, write_json
+from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer import run as run_module
 from ezpz_llm.trainer import selfcheck
-from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
@@ -138,51 +135,6 @@ def test_the_band_of_a_first_loss(name, good, bad):
     model = get_model_config(name)
     assert not any("warning" in first_loss(model, loss) for loss in good)
     assert all("warning" in first_loss(model, loss) for loss in bad)
-
-
-def record(folder, losses, **config) -> RunDir:
-    """A run of which just what is compared is there."""
-    run_dir = RunDir(folder)
-    folder.mkdir()
-    settings = {"compile": False, "seed": 1337, **config}
-    update_record(run_dir, config=settings, precision=settings.pop("precision", "fp32"), model={"n_layer": 2})
-    write_json(run_dir.layout, {"layout": {"name": "ddp"}, "batch": {"global_batch": 4}, "clip": 1.0})
-    for step, loss in enumerate(losses, 1):
-        append_line(run_dir.metrics, {"step": step, "loss": loss})
-    return run_dir
-
-
-def test_a_switch_that_left_the_losses_as_they_were_is_named(tmp_path):
-    losses = [5.0 - step / 7 for step in range(12)]
-    ours = record(tmp_path / "b", losses, compile=True)
-    assert without_effect(ours) == []
-    record(tmp_path / "a", losses)
-    told = without_effect(ours)
-    assert told == ["compile True had no effect: the first 10 losses equal those of a, with compile False, to the "
-                    "last bit"]
-    nearly = [*losses[:9], losses[9] + sys.float_info.epsilon * 4, *losses[10:]]
-    record(tmp_path / "rounded", nearly)
-    record(tmp_path / "two switches", losses, precision="bf16")
-    record(tmp_path / "seed", losses, seed=7)
-    record(tmp_path / "short", losses[:9])
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "run.json").write_text(json.dumps([1, 2]))
-    assert without_effect(ours) == told
-
-
-@pytest.mark.full
-def test_a_precision_that_is_at_work_is_not_named(tmp_path, capsys):
-    for precision in ("fp32", "bf16"):
-        assert train(tmp_path / precision, "--steps", "12", "--precision", precision) == 0
-    assert "had no effect" not in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_a_switch_without_effect_is_named_at_the_end_of_a_run(tmp_path, capsys, monkeypatch):
-    assert train(tmp_path / "plain", "--steps", "12") == 0
-    monkeypatch.setattr(run_module, "compile_blocks", lambda model: None)
-    assert train(tmp_path / "compiled", "--steps", "12", "--compile", "true") == 0
-    assert "note: compile True had no effect: the first 10 losses equal those of plain" in capsys.readouterr().out
 
 
 @pytest.mark.full

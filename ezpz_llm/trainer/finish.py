@@ -18,7 +18,6 @@ from ezpz_llm.observe import (
 )
 from ezpz_llm.observe.history import History, make_history, read_history
 from ezpz_llm.rundir import RunDir, SideFiles
-from ezpz_llm.trainer.effect import without_effect
 from ezpz_llm.trainer.memory_table import Memory, memory_table
 from ezpz_llm.trainer.saving import account
 from ezpz_llm.trainer.session import Session
@@ -69,8 +68,6 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         print(f"warning: nothing is left of {run_dir.metrics} to sum up")
     else:
         print(final_text(summary, run_dir, profile), end="", flush=True)
-    for remark in without_effect(run_dir):
-        print(f"note: {remark}", flush=True)
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, val_tokens=session.validation.predictions,
         steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
