@@ -20,7 +20,7 @@ from ezpz_llm.observe import HostProfile, profile_window, run_environment
 from ezpz_llm.rundir import update_record
 from ezpz_llm.test_dist.options import refuse_used
 from ezpz_llm.test_dist.reductions import measure_reductions
-from ezpz_llm.test_dist.report import closing, description, spreads
+from ezpz_llm.test_dist.report import closing, description, reductions, spreads
 from ezpz_llm.test_dist.task import Mlp
 from ezpz_llm.test_dist.training import held_out_loss, judge, train
 
@@ -50,21 +50,21 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
                           config={"ds_config": options.ds_config, "steps": options.steps, "seed": options.seed,
                                   "batch": asdict(resolved.batch), "device": options.device})
             print(description(dist, resolved, environment, import_seconds), flush=True)
-        reductions = measure_reductions(dist)
+        measured = measure_reductions(dist)
         if dist.is_main:
-            print(reductions(reductions), flush=True)
+            print(reductions(measured), flush=True)
         profile = HostProfile(dist.run_dir, profile_window(0, options.steps)) if dist.is_main else None
         before = held_out_loss(engine, dist, options.seed)
         lines = train(engine, dist, heartbeat, options.seed, options.steps, resolved.adam.get("lr", LR), profile)
         heartbeat.beat(ENDING, options.steps)
         after = held_out_loss(engine, dist, options.seed)
         reasons = judge(dist, lines, before, after,
-                        list(dict.fromkeys(one.kind for one in reductions if dist.rank in one.wrong_ranks)))
+                        list(dict.fromkeys(one.kind for one in measured if dist.rank in one.wrong_ranks)))
         if dist.is_main:
             update_record(dist.run_dir, test_dist={
                 "healthy": not reasons, "reasons": reasons,
                 "held_out_loss": {"before": before, "after": after},
-                "reductions": [asdict(one) for one in reductions], "spread": spreads(lines)})
+                "reductions": [asdict(one) for one in measured], "spread": spreads(lines)})
             print(closing(dist.run_dir, lines, (before, after), profile.path, reasons), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
     return 1 if reasons else 0
