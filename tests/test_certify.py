@@ -1,4 +1,4 @@
-"""What certify decides without torch: cells, bounds, verdicts, faults, the textbook, the page."""
+"""What certify decides without torch: cases, bounds, verdicts, faults, the textbook, the page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.case import textbook
-from ezpz_llm.certify.cases import Cell, divide, natural_worlds, quick_cells, resolve_cell
+from ezpz_llm.certify.cases import Case, divide, natural_worlds, quick_cases, resolve_case
 from ezpz_llm.certify.docs import BEGIN, END, write_docs
-from ezpz_llm.certify.injected_faults import PLANTS
+from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.options import parser, plan
 from ezpz_llm.certify.report import all_passed, as_json, closing
 from ezpz_llm.layout import ds_config, ops
@@ -50,34 +50,40 @@ def test_layouts_are_certified_in_their_natural_worlds() -> None:
 
 def test_the_quick_choice_has_every_layout_once_in_fp32_and_some_bf16() -> None:
     names = ds_config.names()
-    cells = quick_cells(names, None, recipe.MODELS, recipe.DTYPES)
-    assert sorted(cell.layout for cell in cells if cell.dtype == "fp32") == sorted(names)
-    assert {cell.model for cell in cells} == set(recipe.MODELS)
-    assert sum(cell.dtype == "bf16" for cell in cells) == 2
+    cases = quick_cases(names, None, recipe.MODELS, recipe.DTYPES)
+    assert sorted(case.layout for case in cases if case.dtype == "fp32") == sorted(names)
+    assert {case.model for case in cases} == set(recipe.MODELS)
+    assert sum(case.dtype == "bf16" for case in cases) == 2
 
 
-def test_every_cell_steps_on_the_same_batch() -> None:
-    cells, skipped = divide([Cell(name, world, "tiny-llama", "fp32") for name in ds_config.names()
+def test_every_case_steps_on_the_same_batch() -> None:
+    cases, skipped = divide([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
                              for world in natural_worlds(name)], "cpu")
     assert all(not one.illegal for one in skipped)
-    for cell in cells:
-        batch = resolve_cell(cell, "cpu").batch
+    for case in cases:
+        batch = resolve_case(case, "cpu").batch
         assert batch.global_batch == recipe.GLOBAL_BATCH
         assert batch.accumulation > 1
 
 
 def test_the_quick_choice_keeps_to_what_is_asked_for() -> None:
     work = planned("--quick", "--layouts", "ddp,zero3", "--dtype", "bf16", "--model", "tiny-llama", "--world", "4")
-    assert [(cell.layout, cell.world, cell.model, cell.dtype) for cell in work.cells] == [
+    assert [(case.layout, case.world, case.model, case.dtype) for case in work.cases] == [
         ("ddp", 4, "tiny-llama", "bf16"), ("zero3", 4, "tiny-llama", "bf16")]
 
 
-def test_a_fault_is_planted_where_it_can_be() -> None:
-    work = planned("--layouts", "ddp,zero1", "--plant", "early-sync,gradients-x2", "--model", "tiny-gpt2",
+def test_the_old_name_of_the_option_works_with_a_note(capsys) -> None:
+    old, new = (planned("--layouts", "ddp", option, "gradients-x2") for option in ("--plant", "--inject-fault"))
+    assert old == new
+    assert "--plant is now --inject-fault" in capsys.readouterr().err
+
+
+def test_a_fault_is_injected_where_it_can_be() -> None:
+    work = planned("--layouts", "ddp,zero1", "--inject-fault", "early-sync,gradients-x2", "--model", "tiny-gpt2",
                    "--dtype", "fp32", "--world", "1,2")
-    assert [(cell.plant, cell.layout, cell.world) for cell in work.cells if cell.plant == "early-sync"] == [
+    assert [(case.fault, case.layout, case.world) for case in work.cases if case.fault == "early-sync"] == [
         ("early-sync", "ddp", 2)]
-    assert len(work.cells) == 1 + 4
+    assert len(work.cases) == 1 + 4
 
 
 def test_nothing_to_certify_says_which_worlds_would_do() -> None:
@@ -89,7 +95,7 @@ def test_nothing_to_certify_says_which_worlds_would_do() -> None:
 
 def test_an_illegal_world_is_skipped_with_its_reason() -> None:
     work = planned("--layouts", "ddp,tp2", "--world", "1")
-    assert {cell.layout for cell in work.cells} == {"ddp"}
+    assert {case.layout for case in work.cases} == {"ddp"}
     assert all(one.illegal and "cannot be divided" in one.reason for one in work.skipped)
     assert all_passed([{"passed": True}], work.skipped)
 
@@ -97,14 +103,14 @@ def test_an_illegal_world_is_skipped_with_its_reason() -> None:
 @pytest.mark.parametrize(("words", "found"), [
     (["--layouts", "zero5"], "zero5"), (["--model", "tiny-gpt3"], "tiny-gpt3"), (["--dtype", "fp64"], "fp64"),
     (["--world", "two"], "two"), (["--world", "0"], "0"), (["--steps", "1"], "1 steps"),
-    (["--plant", "gradients-x3"], "gradients-x3"), (["--layouts", ","], "empty"),
+    (["--inject-fault", "gradients-x3"], "gradients-x3"), (["--layouts", ","], "empty"),
     (["--write-docs", "--layouts", "ddp"], "a row for every layout"), (["--write-docs", "--quick"], "whole matrix"),
     (["--json", "."], "is a folder"),
     (["--layouts", "tp2", "--world", "1"], "nothing to certify"),
-    (["--layouts", "zero2", "--plant", "unmarked-tp"], "not tensor-parallel"),
-    (["--layouts", "ddp", "--world", "1", "--plant", "duplicated-data"], "no second data-parallel rank"),
-    (["--layouts", "zero1", "--world", "2", "--plant", "early-sync"], "only ddp"),
-    (["--layouts", "tp2", "--plant", "wrong-sp-scale"], "not sequence-parallel"),
+    (["--layouts", "zero2", "--inject-fault", "unmarked-tp"], "not tensor-parallel"),
+    (["--layouts", "ddp", "--world", "1", "--inject-fault", "duplicated-data"], "no second data-parallel rank"),
+    (["--layouts", "zero1", "--world", "2", "--inject-fault", "early-sync"], "only ddp"),
+    (["--layouts", "tp2", "--inject-fault", "wrong-sp-scale"], "not sequence-parallel"),
 ])
 def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -114,10 +120,10 @@ def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
 
 def test_under_launch_only_what_fits_the_ranks_is_done() -> None:
     work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
-    assert {cell.world for cell in work.cells} == {2}
-    assert len(work.cells) == 2 * 2 * 2
+    assert {case.world for case in work.cases} == {2}
+    assert len(work.cases) == 2 * 2 * 2
     work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
-    assert [(cell.layout, cell.world, cell.dtype) for cell in work.cells] == [
+    assert [(case.layout, case.world, case.dtype) for case in work.cases] == [
         ("ddp", 2, "fp32"), ("tp2", 2, "fp32"), ("tp2", 2, "bf16")]
     with pytest.raises(UserError, match="started on 2 ranks"):
         planned("--world", "4", world_size=2)
@@ -177,7 +183,7 @@ def test_rounding_passes() -> None:
      "gradient of transformer.wte.weight differs by 1,"),
     (lambda ours: ours["weight"]["transformer.h.0.ln_1.weight"].update(copy=math.inf),
      "weights of transformer.h.0.ln_1.weight on rank 1"),
-    (lambda ours: ours["first"]["transformer.wte.weight"].update(copy=1e-9), "first values of"),
+    (lambda ours: ours["first"]["transformer.wte.weight"].update(copy=1e-9), "initial weights of"),
     (lambda ours: ours["gradient"]["transformer.wte.weight"].update(elements=3072), "3072 of 6144"),
     (lambda ours: ours["weight"].pop("transformer.wte.weight"), "0 of 6144"),
 ])
@@ -191,7 +197,7 @@ def test_a_missing_op_is_no_pass() -> None:
     work = planned("--layouts", "ddp", "--world", "1")
     from ezpz_llm.certify.cases import Skipped
 
-    missing = Skipped(work.cells[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
+    missing = Skipped(work.cases[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
     assert not all_passed([{"passed": True}], [missing])
     assert "MISSING: ddp on 1 ranks: not built (type:" in closing([], [missing])
     assert not all_passed([], [])
@@ -205,9 +211,9 @@ def test_a_record_is_json_with_a_line_a_result() -> None:
     assert '"bound": null' in as_json({"passed": False, "results": [{"bound": math.inf}]})
 
 
-def test_every_fault_that_was_asked_for_can_be_planted() -> None:
-    assert next(iter(PLANTS)) == "gradients-x2"
-    assert set(PLANTS) == {
+def test_every_fault_that_was_asked_for_can_be_injected() -> None:
+    assert next(iter(FAULTS)) == "gradients-x2"
+    assert set(FAULTS) == {
         "gradients-x2", "dropped-bucket", "accumulation-not-divided", "early-sync", "unmarked-tp",
         "stale-optimizer", "wrong-mask", "shifted-targets", "duplicated-data", "untied-head", "wrong-sp-scale"}
 
@@ -215,7 +221,7 @@ def test_every_fault_that_was_asked_for_can_be_planted() -> None:
 def test_the_textbook_has_the_papers_volumes() -> None:
     config = recipe.model_config("tiny-gpt2")
     weights = 4 * parameter_count(config)
-    book = {name: textbook((resolved := resolve_cell(Cell(name, 4, "tiny-gpt2", "fp32"), "cpu")).layout, config,
+    book = {name: textbook((resolved := resolve_case(Case(name, 4, "tiny-gpt2", "fp32"), "cpu")).layout, config,
                            resolved.batch) for name in ("ddp", "zero1", "zero3", "tp2")}
     assert book["ddp"] == {"all_reduce": weights}
     assert book["zero1"] == {"all_gather": weights, "reduce_scatter": weights}
@@ -231,9 +237,9 @@ def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path, monkeyp
     assert kept["passed"]
     assert {one["layout"] for one in kept["results"]} == set(ds_config.names())
     for one in kept["results"]:
-        cell = Cell(one["layout"], one["world"], one["model"], one["dtype"])
-        config, resolved = recipe.model_config(cell.model), resolve_cell(cell, "cpu")
-        assert one["arithmetic"] == [asdict(part) for part in memory_per_rank(resolved.layout, config, cell.world)]
+        case = Case(one["layout"], one["world"], one["model"], one["dtype"])
+        config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
+        assert one["arithmetic"] == [asdict(part) for part in memory_per_rank(resolved.layout, config, case.world)]
         assert one["textbook"] == textbook(resolved.layout, config, resolved.batch)
     page = tmp_path / "layouts.md"
     shutil.copy(ROOT / "docs" / "layouts.md", page)

@@ -1,4 +1,4 @@
-"""certify as a user runs it: everything passes, every planted fault is caught and named."""
+"""certify as a user runs it: everything passes, every injected fault is caught and named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch_runs import clean_env, launch
 
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.cases import layout_of
-from ezpz_llm.certify.injected_faults import PLANTS
+from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.layout.ops import is_built, needed_ops
 
 ENV = {name: value for name, value in clean_env(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE").items()
@@ -144,16 +144,16 @@ def test_memory_is_what_arithmetic_says(quick: tuple[int, str, dict[str, dict]])
 
 
 @pytest.mark.full
-def test_planted_faults_are_caught_by_name(tmp_path: Path) -> None:
+def test_injected_faults_are_caught_by_name(tmp_path: Path) -> None:
     code, said, results = certify(tmp_path, "--layouts", "ddp", "--world", "2", "--model", "tiny-gpt2", "--dtype",
-                                  "fp32", "--plant", ",".join(ON_ONE_LAYOUT))
+                                  "fp32", "--inject-fault", ",".join(ON_ONE_LAYOUT))
     assert code == 1, said
-    assert [one["plant"] for one in results] == ON_ONE_LAYOUT
+    assert [one["fault"] for one in results] == ON_ONE_LAYOUT
     for one in results:
-        missing = set(PLANTS[one["plant"]].shows) - set(one["kinds"])
-        assert not missing, f"{one['plant']}: {missing} not among {one['failures']}"
-        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {one['plant']}:" in said
-    named = {one["plant"]: " ".join(one["failures"]) for one in results}
+        missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
+        assert not missing, f"{one['fault']}: {missing} not among {one['failures']}"
+        assert f"ddp tiny-gpt2 fp32 on 2 ranks with {one['fault']}:" in said
+    named = {one["fault"]: " ".join(one["failures"]) for one in results}
     assert "gradient norm at step 1" in named["gradients-x2"]
     assert "2 times the reference's" in named["gradients-x2"]
     assert "loss" not in named["gradients-x2"]  # clipped Adam's losses do not show it
@@ -167,7 +167,7 @@ def test_planted_faults_are_caught_by_name(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_unmarked_tensor_parallel_parameters_are_caught_by_the_norm(tmp_path: Path) -> None:
     code, said, results = certify(tmp_path, "--layouts", "tp2,tp2_zero1,tp2_zero3", "--world", "2", "--model",
-                                  "tiny-llama", "--dtype", "fp32", "--plant", "unmarked-tp")
+                                  "tiny-llama", "--dtype", "fp32", "--inject-fault", "unmarked-tp")
     assert code == 1, said
     assert len(results) == 3
     for one in results:
@@ -178,10 +178,10 @@ def test_unmarked_tensor_parallel_parameters_are_caught_by_the_norm(tmp_path: Pa
 @pytest.mark.full
 def test_a_wrong_scale_over_a_sequence_is_caught(tmp_path: Path) -> None:
     code, said, results = certify(tmp_path, "--layouts", "sp2", "--world", "2", "--model", "tiny-gpt2", "--dtype",
-                                  "fp32", "--plant", "wrong-sp-scale")
+                                  "fp32", "--inject-fault", "wrong-sp-scale")
     assert code == 1, said
     assert "2 times the reference's" in " ".join(results[0]["failures"])
-    assert set(results[0]["kinds"]) >= set(PLANTS["wrong-sp-scale"].shows)
+    assert set(results[0]["kinds"]) >= set(FAULTS["wrong-sp-scale"].shows)
 
 
 @pytest.mark.slow
@@ -210,8 +210,8 @@ def test_ranks_of_a_launch_certify_what_fits_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_ranks_that_cannot_be_set_up_fail_every_cell_at_once(tmp_path: Path) -> None:
-    """One launch, not one a cell."""
+def test_ranks_that_cannot_be_set_up_fail_every_case_at_once(tmp_path: Path) -> None:
+    """One launch, not one a case."""
     code, said, results = certify(tmp_path, "--layouts", "ddp,zero1", "--world", "2", "--model", "tiny-gpt2",
                                   "--dtype", "fp32", GLOO_SOCKET_IFNAME="nosuch0")
     assert code == 1, said
@@ -249,11 +249,11 @@ def _holds(path: Path, marker: str) -> bool:
 def test_faults_are_caught_in_other_layouts(tmp_path: Path, layouts: str, dtype: str) -> None:
     """Every fault that a layout can have, in both precisions."""
     layout = layout_of(layouts.split(",")[-1])
-    plants = [name for name, plant in PLANTS.items() if plant.needs(layout, 2) is None]
-    code, said, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype, "--plant",
-                                  ",".join(plants), timeout=1700)
+    faults = [name for name, fault in FAULTS.items() if fault.needs(layout, 2) is None]
+    code, said, results = certify(tmp_path, "--layouts", layouts, "--world", "2", "--dtype", dtype,
+                                  "--inject-fault", ",".join(faults), timeout=1700)
     assert code == 1, said
-    assert {one["plant"] for one in results} == set(plants)
+    assert {one["fault"] for one in results} == set(faults)
     for one in results:
-        missing = set(PLANTS[one["plant"]].shows) - set(one["kinds"])
-        assert not missing, f"{one['layout']} {one['model']} {one['plant']}: {missing} not in {one['failures']}"
+        missing = set(FAULTS[one["fault"]].shows) - set(one["kinds"])
+        assert not missing, f"{one['layout']} {one['model']} {one['fault']}: {missing} not in {one['failures']}"

@@ -1,1 +1,1 @@
-"""Is every parallel layout the same maths as one process? What `certify` compares, and how closely."""
+"""`certify`: compare every parallel layout with one process, within stated tolerances."""

@@ -1,4 +1,4 @@
-"""Certify one cell: start a layout from the seed checkpoint, train it, compare it. All ranks run it in lockstep."""
+"""Certify one case: start a layout from the seed checkpoint, train it, compare it. All ranks run it in lockstep."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.cases import Cell, resolve_cell
+from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.compare import compare, gather
-from ezpz_llm.certify.injected_faults import find_plant
+from ezpz_llm.certify.injected_faults import find_fault
 from ezpz_llm.certify.reference import Reference, read_reference, seed_checkpoint
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, release, train
 from ezpz_llm.dist import Dist
@@ -33,28 +33,28 @@ _STEADY = 1
 """The step (from 0) that is looked at for collectives and memory: the first one has set everything up."""
 
 
-def certify_cell(cell: Cell, root: Path, steps: int, dist: Dist) -> dict[str, Any]:
-    """Run a cell and judge it. Collective; every rank gets the same answer.
+def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, Any]:
+    """Run a case and judge it. Collective; every rank gets the same answer.
 
     Args:
         root: where `make_reference` wrote the reference of this model, dtype and number of steps.
 
     Returns:
-        The cell with its numbers, `failures` (what failed, a sentence each) and `passed`.
+        The case with its numbers, `failures` (what failed, a sentence each) and `passed`.
     """
     began = time.perf_counter()
-    config, resolved = recipe.model_config(cell.model), resolve_cell(cell, dist.device.type)
+    config, resolved = recipe.model_config(case.model), resolve_case(case, dist.device.type)
     layout = resolved.layout
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
-    reference = read_reference(root, cell.model, cell.dtype, steps)
-    seed = seed_checkpoint(root, cell.model, cell.dtype, steps)
-    ours, watch = _run(cell, config, resolved, dist, reference, seed, steps)
+    reference = read_reference(root, case.model, case.dtype, steps)
+    seed = seed_checkpoint(root, case.model, case.dtype, steps)
+    ours, watch = _run(case, config, resolved, dist, reference, seed, steps)
     release(dist.device)
     theirs = _theirs(reference)
-    found = verdict.findings(ours, theirs, config.n_layer, cell.dtype)
+    found = verdict.findings(ours, theirs, config.n_layer, case.dtype)
     failures = verdict.failures(found)
     return {
-        **asdict(cell), "passed": not failures, "failures": failures,
+        **asdict(case), "passed": not failures, "failures": failures,
         "kinds": [kind for kind, entries in found.items() if any(one.failed for one in entries)],
         "worst": verdict.as_json(found), "losses": ours["losses"], "held_out": ours["held_out"],
         "norms": [ranks[0] for ranks in ours["norms"]],
@@ -62,7 +62,7 @@ def certify_cell(cell: Cell, root: Path, steps: int, dist: Dist) -> dict[str, An
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
                       "zero_by_symmetry": reference.symmetric},
         "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
-        "arithmetic": [asdict(part) for part in memory_per_rank(layout, config, cell.world)],
+        "arithmetic": [asdict(part) for part in memory_per_rank(layout, config, case.world)],
         "textbook": textbook(layout, config, resolved.batch),
         "by_parameter": {kind: {one.what: [one.value, one.bound] for one in found[kind]}
                          for kind in ("gradient", "weight")},
@@ -70,23 +70,23 @@ def certify_cell(cell: Cell, root: Path, steps: int, dist: Dist) -> dict[str, An
     }
 
 
-def _run(cell: Cell, config: ModelConfig, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
+def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
          steps: int) -> tuple[verdict.Numbers, dict[str, Any]]:
-    plant = find_plant(cell.plant) if cell.plant else None
+    fault = find_fault(case.fault) if case.fault else None
     before = living_storages()
     sabotage = None
-    if plant is not None and plant.model is not None:
+    if fault is not None and fault.model is not None:
         def sabotage(model: torch.nn.Module) -> None:
-            plant.model(model, dist, resolved.layout)
+            fault.model(model, dist, resolved.layout)
     engine = make_engine(config, resolved, dist, sabotage)
     ours: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
     _forget(engine)
     checkpoint.load(seed, engine, dist)
-    if plant is not None and plant.engine is not None:
-        plant.engine(engine, dist)
+    if fault is not None and fault.engine is not None:
+        fault.engine(engine, dist)
     rows = own_rows(dist)
-    if plant is not None and plant.rows is not None:
-        rows = plant.rows(rows, dist)
+    if fault is not None and fault.rows is not None:
+        rows = fault.rows(rows, dist)
 
     def first_gradient(seen: Trajectory) -> None:
         ours["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,

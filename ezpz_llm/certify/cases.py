@@ -1,4 +1,4 @@
-"""What there is to certify: layouts, each with its models, precisions and worlds (imports no torch)."""
+"""Cases to certify: a layout with a model, a precision and a world size each (imports no torch)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from ezpz_llm.layout.resolve import Resolved, resolve
 _DP_SIZES = (1, 2, 4)
 _MOST_RANKS = 4
 _WORLDS = {"3d": (8,)}
-"""Where the degrees of a ds_config do not say it: the third dimension of 3d is data-parallel."""
+"""World sizes that the degrees of a ds_config do not say: the third dimension of 3d is data-parallel."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One layout with one model in one precision on one number of ranks, perhaps with a planted fault."""
+class Case:
+    """One layout with one model in one precision on one number of ranks, perhaps with an injected fault."""
 
     layout: str
     world: int
     model: str
     dtype: str
-    plant: str | None = None
+    fault: str | None = None
 
     @property
     def title(self) -> str:
-        planted = f" with {self.plant}" if self.plant else ""
-        return f"{self.layout} {self.model} {self.dtype} on {self.world} rank{'s' * (self.world > 1)}{planted}"
+        fault = f" with {self.fault}" if self.fault else ""
+        return f"{self.layout} {self.model} {self.dtype} on {self.world} rank{'s' * (self.world > 1)}{fault}"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A cell that cannot run, and why; `illegal` where no machine could run it, else there is something to type."""
+    """A case that cannot run, and why; `illegal` where no machine could run it, else there is something to type."""
 
-    cell: Cell
+    case: Case
     reason: str
     illegal: bool
 
@@ -54,16 +54,16 @@ def natural_worlds(name: str) -> tuple[int, ...]:
     return _WORLDS.get(layout.name) or tuple(others * size for size in _DP_SIZES if others * size <= _MOST_RANKS)
 
 
-def resolve_cell(cell: Cell, device: str | None) -> Resolved:
-    """The cell's layout with the recipe's numbers.
+def resolve_case(case: Case, device: str | None) -> Resolved:
+    """The case's layout with the recipe's numbers.
 
     Raises:
         UserError: it cannot run.
     """
-    pipeline = layout_of(cell.layout).pp > 1
-    resolved = resolve(cell.layout, world_size=cell.world, global_batch=recipe.GLOBAL_BATCH, clip=recipe.CLIP,
+    pipeline = layout_of(case.layout).pp > 1
+    resolved = resolve(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH, clip=recipe.CLIP,
                        accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
-                       precision=cell.dtype, device=device, model=recipe.model_config(cell.model))
+                       precision=case.dtype, device=device, model=recipe.model_config(case.model))
     if resolved.deepspeed is None:
         return resolved
     zero = resolved.deepspeed["zero_optimization"]
@@ -75,40 +75,40 @@ def resolve_cell(cell: Cell, device: str | None) -> Resolved:
     return replace(resolved, deepspeed=deepspeed)
 
 
-def all_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
-              dtypes: Sequence[str]) -> list[Cell]:
+def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
+              dtypes: Sequence[str]) -> list[Case]:
     """Every combination, by world; each layout in its natural worlds where none are asked for."""
-    cells = [Cell(layout, world, model, dtype) for layout in layouts
+    cases = [Case(layout, world, model, dtype) for layout in layouts
              for world in worlds or natural_worlds(layout) for model in models for dtype in dtypes]
-    return sorted(cells, key=lambda cell: cell.world)
+    return sorted(cases, key=lambda case: case.world)
 
 
-def quick_cells(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
-                dtypes: Sequence[str]) -> list[Cell]:
+def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
+                dtypes: Sequence[str]) -> list[Case]:
     """Each layout once in the first precision, in its smallest world of several ranks (of those asked for, if any),
     the models in turn; and two in the other precisions."""
-    cells = []
+    cases = []
     for number, layout in enumerate(layouts):
         sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
         world = next((size for size in sizes if size > 1), sizes[0])
-        cells.append(Cell(layout, world, models[number % len(models)], dtypes[0]))
-    cells += [replace(cell, model=models[-1], dtype=dtype) for cell in cells if cell.layout in ("zero3", "tp2")
+        cases.append(Case(layout, world, models[number % len(models)], dtypes[0]))
+    cases += [replace(case, model=models[-1], dtype=dtype) for case in cases if case.layout in ("zero3", "tp2")
               for dtype in dtypes[1:]]
-    return sorted(cells, key=lambda cell: cell.world)
+    return sorted(cases, key=lambda case: case.world)
 
 
-def divide(cells: Sequence[Cell], device: str | None) -> tuple[list[Cell], list[Skipped]]:
+def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
     """Those that can run here, and those that cannot."""
-    legal: list[Cell] = []
+    legal: list[Case] = []
     skipped: list[Skipped] = []
-    for cell in cells:
+    for case in cases:
         try:
-            resolve_cell(cell, device)
+            resolve_case(case, device)
         except UserError as error:
             # An op that is not built is a state of this machine, and has a command that mends it.
             illegal = not (error.instead or "").startswith("ezpz-llm doctor")
             mend = "" if illegal or not error.instead else f" (type: {error.instead})"
-            skipped.append(Skipped(cell, error.found + mend, illegal))
+            skipped.append(Skipped(case, error.found + mend, illegal))
         else:
-            legal.append(cell)
+            legal.append(case)
     return legal, skipped

@@ -9,6 +9,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.cases import layout_of
+from ezpz_llm.certify.report import injected_fault
 from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.rundir import write_atomic
 
@@ -39,7 +40,7 @@ def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
 
 def certified(kept: dict[str, Any]) -> str:
     """The table as Markdown, with what its numbers are of."""
-    results = [one for one in kept["results"] if not one["plant"]]
+    results = [one for one in kept["results"] if not injected_fault(one)]
     layouts = dict.fromkeys([one["layout"] for one in results] + [one["layout"] for one in kept["skipped"]])
     versions = kept["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)

@@ -1,6 +1,6 @@
-"""Faults to plant in a layout, to see that they are caught: each is one that parallel training has had.
+"""Faults to fault in a layout, to see that they are caught: each is one that parallel training has had.
 
-A plant works on the layout under test and never on the reference. Names and descriptions import no torch.
+A fault works on the layout under test and never on the reference. Names and descriptions import no torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plant:
-    """One fault.
+class Fault:
+    """An injected fault.
 
     Attributes:
         shows: the kinds of findings (see verdict.py) that must name it.
-        needs: why it cannot be planted in a layout on a number of ranks, None where it can.
+        needs: why it cannot be injected into a layout on a number of ranks, None where it can.
         model, engine, rows: what it does to the model before the engine sees it, to the engine at work, and to the
             choice of this rank's sequences.
     """
 
     name: str
-    fault: str
+    description: str
     shows: tuple[str, ...]
     needs: Callable[[Layout, int], str | None] = lambda layout, world: None
     model: Callable[[Any, Dist, Layout], None] | None = None
@@ -40,15 +40,15 @@ class Plant:
     rows: Callable[[Rows, Dist], Rows] | None = None
 
 
-def find_plant(name: str) -> Plant:
-    """The plant of that name.
+def find_fault(name: str) -> Fault:
+    """Return the fault of that name.
 
     Raises:
         UserError: there is none.
     """
-    if name not in PLANTS:
-        raise unknown("planted fault", name, PLANTS, where="--plant")
-    return PLANTS[name]
+    if name not in FAULTS:
+        raise unknown("fault", name, FAULTS, where="--inject-fault")
+    return FAULTS[name]
 
 
 def _gradients_x2(engine: Engine, dist: Dist) -> None:
@@ -208,27 +208,27 @@ def _plain_head(layout: Layout, world: int) -> str | None:
 
 
 _ALL = (
-    Plant("gradients-x2", "all gradients are twice as large", ("gradient", "norm"), engine=_gradients_x2),
+    Fault("gradients-x2", "all gradients are twice as large", ("gradient", "norm"), engine=_gradients_x2),
     # One block is too small a part of the norm to stand out of bf16's noise.
-    Plant("dropped-bucket", "a bucket of gradients is not added up over ranks", ("gradient",), _leaves,
+    Fault("dropped-bucket", "a bucket of gradients is not added up over ranks", ("gradient",), _leaves,
           model=_dropped_bucket),
-    Plant("accumulation-not-divided", "gradients are not divided by the number of micro-steps",
+    Fault("accumulation-not-divided", "gradients are not divided by the number of micro-steps",
           ("gradient", "norm"), engine=_accumulation_not_divided),
-    Plant("early-sync", "gradients are reduced after the first micro-step only", ("gradient", "norm"),
+    Fault("early-sync", "gradients are reduced after the first micro-step only", ("gradient", "norm"),
           _ddp_replicas, engine=_early_sync),
-    Plant("unmarked-tp", "the gradient norm does not know which parameters are divided over ranks", ("norm",),
+    Fault("unmarked-tp", "the gradient norm does not know which parameters are divided over ranks", ("norm",),
           _tensor_parallel, engine=_unmarked_tp),
-    Plant("stale-optimizer", "the optimizer's step count is an earlier run's", ("loss", "weight"),
+    Fault("stale-optimizer", "the optimizer's step count is an earlier run's", ("loss", "weight"),
           engine=_stale_optimizer),
-    Plant("wrong-mask", "attention sees what follows", ("loss", "gradient"), engine=_wrong_mask),
-    Plant("shifted-targets", "targets are those of another position", ("loss", "gradient"),
+    Fault("wrong-mask", "attention sees what follows", ("loss", "gradient"), engine=_wrong_mask),
+    Fault("shifted-targets", "targets are those of another position", ("loss", "gradient"),
           engine=_shifted_targets),
-    Plant("duplicated-data", "one rank trains on another's sequences", ("loss", "gradient"), _replicas,
+    Fault("duplicated-data", "one rank trains on another's sequences", ("loss", "gradient"), _replicas,
           rows=_duplicated_data),
-    Plant("untied-head", "the head's gradient does not reach the tied table", ("gradient",), _plain_head,
+    Fault("untied-head", "the head's gradient does not reach the tied table", ("gradient",), _plain_head,
           model=_untied_head),
-    Plant("wrong-sp-scale", "gradients are summed, not averaged, over the ranks of a sequence",
+    Fault("wrong-sp-scale", "gradients are summed, not averaged, over the ranks of a sequence",
           ("gradient", "norm"), _sequence_parallel, engine=_wrong_sp_scale),
 )
 
-PLANTS = {plant.name: plant for plant in _ALL}
+FAULTS = {fault.name: fault for fault in _ALL}

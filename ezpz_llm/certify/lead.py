@@ -15,11 +15,11 @@ from typing import Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.certify.cases import Cell
+from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.options import Work
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, append_line, read_lines, read_record, write_json
 
-_START_S, _REFERENCE_S, _CELL_S = 120, 120, 90
+_START_S, _REFERENCE_S, _CASE_S = 120, 120, 90
 _IDLE_S = 240
 
 
@@ -30,34 +30,34 @@ def lead(work: Work, root: Path) -> dict[str, Any]:
         UserError: the reference could not be computed.
     """
     environment: dict[str, Any] = {}
-    # The job of one rank comes first, also without cells of its own: it makes the references.
-    for world in sorted({1, *(cell.world for cell in work.cells)}):
-        cells = [cell for cell in work.cells if cell.world == world]
-        references, attempt = references_of(work.cells) if world == 1 else (), 0
-        while cells or references:
+    # The job of one rank comes first, also without cases of its own: it makes the references.
+    for world in sorted({1, *(case.world for case in work.cases)}):
+        cases = [case for case in work.cases if case.world == world]
+        references, attempt = references_of(work.cases) if world == 1 else (), 0
+        while cases or references:
             attempt += 1
             folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
             before = len(results(root))
-            code = _launch(Job(root, references, tuple(cells), work.steps, work.device), world, folder)
+            code = _launch(Job(root, references, tuple(cases), work.steps, work.device), world, folder)
             seen = read_record(RunDir(folder)).get("environment", {})
             environment = environment or seen
-            cells, references = cells[len(results(root)) - before:], ()
+            cases, references = cases[len(results(root)) - before:], ()
             why = _take_failure(root, code, folder)
             if code and not references_made(root, work):
                 raise UserError(f"the reference could not be computed: {why}", where=str(folder), exit_code=1,
                                 instead=f"ezpz-llm why {folder}")
-            # Ranks that could not even be set up (too few devices, say) will not be for the next cell either.
-            lost = cells[:1] if seen else cells
-            for cell in lost:
-                append_line(results_file(root), _unfinished(cell, why))
-                print(f"{cell.title}: NOT the same\n    {why}", flush=True)
-            cells = cells[len(lost):]
+            # Ranks that could not even be set up (too few devices, say) will not be for the next case either.
+            lost = cases[:1] if seen else cases
+            for case in lost:
+                append_line(results_file(root), _unfinished(case, why))
+                print(f"{case.title}: NOT the same\n    {why}", flush=True)
+            cases = cases[len(lost):]
     return environment
 
 
 def references_made(root: Path, work: Work) -> bool:
     return all(reference_numbers(root, model, dtype, work.steps).is_file()
-               for model, dtype in references_of(work.cells))
+               for model, dtype in references_of(work.cases))
 
 
 def _launch(job: Job, world: int, folder: Path) -> int:
@@ -65,11 +65,11 @@ def _launch(job: Job, world: int, folder: Path) -> int:
     folder.parent.mkdir(parents=True, exist_ok=True)
     job_file = folder.with_suffix(".job.json")
     job.write(job_file)
-    limit = _START_S + _REFERENCE_S * len(job.references) + _CELL_S * len(job.cells)
+    limit = _START_S + _REFERENCE_S * len(job.references) + _CASE_S * len(job.cases)
     words = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(world), "--run-dir", str(folder),
              "--timeout-idle", str(_IDLE_S), sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)]
     environment = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
-    print(f"{world} rank{'s' * (world > 1)}: {len(job.cells)} to certify", flush=True)
+    print(f"{world} rank{'s' * (world > 1)}: {len(job.cases)} to certify", flush=True)
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
     try:
         return process.wait(limit)
@@ -96,18 +96,18 @@ def _take_failure(root: Path, code: int, folder: Path) -> str:
     return f"its ranks ended with code {code}; ezpz-llm why {folder}"
 
 
-def _unfinished(cell: Cell, why: str) -> dict[str, Any]:
-    return {**asdict(cell), "passed": False, "failures": [why], "kinds": ["error"], "worst": {}, "seconds": 0.0}
+def _unfinished(case: Case, why: str) -> dict[str, Any]:
+    return {**asdict(case), "passed": False, "failures": [why], "kinds": ["error"], "worst": {}, "seconds": 0.0}
 
 
 # A job for ranks and the files it leaves behind (imports no torch).
 @dataclass(frozen=True)
 class Job:
-    """What one job of ranks does below `root`: references first, on rank 0, then cells."""
+    """A job of ranks below `root`: references first, on rank 0, then cases."""
 
     root: Path
     references: tuple[tuple[str, str], ...]
-    cells: tuple[Cell, ...]
+    cases: tuple[Case, ...]
     steps: int
     device: str
 
@@ -124,7 +124,7 @@ def results_file(root: Path) -> Path:
 
 
 def failed_files(root: Path) -> list[Path]:
-    """What ended a job, written by the ranks that it happened to."""
+    """Return the error records of a job's failed ranks."""
     return sorted((root / "failed").glob("rank*.json"))
 
 
@@ -134,10 +134,10 @@ def reference_numbers(root: Path, model: str, dtype: str, steps: int) -> Path:
 
 
 def results(root: Path) -> list[dict[str, Any]]:
-    """What was found so far."""
+    """Return the results so far."""
     return list(read_lines(results_file(root)))
 
 
-def references_of(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
-    """(model, dtype) of every reference that cells need."""
-    return tuple(dict.fromkeys((cell.model, cell.dtype) for cell in cells))
+def references_of(cases: Sequence[Case]) -> tuple[tuple[str, str], ...]:
+    """(model, dtype) of every reference that cases need."""
+    return tuple(dict.fromkeys((case.model, case.dtype) for case in cases))

@@ -1,16 +1,18 @@
-"""The command line of certify and what can be wrong with it (imports no torch)."""
+"""Command line of certify, validated (imports no torch)."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.certify import recipe
-from ezpz_llm.certify.cases import Cell, Skipped, all_cells, divide, layout_of, natural_worlds, quick_cells
-from ezpz_llm.certify.injected_faults import PLANTS, find_plant
+from ezpz_llm.certify.cases import Case, Skipped, all_cases, divide, layout_of, natural_worlds, quick_cases
+from ezpz_llm.certify.injected_faults import FAULTS, find_fault
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_config
 from ezpz_llm.model.config import MODELS
@@ -26,12 +28,22 @@ Exit code 0 only if all pass.
 
 @dataclass(frozen=True)
 class Work:
-    """What to certify, and what cannot be."""
+    """The cases to run, those skipped with the reason, and how to run them."""
 
-    cells: tuple[Cell, ...]
+    cases: tuple[Case, ...]
     skipped: tuple[Skipped, ...]
     steps: int
     device: str
+
+
+class _OldName(argparse.Action):
+    """The name that an option had in the last release: works, and says the new one on stderr."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        print(f"note: {option_string} is now --{self.dest.replace('_', '-')}; the old name goes with the next "
+              "release", file=sys.stderr)
+        setattr(namespace, self.dest, values)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,8 +61,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true",
                       help="each layout once, in the first --dtype and its smallest world of several ranks, and "
                            "zero3 and tp2 in the others")
-    made.add_argument("--plant", metavar="NAME,…",
-                      help=f"plant faults, one after the other, which must make it fail: {', '.join(PLANTS)}")
+    made.add_argument("--inject-fault", metavar="NAME,…",
+                      help=f"inject faults, one after the other; it must then fail: {', '.join(FAULTS)}")
+    made.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
     made.add_argument("--write-docs", action="store_true", help="write the table of docs/layouts.md from this run")
     made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
@@ -62,13 +75,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
-    """What the options ask for.
+    """Return the cases that the options ask for.
 
     Args:
         world_size: the number of ranks where they are given: only what runs on exactly so many is kept.
 
     Raises:
-        UserError: an unknown name, a number that makes no sense, a fault that cannot be planted, nothing to do.
+        UserError: an unknown name, a number that makes no sense, a fault that cannot be injected, nothing to do.
     """
     if options.steps < 3:
         raise UserError(f"{options.steps} steps are too few to see a steady one", where="--steps",
@@ -90,37 +103,37 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
                             instead="no --world under launch, or certify alone, which starts ranks itself")
         worlds = (world_size,)
     device = "cpu" if options.device == "auto" else options.device
-    cells, skipped = divide((quick_cells if options.quick else all_cells)(layouts, worlds, models, dtypes), device)
-    if not cells and not any(not one.illegal for one in skipped):
-        reasons = "; ".join(dict.fromkeys(f"{one.cell.layout}: {one.reason}" for one in skipped))
+    cases, skipped = divide((quick_cases if options.quick else all_cases)(layouts, worlds, models, dtypes), device)
+    if not cases and not any(not one.illegal for one in skipped):
+        reasons = "; ".join(dict.fromkeys(f"{one.case.layout}: {one.reason}" for one in skipped))
         natural = sorted({world for name in layouts for world in natural_worlds(name)})
         raise UserError(f"there is nothing to certify ({reasons})", where="--layouts, --world",
                         instead=f"--world {' or '.join(map(str, natural))}")
-    if options.plant:
-        cells = _planted(_words(options.plant, "--plant"), cells)
-    return Work(tuple(cells), tuple(skipped), options.steps, options.device)
+    if options.inject_fault:
+        cases = _with_faults(_words(options.inject_fault, "--inject-fault"), cases)
+    return Work(tuple(cases), tuple(skipped), options.steps, options.device)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    if options.write_docs and (options.layouts != "all" or options.quick or options.plant or options.world):
+    if options.write_docs and (options.layouts != "all" or options.quick or options.inject_fault or options.world):
         raise UserError("the page has a row for every layout, from a whole matrix", where="--write-docs",
-                        instead="no --layouts, --world, --quick or --plant")
+                        instead="no --layouts, --world, --quick or --inject-fault")
     if options.json is not None and options.json.is_dir():
         raise UserError(f"{options.json} is a folder", where="--json", instead=f"{options.json / 'certify.json'}")
 
 
-def _planted(names: Sequence[str], cells: Sequence[Cell]) -> list[Cell]:
-    """Each cell with each of the faults that it can have; every fault in one cell at least."""
+def _with_faults(names: Sequence[str], cases: Sequence[Case]) -> list[Case]:
+    """Each case with each of the faults that it can have; every fault in one case at least."""
     found = []
     for name in names:
-        reasons = {cell: find_plant(name).needs(layout_of(cell.layout), cell.world) for cell in cells}
-        found += [replace(cell, plant=name) for cell, reason in reasons.items() if reason is None]
+        reasons = {case: find_fault(name).needs(layout_of(case.layout), case.world) for case in cases}
+        found += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
         if None not in reasons.values():
-            why = "; ".join(dict.fromkeys(f"{cell.layout} on {cell.world} rank{'s' * (cell.world > 1)}: {reason}"
-                                          for cell, reason in reasons.items()))
-            raise UserError(f"{name} cannot be planted in {why}", where="--plant",
+            why = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"
+                                          for case, reason in reasons.items()))
+            raise UserError(f"{name} cannot be injected into {why}", where="--inject-fault",
                             instead="other --layouts, or --world 2")
-    return sorted(found, key=lambda cell: cell.world)
+    return sorted(found, key=lambda case: case.world)
 
 
 def _words(text: str, where: str) -> list[str]:
@@ -135,7 +148,7 @@ def _worlds(text: str | None) -> tuple[int, ...] | None:
         return None
     words = _words(text, "--world")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"{text!r} is no list of numbers of ranks", where="--world", instead="--world 2,4")
+        raise UserError(f"{text!r} is not a list of world sizes", where="--world", instead="--world 2,4")
     return tuple(int(word) for word in words)
 
 

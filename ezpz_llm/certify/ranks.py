@@ -19,7 +19,7 @@ def follow(todo: Work, options: Namespace, argv: Sequence[str], began: float) ->
     with setup(device=options.device, run_dir=options.run_dir, name="certify",
                timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
-        job = Job(dist.run_dir.path, references_of(todo.cells), todo.cells, todo.steps, options.device)
+        job = Job(dist.run_dir.path, references_of(todo.cases), todo.cases, todo.steps, options.device)
         found = work(job, dist, say=lambda line: print(line, flush=True) if dist.is_main else None)
         if dist.is_main:
             conclude(todo, options, argv, began, dist.run_dir, environment)

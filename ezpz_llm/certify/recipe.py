@@ -1,4 +1,4 @@
-"""What every layout is asked to compute: the model, the batch, the optimizer and the tokens (imports no torch).
+"""Recipe that every layout computes: the model, the batch, the optimizer and the tokens (imports no torch).
 
 The shapes are small, so that the whole matrix runs on two cores, and still have everything that a layout may get
 wrong: four layers, four heads, grouped keys and values and no biases in the one, a tied table in both, two

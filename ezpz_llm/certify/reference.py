@@ -1,4 +1,4 @@
-"""The truth that layouts are held to: one process, and its own noise."""
+"""The reference that layouts are compared with: one process in the same precision, and its baseline noise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPLITS = (8, 1, 4)
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computed.
+    """Losses, norms, tensors and baseline noise of one process.
 
     Attributes:
         tensors: "first/NAME", "gradient/NAME" (of the first step, before clipping) and "weight/NAME" (after the
@@ -88,7 +88,7 @@ def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
 
 
 def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
-    """What every layout starts from."""
+    """Return the checkpoint that every layout starts from."""
     return checkpoint.find(reference_numbers(root, model, dtype, steps).with_name("seed"))
 
 

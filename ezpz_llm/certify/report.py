@@ -1,4 +1,4 @@
-"""What certify prints, and what it keeps as JSON (imports no torch)."""
+"""Verdict table and certify.json of a run of certify (imports no torch)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WIDTH = 150
 
 
 def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
-    """Whether everything asked for is the same maths; what is illegal anywhere was not asked for."""
+    """Return True if every requested case passed; cases that no machine could run do not count."""
     return bool(results) and all(one["passed"] for one in results) and all(one.illegal for one in skipped)
 
 
 def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
-    """One row a cell. Gradients and weights in units of their bounds."""
+    """One row a case. Gradients and weights in units of their bounds."""
     rows = [_row(one) for one in results]
     if not rich:
         return table("certify", _COLUMNS, rows)
@@ -50,14 +50,14 @@ def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
 
 
 def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
-    """What failed and what was skipped, and the verdict on all of it."""
+    """Return the failures, the skipped cases and the overall verdict as text."""
     lines = []
     for one in results:
         if not one["passed"]:
             lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
     reasons: dict[tuple[str, str, bool], list[int]] = {}
     for one in skipped:
-        reasons.setdefault((one.cell.layout, one.reason, one.illegal), []).append(one.cell.world)
+        reasons.setdefault((one.case.layout, one.reason, one.illegal), []).append(one.case.world)
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
@@ -71,14 +71,19 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
     return "\n".join(lines)
 
 
+def injected_fault(one: Result) -> str | None:
+    """Return the name of the fault injected into a result's layout. Results of older releases call it `plant`."""
+    return one["fault"] if "fault" in one else one["plant"]
+
+
 def title(one: Result) -> str:
-    planted = f" with {one['plant']}" if one["plant"] else ""
-    return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{planted}"
+    fault = f" with {name}" if (name := injected_fault(one)) else ""
+    return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{fault}"
 
 
 def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
            seconds: float) -> dict[str, Any]:
-    """Everything worth keeping, but for the numbers of each parameter, which the results' file has."""
+    """Return the content of certify.json: all but the numbers of each parameter, which cells.jsonl has."""
     machine = {name: value for name, value in environment.items()
                if name in ("versions", "platform", "device", "threads")}
     references = {f"{one['model']} {one['dtype']}": one["reference"] for one in results if "reference" in one}
@@ -92,7 +97,7 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
                    "seed": recipe.SEED, "data_seed": recipe.DATA_SEED},
         "bounds": {"rounding": verdict.ROUNDING, "k": verdict.K, "C": verdict.C, "factor": verdict.FACTOR,
                    "least_loss": verdict.LEAST_LOSS},
-        "skipped": [{**vars(one.cell), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
+        "skipped": [{**vars(one.case), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
         "references": references,
         "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
                     for one in results],
@@ -117,7 +122,7 @@ def _finite(value: Any) -> Any:
 
 def _row(one: Result) -> tuple[str, ...]:
     worst = one["worst"]
-    name = one["layout"] + (f" +{one['plant']}" if one["plant"] else "")
+    name = one["layout"] + (f" +{fault}" if (fault := injected_fault(one)) else "")
     return (name, one["model"], str(one["world"]), one["dtype"],
             *(f"{worst[kind]['value']:.1e} / {worst[kind]['bound']:.1e}" if kind in worst else "-"
               for kind in ("loss", "norm")),
@@ -130,7 +135,6 @@ def _short(what: str) -> str:
     return what.partition(" of ")[2].removeprefix("transformer.")
 
 
-# What a certify run says and leaves behind at its end (imports no torch).
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
     """Print and write the outcome; the exit code. One process calls it."""

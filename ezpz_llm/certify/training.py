@@ -29,7 +29,7 @@ Rows = Callable[[np.ndarray, int], np.ndarray]
 
 @dataclass
 class Trajectory:
-    """What this rank saw. `losses` are its parts, whose means over the ranks are the losses."""
+    """Losses and norms of this rank. `losses` are its parts, whose means over the ranks are the losses."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Trajectory:
 
     @property
     def clip_factor(self) -> float:
-        """What the first step's gradient was multiplied by to fit under the clip."""
+        """Factor that clipping multiplied the first step's gradient by."""
         return min(1.0, recipe.CLIP / (self.norms[0] + 1e-6))
 
 

@@ -1,4 +1,4 @@
-"""From what was measured to what failed, by name (imports no torch)."""
+"""Verdict on a case: every measured difference beside its bound (imports no torch)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison with its bound; `ratio` above 1 (or not a number) has failed."""
+    """A comparison with its bound; a `ratio` above 1 or NaN is a failure."""
 
     what: str
     value: float
@@ -40,7 +40,7 @@ def findings(ours: Numbers, theirs: Numbers, n_layer: int, dtype: str) -> dict[s
     """Every comparison, by kind: cover, first, loss, norm, gradient, weight."""
     return {
         "cover": _cover(ours, theirs),
-        "first": [Finding(f"first values of {name}", found["copy"], 0.0, _where(found))
+        "first": [Finding(f"initial weights of {name}", found["copy"], 0.0, _where(found))
                   for name, found in ours["first"].items()],
         "loss": _losses(ours, theirs),
         "norm": _norms(ours, theirs, n_layer, dtype),
@@ -56,7 +56,7 @@ def worst(found: list[Finding]) -> Finding:
 
 
 def failures(found: dict[str, list[Finding]]) -> list[str]:
-    """What failed, a sentence each, the worst of each kind first; a kind's others are counted."""
+    """Return the failures, a sentence each, the worst of each kind first; a kind's others are counted."""
     lines = []
     for kind in found.values():
         failed = sorted((one for one in kind if one.failed), key=lambda one: -one.ratio)

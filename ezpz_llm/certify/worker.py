@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import run_command
-from ezpz_llm.certify.case import certify_cell
-from ezpz_llm.certify.cases import Cell
+from ezpz_llm.certify.case import certify_case
+from ezpz_llm.certify.cases import Case
 from ezpz_llm.certify.lead import Job, results_file
 from ezpz_llm.certify.reference import make_reference
 from ezpz_llm.dist import Dist, Heartbeat
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# A job of ranks at work: cells one after the other in one process group.
+# A job of ranks at work: cases one after the other in one process group.
 COLLECTIVE_TIMEOUT_S = 240.0
 """How long a rank waits for another; a whole reference is computed in that time."""
 
@@ -58,28 +58,28 @@ def work(job: Job, dist: Dist, say: Callable[[str], None]) -> list[dict[str, Any
             make_reference(job.root, model, dtype, job.steps, dist)
         dist.barrier()
     found = []
-    for number, cell in enumerate(job.cells):
+    for number, case in enumerate(job.cases):
         heartbeat.beat(TRAINING, number)
-        say(f"{cell.title} …")
-        result = _guarded(cell, job, dist)
+        say(f"{case.title} …")
+        result = _guarded(case, job, dist)
         found.append(result)
         if dist.is_main:
             append_line(results_file(job.root), result)
-        say(f"{cell.title}: {'the same' if result['passed'] else 'NOT the same'} ({result['seconds']:.1f} s)")
+        say(f"{case.title}: {'the same' if result['passed'] else 'NOT the same'} ({result['seconds']:.1f} s)")
         for line in result["failures"]:
             say(f"    {line}")
     return found
 
 
-def _guarded(cell: Cell, job: Job, dist: Dist) -> dict[str, Any]:
+def _guarded(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     try:
-        return certify_cell(cell, job.root, job.steps, dist)
+        return certify_case(case, job.root, job.steps, dist)
     except Exception as error:
         # The other ranks may be anywhere: this ends the job, and leaves behind why.
         folder = job.root / "failed"
         folder.mkdir(exist_ok=True)
         write_json(folder / f"rank{dist.rank:04d}.json",
-                   {"cell": asdict(cell), "rank": dist.rank, "error": f"{type(error).__name__}: {error}",
+                   {"case": asdict(case), "rank": dist.rank, "error": f"{type(error).__name__}: {error}",
                     "traceback": traceback.format_exc()})
         raise
 
