@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     given = options.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if info.world_size > 1 and not given:
         raise UserError(f"{info.world_size} ranks share no run directory", where="environment",
-                        instead="launch python3 -m ezpz_llm.check, or the same --run-dir for all")
+                        instead="launch python3 -m ezpz_llm.preflight, or the same --run-dir for all")
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
     meeting = Place(address, port, secret_of(os.environ, run_dir))
     if info.rank == 0:

@@ -16,7 +16,7 @@ from simcluster.cluster import Cluster
 CALM = {"OMP_NUM_THREADS": "1", "SLURM_MPI_TYPE": "none"}
 """No PMI: on a busy machine Slurm 22.05's pmi2 plug-in now and then cuts MPICH's lines in two, and MPI hangs."""
 ALLOCATION = ("salloc", "--quiet", "-N4", "--ntasks-per-node=2")
-PREFLIGHT = f'exec {sys.executable} -m ezpz_llm.check'
+PREFLIGHT = f'exec {sys.executable} -m ezpz_llm.preflight'
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from ezpz_llm.check.protocol import Place, meeting_point
 from ezpz_llm.check.server import Board
 from ezpz_llm.launch.ranks import RankInfo
 
-PREFLIGHT = (sys.executable, "-m", "ezpz_llm.check")
+PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
 SECRET = bytes(range(32))
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -50,7 +50,7 @@ def test_its_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
 def test_ranks_without_an_address_are_told_to_use_launch() -> None:
     with pytest.raises(UserError, match="no MASTER_PORT") as caught:
         meeting_point({"MASTER_ADDR": "n1"}, 4)
-    assert "launch python3 -m ezpz_llm.check" in str(caught.value)
+    assert "launch python3 -m ezpz_llm.preflight" in str(caught.value)
     assert meeting_point({}, 1) == ("127.0.0.1", 0)
 
 
@@ -85,7 +85,7 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
     (hanging / "__init__.py").write_text("import time\ntime.sleep(300)\n")
     (hanging / "version.py").write_text("__version__ = '2.11.0'\n")
     program = (f'[ "$PMI_RANK" = 0 ] || export PYTHONPATH={hanging.parent}; '
-               'exec "$0" -m ezpz_llm.check --limit 20 --run-dir "$1"')
+               'exec "$0" -m ezpz_llm.preflight --limit 20 --run-dir "$1"')
     core = str(min(os.sched_getaffinity(0)))
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as stranger:
@@ -116,7 +116,7 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_under_torchrun_whose_agent_holds_the_port(tmp_path: Path) -> None:
-    done = run("torchrun", "--nproc-per-node", "2", "--master-port", "29617", "-m", "ezpz_llm.check",
+    done = run("torchrun", "--nproc-per-node", "2", "--master-port", "29617", "-m", "ezpz_llm.preflight",
                "--run-dir", str(tmp_path / "r"), timeout=120, **CALM)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "preflight: fit" in done.stdout

@@ -51,7 +51,7 @@ def meeting_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:
     if not address or not port:
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
         raise UserError(f"{world_size} ranks have no {missing} to meet at", where="environment",
-                        instead="launch python3 -m ezpz_llm.check, which sets both")
+                        instead="launch python3 -m ezpz_llm.preflight, which sets both")
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT={port!r} is not a port number", where="environment")
     return address, int(port)

@@ -89,7 +89,7 @@ def read_places(env: Mapping[str, str]) -> list[tuple[str, int]]:
 
 
 # The preflight before a run (--preflight): the same launcher, hosts and ranks, another program first.
-PROGRAM = "ezpz_llm.check"
+PROGRAM = "ezpz_llm.preflight"
 
 _LIMIT_S = 180.0
 """It reports within a minute of its last rank's start; so long it may take to start them all, and to end."""
