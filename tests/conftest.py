@@ -28,13 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-counterfactual", action="store_true",
                      help="write benchmarks/results/explain_counterfactual.json (test_explain_run.py)")
     parser.addoption("--write-layout-links", action="store_true",
-                     help="write benchmarks/results/layout_links.json (test_wire_layouts.py)")
+                     help="write benchmarks/results/layout_links.json (test_traffic_layouts.py)")
     parser.addoption("--write-matrix", action="store_true",
                      help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
     parser.addoption("--write-study", action="store_true",
                      help="write benchmarks/results/scaling_links.json (test_scale_cluster.py)")
-    parser.addoption("--write-wire", action="store_true",
-                     help="write ezpz_llm/observe/traffic_gloo.json (test_wire.py)")
+    parser.addoption("--write-traffic", action="store_true",
+                     help="write ezpz_llm/observe/traffic_gloo.json (test_traffic.py)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ from ezpz_llm.explain.intervals import subtract, total, union
 from ezpz_llm.explain.split import owned
 from ezpz_llm.explain.trace import RankTrace, read_trace
 from ezpz_llm.explain.waits import PAIRED, waits
-from ezpz_llm.observe.traffic import NOTHING, Wire, measured, textbook_bytes, wire
+from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
 from ezpz_llm.rundir import RunDir, read_record
 
 _SCALAR = 8
@@ -43,12 +43,12 @@ class Moved:
         issued: by groups of ranks that issue the same.
         wire: of the busiest rank, without what it has with itself.
         textbook: bytes of its busier direction in the papers' algorithms.
-        expected_s: what the wire table says of its calls, one after the other.
+        expected_s: what the traffic table says of its calls, one after the other.
         measured_s: in which something was in flight and nothing computed, see `moved`.
     """
 
     issued: dict[tuple[int, ...], Issued]
-    wire: Wire
+    wire: Traffic
     textbook: float
     expected_s: float
     measured_s: float
@@ -78,7 +78,7 @@ def moved(folder: Path, bandwidth: float) -> Moved:
                                        strict=True):
             if len(flight.ranks) < 2:
                 continue
-            one = wire("gloo", flight.kind, flight.size, len(flight.ranks))
+            one = call_traffic("gloo", flight.kind, flight.size, len(flight.ranks))
             if flight.step == min(trace.steps):
                 busy += one
                 expected.append(0.0 if flight.kind == "send" else one.seconds(bandwidth))

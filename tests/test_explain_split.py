@@ -13,7 +13,7 @@ from ezpz_llm.explain.flight import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
 from ezpz_llm.explain.text import collectives_text
 from ezpz_llm.explain.trace import rank_trace
-from ezpz_llm.observe.traffic import wire
+from ezpz_llm.observe.traffic import call_traffic
 from ezpz_llm.rundir import RunDir
 
 
@@ -207,7 +207,7 @@ def test_bytes_on_the_wire_stand_where_a_group_crosses_hosts_and_the_backend_was
     text = shown(("a", "b"))
     assert "on the wire" in text
     row = next(line for line in text.splitlines() if "all_reduce (dp)" in line).split()
-    on_the_wire = wire("gloo", "all_reduce", 2**23, 2).bytes / 1e6
+    on_the_wire = call_traffic("gloo", "all_reduce", 2**23, 2).bytes / 1e6
     assert float(row[row.index("8.389") + 1]) == pytest.approx(on_the_wire, rel=1e-3)
     assert "on the wire" not in shown(("a", "a"))
 

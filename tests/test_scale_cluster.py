@@ -19,7 +19,7 @@ from launch_runs import record
 from scale_runs import TRAIN
 from simcluster.cluster import Cluster, missing
 
-from ezpz_llm.observe.traffic import measured, wire_of
+from ezpz_llm.observe.traffic import measured, step_traffic
 from ezpz_llm.scaling.sample import Repeat, read_repeats
 
 # One rank a node: two cores are all that the nodes have together.
@@ -83,7 +83,7 @@ def moving_s(nodes: int, rate: str) -> float:
     """What ZeRO-1 needs a step to move its gradients and weights."""
     issued = {"all_reduce": {"count": 1, "bytes": WEIGHTS}, "all_gather": {"count": 2, "bytes": WEIGHTS}}
     bandwidth = measured("gloo")["goodput"][rate]
-    return sum(one.seconds(bandwidth) for one in wire_of("gloo", issued, nodes).values())
+    return sum(one.seconds(bandwidth) for one in step_traffic("gloo", issued, nodes).values())
 
 
 def test_a_slow_network_shows_in_a_study(cluster: Cluster, tmp_path: Path, cache: str) -> None:

@@ -13,7 +13,7 @@ from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Spli
 from ezpz_llm.launch.devices import core_ranges
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import percentages, table
-from ezpz_llm.observe.traffic import wire
+from ezpz_llm.observe.traffic import call_traffic
 
 _SHOWN_CAUSES = 8
 _SHOWN_RANKS = 16
@@ -117,11 +117,11 @@ def collectives_text(split: Split, *, rich: bool) -> str:
 
 
 def _wire_bytes(split: Split, one: Exposed) -> float | None:
-    """Of the busier direction of a host's link by the wire table; None where that has none, or nothing crosses."""
+    """Bytes of the busier direction of a node's link by the traffic table; None if not measured, or none cross."""
     device = DEVICES.get(split.device)
     if device is None or not one.bytes or not one.ranks or not split.crosses_hosts(one):
         return None
-    call = wire(device.collectives, one.label.partition(" (")[0], one.bytes / one.count, len(one.ranks))
+    call = call_traffic(device.collectives, one.label.partition(" (")[0], one.bytes / one.count, len(one.ranks))
     return None if call is None else call.bytes * one.count
 
 

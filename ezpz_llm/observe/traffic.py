@@ -1,9 +1,9 @@
 """Bytes on the wire of a collective, as measured on a link, beside the textbook's (imports no torch).
 
-The table of a backend is a file beside this one, written by a measurement (see docs/wire.md): one rank a node, each
-with a link of its own, whose counters say what a call of a kind sent for a buffer of so many bytes among so many
-ranks. Bytes of buffers are counted as in the collectives that a run issues: what is reduced, what is gathered, what
-is divided, what is sent, always the whole buffer.
+The table of a backend is a file beside this one, written by a measurement (see docs/traffic.md): one rank a node,
+each with a link of its own, whose counters say what a call of a kind sent for a buffer of so many bytes among so
+many ranks. Bytes of buffers are counted as in the collectives that a run issues: what is reduced, what is gathered,
+what is divided, what is sent, always the whole buffer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class Wire:
-    """One call, or the sum of several, in bytes of the rank that has most.
+class Traffic:
+    """Traffic of one call, or of several, in bytes of the rank that has most.
 
     A call takes `overhead_s` seconds whatever the bandwidth, and as long as the link needs for `line_bytes`, which
     are more than `bytes` where ranks wait for each other.
@@ -56,7 +56,7 @@ class Wire:
         return max(self.sent, self.received)
 
     def seconds(self, bandwidth: float) -> float:
-        """What the calls take one after the other on a link that carries so many bytes of data a second."""
+        """Seconds of the calls one after the other on a link that carries so many bytes of data a second."""
         return self.overhead_s + self.line_bytes / bandwidth
 
     @property
@@ -66,22 +66,22 @@ class Wire:
 
     @property
     def is_textbook(self) -> bool:
-        """Whether what was measured is what the textbook says."""
+        """True if the measured bytes are within NEAR of the textbook's."""
         return abs(self.bytes - self.textbook) <= NEAR * self.textbook
 
-    def __add__(self, other: Wire) -> Wire:
-        return Wire(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def times(self, count: int) -> Wire:
+    def times(self, count: int) -> Traffic:
         """So many calls."""
-        return Wire(*(count * value for value in astuple(self)))
+        return Traffic(*(count * value for value in astuple(self)))
 
 
-NOTHING = Wire(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Traffic(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def textbook_bytes(kind: str, size: float, ranks: int) -> float:
-    """What the busiest rank sends, or receives, in the algorithms that send least.
+    """Bytes that the busiest rank sends, or receives, in the algorithms that send least.
 
     All-reduce as reduce-scatter and all-gather (Chan et al. 2007, doi:10.1002/cpe.1206): 2 (n-1)/n of the buffer;
     each of the two, and an exchange of all with all, half of it; broadcast, reduce, send and receive once.
@@ -91,8 +91,8 @@ def textbook_bytes(kind: str, size: float, ranks: int) -> float:
     return size * (_SHARE[kind] * (ranks - 1) / ranks if kind in _SHARE else 1.0)
 
 
-def wire(backend: str, kind: str, size: float, ranks: int) -> Wire | None:
-    """What one call of a collective puts on the wire; None where it was not measured.
+def call_traffic(backend: str, kind: str, size: float, ranks: int) -> Traffic | None:
+    """Bytes on the wire of one call of a collective; None if it was not measured.
 
     Args:
         kind: as in the collectives issued: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce,
@@ -109,14 +109,14 @@ def wire(backend: str, kind: str, size: float, ranks: int) -> Wire | None:
     sent, received, line, overhead_s = (_between(rows, name, size) for name in _NAMES)
     least = textbook_bytes(kind, size, ranks)
     if kind == "send":
-        return Wire(sent, 0.0, line, overhead_s, least, 0.0)
+        return Traffic(sent, 0.0, line, overhead_s, least, 0.0)
     if kind == "recv":
-        return Wire(0.0, received, line, overhead_s, 0.0, least)
-    return Wire(sent, received, line, overhead_s, least, least)
+        return Traffic(0.0, received, line, overhead_s, 0.0, least)
+    return Traffic(sent, received, line, overhead_s, least, least)
 
 
-def wire_of(backend: str, issued: Mapping[str, Mapping[str, int]], ranks: int) -> dict[str, Wire]:
-    """A step's collectives on the wire, by kind, all of them of one group of `ranks`.
+def step_traffic(backend: str, issued: Mapping[str, Mapping[str, int]], ranks: int) -> dict[str, Traffic]:
+    """Bytes on the wire of a step's collectives, by kind, all of them of one group of `ranks`.
 
     The sum of the values, from NOTHING on, is the step's.
 
@@ -131,7 +131,7 @@ def wire_of(backend: str, issued: Mapping[str, Mapping[str, int]], ranks: int) -
     for kind, calls in issued.items():
         if kind == "scalars" or not calls["count"]:
             continue
-        one = wire(backend, kind, calls["bytes"] / calls["count"], ranks)
+        one = call_traffic(backend, kind, calls["bytes"] / calls["count"], ranks)
         if one is None:
             raise KeyError(f"{kind} among {ranks} ranks over {backend} was not measured")
         found[kind] = one.times(calls["count"])

@@ -1,6 +1,6 @@
 """Short traced training runs as those of explain_ranks.py, on ranks that torch's own variables tell apart.
 
-    RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python3 tests/wire_layout_ranks.py FOLDER JOB…
+    RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python3 tests/traffic_layout_ranks.py FOLDER JOB…
 """
 
 from __future__ import annotations

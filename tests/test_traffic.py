@@ -1,6 +1,6 @@
 """Bytes on the wire: the committed table beside a link that counts.
 
-The whole table, written anew: pytest -m slow tests/test_wire.py --write-wire
+The whole table, written anew: pytest -m slow tests/test_traffic.py --write-traffic
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from simcluster.cluster import Cluster, missing
 
 from ezpz_llm.observe import traffic as module
-from ezpz_llm.observe.traffic import measured, reason, wire
+from ezpz_llm.observe.traffic import call_traffic, measured, reason
 
-PROGRAM = Path(__file__).with_name("wire_ranks.py")
-PAGE = Path(__file__).resolve().parent.parent / "docs/wire.md"
+PROGRAM = Path(__file__).with_name("traffic_ranks.py")
+PAGE = Path(__file__).resolve().parent.parent / "docs/traffic.md"
 TABLE = Path(module.__file__).with_name("traffic_gloo.json")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_list", "reduce_scatter", "all_to_all", "broadcast", "reduce",
                "gather", "scatter")
@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def on_the_link(cluster: Cluster, folder: Path, cases: list, nodes: int, timeout: float) -> list[dict]:
-    """What `wire_ranks.py` found, with one rank on each of the first nodes."""
+    """What `traffic_ranks.py` found, with one rank on each of the first nodes."""
     (folder / "cases.json").write_text(json.dumps(cases))
     ranks = [cluster.start(sys.executable, PROGRAM, folder / "cases.json", folder / "found.json", cwd=folder,
                            node=cluster.nodes[rank], RANK=str(rank), WORLD_SIZE=str(nodes), OMP_NUM_THREADS="1",
@@ -44,9 +44,9 @@ def test_what_a_link_counts_is_what_the_table_says(links, tmp_path):
     cases = [[kind, ranks, MIB, 2] for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
              for ranks in (2, 4)] + [["send", 2, MIB, 2], ["broadcast", 4, 3 * MIB // 2, 2]]
     for row in on_the_link(links, tmp_path, cases, nodes=4, timeout=250):
-        expected = wire("gloo", row["kind"], row["bytes"], row["ranks"])
+        expected = call_traffic("gloo", row["kind"], row["bytes"], row["ranks"])
         assert max(row["sent"]) == pytest.approx(expected.sent, rel=0.03), row
-        received = wire("gloo", "recv", row["bytes"], 2) if row["kind"] == "send" else expected
+        received = call_traffic("gloo", "recv", row["bytes"], 2) if row["kind"] == "send" else expected
         assert max(row["received"]) == pytest.approx(received.received, rel=0.03), row
 
 
@@ -62,7 +62,7 @@ def test_what_the_table_says_of_another_bandwidth(links, tmp_path):
         links.shape(None)
     bandwidth = 12.5e6 * measured("gloo")["goodput"]["200mbit"] / RATES["200mbit"]
     for row in found:
-        expected = wire("gloo", row["kind"], row["bytes"], row["ranks"]).seconds(bandwidth)
+        expected = call_traffic("gloo", row["kind"], row["bytes"], row["ranks"]).seconds(bandwidth)
         assert row["seconds"] == pytest.approx(expected, rel=0.15), row
 
 
@@ -98,13 +98,14 @@ def test_the_whole_table(tmp_path, request):
             same = lists[row["ranks"], row["bytes"]]["sent"]
             assert row["sent"] == pytest.approx(same, rel=0.05, abs=500), "all functions that gather are one kind"
     rows = [row for row in rows if row["kind"] != "all_gather_list"]
-    if request.config.getoption("--write-wire"):
+    if request.config.getoption("--write-traffic"):
         write(rows, goodput)
 
 
 def write(rows: list[dict], goodput: dict[str, float]) -> None:
     about = {"backend": "gloo", "date": datetime.now(timezone.utc).date().isoformat(),
-             "command": "pytest -m slow tests/test_wire.py --write-wire", "versions": {"torch": torch.__version__},
+             "command": "pytest -m slow tests/test_traffic.py --write-traffic",
+             "versions": {"torch": torch.__version__},
              "link": "one a node, to a switch, held by tbf to the rate in both directions; one rank a node; bytes "
                      "are the node's own link's counters, seconds the median of seven calls from when the last "
                      "rank called until all had ended, goodput bytes a second of the largest send",
@@ -127,7 +128,7 @@ def page_table() -> list[str]:
     for kind in COLLECTIVES:
         if kind == "all_gather_list":
             continue
-        found = [wire("gloo", kind, SIZES[-1], ranks) for ranks in (2, 4, 8)]
+        found = [call_traffic("gloo", kind, SIZES[-1], ranks) for ranks in (2, 4, 8)]
         why = "" if all(one.is_textbook for one in found) else reason("gloo", kind)
         rows.append(f"| {kind} | {shares(one.bytes / SIZES[-1] for one in found)} | "
                     f"{shares(one.textbook / SIZES[-1] for one in found)} | "

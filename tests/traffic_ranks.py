@@ -1,4 +1,4 @@
-"""A rank that puts collectives on its node's link and counts the bytes there: wire_ranks.py CASES.json OUT.json
+"""A rank that puts collectives on its node's link and counts the bytes there: traffic_ranks.py CASES.json OUT.json
 
 Under torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), one rank a node. CASES is a list of
 [kind, ranks, bytes, repeats]; the first `ranks` ranks take part, the others wait. Rank 0 writes, for each case,

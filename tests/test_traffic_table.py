@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ezpz_llm.observe import traffic as module
-from ezpz_llm.observe.traffic import NOTHING, measured, reason, textbook_bytes, wire, wire_of
+from ezpz_llm.observe.traffic import NOTHING, call_traffic, measured, reason, step_traffic, textbook_bytes
 
 GOODPUT = {"fast": 1000.0, "slow": 100.0}
 
@@ -23,7 +23,7 @@ MADE_UP = [row("all_reduce", 1000, 1100, 1100, 0.5, 1500), row("all_reduce", 10_
 
 @pytest.fixture
 def made_up(tmp_path, monkeypatch):
-    (tmp_path / "wire_string.json").write_text(json.dumps({"goodput": GOODPUT, "rows": MADE_UP[::-1]}))
+    (tmp_path / "traffic_string.json").write_text(json.dumps({"goodput": GOODPUT, "rows": MADE_UP[::-1]}))
     monkeypatch.setattr(module, "_FOLDER", tmp_path)
     module._rows.cache_clear()
     yield
@@ -34,7 +34,7 @@ def made_up(tmp_path, monkeypatch):
     (1000, 1100, 1500, 0.5), (10_000, 10_100, 15_000, 1.5), (5500, 5600, 8250, 1.0), (500, 600, 750, 0.4444),
     (20_000, 20_200, 30_000, 3.0)])
 def test_volumes_between_below_and_above_the_measured_sizes(made_up, size, sent, line_bytes, overhead_s):
-    found = wire("string", "all_reduce", size, 2)
+    found = call_traffic("string", "all_reduce", size, 2)
     assert (found.sent, found.received) == pytest.approx((sent, sent))
     assert found.line_bytes == pytest.approx(line_bytes)
     assert found.overhead_s == pytest.approx(overhead_s, abs=1e-4)
@@ -43,22 +43,22 @@ def test_volumes_between_below_and_above_the_measured_sizes(made_up, size, sent,
 
 
 def test_a_burst_says_nothing_of_the_bytes(made_up):
-    found = wire("string", "reduce", 1000, 2)
+    found = call_traffic("string", "reduce", 1000, 2)
     assert (found.line_bytes, found.overhead_s) == (600, 0), "never less than what went over the link"
 
 
 def test_what_was_not_measured_is_not_guessed(made_up):
-    assert wire("string", "all_reduce", 1000, 3) is None
-    assert wire("string", "all_gather", 1000, 2) is None
-    assert wire("carrier pigeons", "all_reduce", 1000, 2) is None
-    assert wire("string", "reduce", 1000, 2).bytes == 600, "the busier direction"
-    assert wire("string", "all_reduce", 1000, 1).bytes == 0
+    assert call_traffic("string", "all_reduce", 1000, 3) is None
+    assert call_traffic("string", "all_gather", 1000, 2) is None
+    assert call_traffic("carrier pigeons", "all_reduce", 1000, 2) is None
+    assert call_traffic("string", "reduce", 1000, 2).bytes == 600, "the busier direction"
+    assert call_traffic("string", "all_reduce", 1000, 1).bytes == 0
 
 
 def test_sending_and_receiving_are_two_directions_of_a_link(made_up):
-    send, recv = wire("string", "send", 1000, 8), wire("string", "recv", 1000, 8)
+    send, recv = call_traffic("string", "send", 1000, 8), call_traffic("string", "recv", 1000, 8)
     assert (send.sent, send.received, recv.sent, recv.received) == (1010, 0, 0, 1010), "of two, whatever the group"
-    both = sum(wire_of("string", {kind: {"count": 3, "bytes": 3000} for kind in ("send", "recv")}, 2).values(),
+    both = sum(step_traffic("string", {kind: {"count": 3, "bytes": 3000} for kind in ("send", "recv")}, 2).values(),
                NOTHING)
     assert (both.bytes, both.textbook, both.line_bytes) == (3030, 3000, pytest.approx(6060))
     assert both.overhead_s == pytest.approx(0.6)
@@ -67,13 +67,13 @@ def test_sending_and_receiving_are_two_directions_of_a_link(made_up):
 def test_a_step_is_the_sum_of_its_calls(made_up):
     issued = {"all_reduce": {"count": 3, "bytes": 3000}, "send": {"count": 1, "bytes": 1000},
               "scalars": {"count": 9, "bytes": 36}, "reduce": {"count": 0, "bytes": 0}}
-    found = wire_of("string", issued, 2)
+    found = step_traffic("string", issued, 2)
     assert found.keys() == {"all_reduce", "send"}
     assert (found["all_reduce"].sent, found["all_reduce"].textbook) == (3300, 3000)
     assert not found["all_reduce"].is_textbook
     assert found["send"].is_textbook
     with pytest.raises(KeyError, match="all_reduce among 4 ranks over string was not measured"):
-        wire_of("string", issued, 4)
+        step_traffic("string", issued, 4)
 
 
 @pytest.mark.parametrize(("kind", "ranks", "share"), [
@@ -90,12 +90,12 @@ LARGE = 8 * 2**20
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_gloo_sends_what_the_textbook_says_or_the_reason_is_known(ranks):
     for kind in KINDS:
-        found = wire("gloo", kind, LARGE, ranks)
+        found = call_traffic("gloo", kind, LARGE, ranks)
         assert found.is_textbook or reason("gloo", kind), (kind, ranks, found)
         assert found.bytes > 0.95 * found.textbook, "nobody sends less than must be sent"
     # What DeepSpeed's stage 3 pays on CPUs for asking for less.
-    assert wire("gloo", "reduce_scatter", LARGE, ranks).sent == pytest.approx(
-        wire("gloo", "all_reduce", LARGE, ranks).sent, rel=0.02)
+    assert call_traffic("gloo", "reduce_scatter", LARGE, ranks).sent == pytest.approx(
+        call_traffic("gloo", "all_reduce", LARGE, ranks).sent, rel=0.02)
 
 
 def test_the_table_says_where_it_comes_from():

@@ -1,6 +1,6 @@
 """Layouts on links of known bandwidth: what they issue, what that takes, and a slow link that is named.
 
-What is committed, written anew: pytest -m slow tests/test_wire_layouts.py --write-layout-links
+What is committed, written anew: pytest -m slow tests/test_traffic_layouts.py --write-layout-links
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from simcluster.cluster import Cluster
 from ezpz_llm.explain.diagnosis import account
 from ezpz_llm.observe.traffic import measured
 
-PROGRAM = Path(__file__).with_name("wire_layout_ranks.py")
+PROGRAM = Path(__file__).with_name("traffic_layout_ranks.py")
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGE = REPOSITORY / "docs/wire.md"
+PAGE = REPOSITORY / "docs/traffic.md"
 RESULT = REPOSITORY / "benchmarks/results/layout_links.json"
 RATES = ("1gbit", "200mbit")
 # Little to compute for what is sent, and buffers far above the bursts that a shaped link lets pass.
@@ -112,10 +112,10 @@ def write(rows: dict[tuple[str, int], dict[str, Moved]]) -> None:
     """The result, and the page's table from it."""
     RESULT.write_text(json.dumps({
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "pytest -m slow tests/test_wire_layouts.py --write-layout-links",
+        "command": "pytest -m slow tests/test_traffic_layouts.py --write-layout-links",
         "versions": {"torch": torch.__version__}, "runs": JOBS,
         "what": "two and four simulated nodes with one rank each; measured_s: exposed communication of the median "
-                "step, mean over ranks, without waiting for ranks that compute; expected_s: what the wire table "
+                "step, mean over ranks, without waiting for ranks that compute; expected_s: what the traffic table "
                 "says of the calls; bytes are those of a rank's busier direction",
         "rows": [by_rate[RATES[0]].as_row(name, nodes, {rate: (one.expected_s, one.measured_s)
                                                         for rate, one in by_rate.items()})
