@@ -17,10 +17,11 @@ class Traits:
     `collectives` is torch's name of the backend that communicates between such devices. `own`: each rank takes one
     of its own, by its local rank; else all ranks of a host share it. `bound`: a process group is told its device
     ahead, so that it neither guesses nor waits for the first collective. `overlaps`: communication can run beside
-    computation. `pins`: a copy from the host's pinned memory, and only from there, goes on beside the host. `parts`: a
-    device may be a part of a card (a tile) and have the card's identity. `bf16`: whether it multiplies matrices in bfloat16, or has to be asked. `fp16`: whether it does in
-    float16 at a useful speed. `tf32`: whether products of fp32 may be rounded to TF32; older devices of a kind
-    do not, which a probe finds out. `float64`: whether it computes in it at all.
+    computation. `pins`: a copy from the host's pinned memory, and only from there, goes on beside the host.
+    `parts`: a device may be a part of a card (a tile) and have the card's identity. `bf16`: whether it multiplies
+    matrices in bfloat16, or has to be asked. `fp16`: whether it does in float16 at a useful speed. `tf32`: whether
+    products of fp32 may be rounded to TF32; older devices of a kind do not, which a probe finds out. `float64`:
+    whether it computes in it at all.
     """
 
     collectives: str

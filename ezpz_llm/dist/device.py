@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -77,20 +77,20 @@ def refuse_idle_gpus(env: Mapping[str, str], root: Path = Path("/")) -> None:
         found += root.glob("dev/kfd")
     if not found:
         return
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip \
-        else "CPUs"
+    cuda, hip = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPUs"
     raise UserError(f"this node has a GPU that torch cannot use: torch {torch.__version__} is built for {build}",
                     where=f"{found[0]}, and --device auto",
-                    instead="a torch that fits the driver (ezpz-llm doctor compares them), or --device cpu to train on "
-                            "the CPU on purpose")
+                    instead="a torch that fits the driver (ezpz-llm doctor compares them), or --device cpu to "
+                            "train on the CPU on purpose")
 
 
 def _expand_segments(env: MutableMapping[str, str]) -> None:
     """Let CUDA's allocator grow its segments, unless the user has settings of their own.
 
-    Gathered parameters come and go in many sizes, and fixed segments between them stay unused. The older name of the
-    variable is the one that every torch reads, when it first allocates: 2.6 does not know the newer, and 2.9 ignores
-    this setting there. On ROCm allocations can hang with it.
+    Gathered parameters come and go in many sizes, and fixed segments between them stay unused. The older name of
+    the variable is the one that every torch reads, when it first allocates: 2.6 does not know the newer, and 2.9
+    ignores this setting there. On ROCm allocations can hang with it.
     """
     if torch.version.hip is None and not any(f"PYTORCH_{kind}ALLOC_CONF" in env for kind in ("", "CUDA_", "HIP_")):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import time
 from collections.abc import Mapping
 from pathlib import Path
-
-from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
-from ezpz_llm.rundir import SideFiles
-
-import contextlib
-import faulthandler
-from collections.abc import Mapping
 from typing import TextIO
 
-from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
+from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE, STACKS_SIGNAL, STACKS_VARIABLE
+from ezpz_llm.rundir import SideFiles
 
 
 class Heartbeat:

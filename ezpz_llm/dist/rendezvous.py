@@ -9,41 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hmac
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from torch.distributed import PrefixStore, Store, TCPStore
-
-from ezpz_llm.base.private import derived, run_secret
-
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.addresses import listen
-from ezpz_llm.launch.ports import holder
-from ezpz_llm.launch.ranks import RankInfo
-
-import contextlib
-import datetime
-import fcntl
-import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed import FileStore, Store
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from ezpz_llm.base.private import PrivateFolder, open_private
-from ezpz_llm.base.private import run_secret
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.addresses import is_loopback
+from ezpz_llm.base.private import PrivateFolder, derived, open_private, run_secret
+from ezpz_llm.launch.addresses import is_loopback, listen
+from ezpz_llm.launch.ports import holder
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
-
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -182,7 +166,8 @@ def raise_together(store: Store, info: RankInfo, error: UserError | None, secret
     while info.rank == 0 and left < info.world_size and time.monotonic() < deadline:
         time.sleep(0.02)
         left = store.add("setup/left", 0)
-    raise error or UserError(found or "another rank could not be set up", instead=None if found else "see its output")
+    raise error or UserError(found or "another rank could not be set up",
+                             instead=None if found else "see its output")
 
 
 def _signed(text: str, secret: bytes | None) -> str:
@@ -192,8 +177,9 @@ def _signed(text: str, secret: bytes | None) -> str:
 def _verified(value: bytes, secret: bytes | None) -> str | None:
     """The text of `_signed`; None where it was not signed with this secret."""
     signature, _, text = value.decode(errors="replace").partition("\n")
-    return text if secret and hmac.compare_digest(signature.encode(), derived(secret, "setup/error", text).encode()) \
-        else None
+    if not secret:
+        return None
+    return text if hmac.compare_digest(signature.encode(), derived(secret, "setup/error", text).encode()) else None
 
 
 # The store of ranks that all run on one node: a file in the run's private folder there, so that nothing listens.

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
+import shlex
 import socket
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-
+from ezpz_llm.base.errors import UserError, end_at_once_when_shown
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
-
-from ezpz_llm.dist.rendezvous import meet, raise_together
-from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.heartbeat import answer_with_stacks
-from ezpz_llm.base.errors import UserError, end_at_once_when_shown
+from ezpz_llm.dist.mesh import Degrees, Mesh
+from ezpz_llm.dist.rendezvous import meet, raise_together
 from ezpz_llm.launch.interfaces import own_interfaces, require_interfaces
 from ezpz_llm.launch.owner import Ownership, own
-from ezpz_llm.launch.ranks import RankInfo, find_rank
+from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
+from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir
-
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
-
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.ranks import ALONE, RankInfo
-from ezpz_llm.launch.schedulers import find_allocation
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir.secrets import redact_words
-
-import ctypes
-from collections.abc import Mapping
-
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")
@@ -196,7 +186,9 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)
     if met.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo listens on the address of the host's name otherwise, where the whole network reaches it.
-        os.environ.update({"GLOO_SOCKET_IFNAME": name for name, own in own_interfaces().items() if own == "127.0.0.1"})
+        for name, address in own_interfaces().items():
+            if address == "127.0.0.1":
+                os.environ["GLOO_SOCKET_IFNAME"] = name
     if error is None:
         try:
             claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
