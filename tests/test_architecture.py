@@ -1,0 +1,96 @@
+"""Rules for the whole package: rooms import in the order of docs/architecture.md, input is parsed in one place
+(`ezpz_llm.base.outside`), and ruff reads every file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ezpz_llm
+
+PACKAGE = Path(ezpz_llm.__file__).parent
+THE_READER = PACKAGE / "base" / "outside.py"
+PARSERS = {"json": {"load", "loads", "JSONDecoder"}, "yaml": None, "tomllib": None, "tomli": None, "marshal": None}
+"""By module: what of it parses; None for all of it."""
+
+TO_BE_MOVED = {("layout", "engine")}
+"""The optimizer's name and its rule, which layout/ needs without torch."""
+
+
+def rooms() -> list[str]:
+    """The rooms of docs/architecture.md, in the order of its table."""
+    section = (PACKAGE.parent / "docs" / "architecture.md").read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)/`", section, re.MULTILINE)
+
+
+def rooms_imported(text: str) -> Iterator[tuple[int, str]]:
+    """(line, room or root module) of each import of this package, those in functions too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "ezpz_llm" and rest and not rest.startswith("__"):
+                yield node.lineno, rest.partition(".")[0]
+
+
+def test_the_table_names_every_room():
+    assert sorted(rooms()) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def test_a_room_imports_only_rooms_above_it():
+    order = rooms()
+    found = {f"{path.relative_to(PACKAGE)}:{line}": room for place, name in enumerate(order)
+             for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
+             for line, room in rooms_imported(path.read_text()) if room not in order[:place + 1]
+             and (name, room) not in TO_BE_MOVED}
+    assert not found, "below in docs/architecture.md, or a command"
+
+
+def parsers_in(text: str) -> list[tuple[int, str]]:
+    """The lines that parse by themselves, and what they use."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = PARSERS.get(node.value.id, set())
+            if names is None or node.attr in names:
+                found.append((node.lineno, f"{node.value.id}.{node.attr}"))
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names if PARSERS.get(alias.name, set()) is None]
+        elif isinstance(node, ast.ImportFrom) and node.module in PARSERS:
+            names = PARSERS[node.module]
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names
+                      if names is None or alias.name in names]
+    return found
+
+
+def test_nothing_else_parses():
+    found = {f"{path.relative_to(PACKAGE)}:{line}": what for path in PACKAGE.rglob("*.py") if path != THE_READER
+             for line, what in parsers_in(path.read_text())}
+    assert not found, "use ezpz_llm.base.outside"
+
+
+@pytest.mark.parametrize("text", ["import json\njson.loads('1')", "from json import load", "import tomllib",
+                                  "import yaml", "import json\njson.JSONDecoder()"])
+def test_the_lint_finds(text):
+    assert parsers_in(text)
+    assert not parsers_in("import json\njson.dumps(1)")
+
+
+def test_ruff_reads_every_module():
+    """Its default skips folders named dist, ezpz_llm/dist among them."""
+    root = PACKAGE.parent
+    listed = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=root, check=True,
+                            capture_output=True, text=True, timeout=60).stdout.splitlines()
+    assert set(map(str, PACKAGE.rglob("*.py"))) <= set(listed)
