@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 _COMMAND = re.compile(r"^(?: {4})?(?:\./launchers/with-env )?((?:launch|ezpz-llm|python3 -m ezpz_llm\.\w+) .*)$")
 SUBCOMMANDS = {"data": ("prepare", "show", "verify", "tokenizer"), "evaluate": ("val", "hellaswag", "harness"),
                 "checkpoint": ("inspect", "export", "verify", "fetch"), "scale": ("report", "compare")}

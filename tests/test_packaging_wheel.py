@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("ezpz_llm", "ds_configs", "launchers", "jobs", "tests", "README.md", "LICENSE", "pyproject.toml",
-           ".gitignore")
+SHIPPED = ("ezpz_llm", "ds_configs", "launchers", "jobs", "tests", "README.md", "LICENSE", "CHANGELOG.md",
+           "CITATION.cff", "pyproject.toml", ".gitignore")
 
 
 def start(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -72,6 +72,7 @@ def test_wheel_ships_the_data_and_nothing_else(wheel: Path) -> None:
         assert expected <= found, name
     assert any(name.startswith("ezpz_llm/_data/jobs/") for name in modes)
     assert [name for name in modes if name.endswith(".dist-info/licenses/LICENSE")]
+    assert "ezpz_llm/py.typed" in modes
     assert modes["ezpz_llm/_data/launchers/with-env"] & stat.S_IXUSR
     assert modes["ezpz_llm/_data/launchers/with-env"] & stat.S_IXOTH
     assert not [name for name in modes if "__pycache__" in name or "egg-info" in name or name.startswith("tests")]
