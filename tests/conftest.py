@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 from forked_ranks import Server
 from simcluster.cluster import Cluster, missing
 from strangers import Strangers, two_users
+
+# pytest rewrites every assertion, for half of the seconds of a collection, unless it may keep what it made of them.
+sys.dont_write_bytecode = False
 
 _SETTLED = ("cluster", "gpu_cluster", "host_cluster")
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "EZPZ_LLM_RUN_DIR")
@@ -104,7 +108,7 @@ def _settled(request: pytest.FixtureRequest) -> Iterator[None]:
             request.getfixturevalue(name).settle()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Starts ranks in processes that have imported torch already."""
     with Server(tmp_path_factory.mktemp("jobs")) as started:

@@ -1,7 +1,7 @@
 """Faults on simulated nodes with real Slurm, each with the message and the exit code that it must have; after each,
 no process of the run may be left on any node. What was seen is written to docs/faults.md by
 
-    pytest tests/test_cluster_faults.py --write-faults
+    pytest -m "full or not full" tests/test_cluster_faults.py --write-faults
 """
 
 from __future__ import annotations
@@ -275,6 +275,21 @@ FAULTS = [
 ]
 
 
+BY_DEFAULT = (
+    ("the time limit strikes", "srun"), ("a node is switched off", "mpiexec"), ("a rank raises", "mpiexec"),
+    ("a rank raises, the others resist SIGTERM", "srun"), ("a rank is killed", "torchrun"),
+    ("a rank uses too much memory", "srun"), ("MASTER_PORT is taken on this host", "srun"),
+    ("this host lacks the interface", "mpiexec"), ("a host of the hostfile cannot be reached", "mpiexec"),
+    ("the program does not exist", "srun"), ("launch is killed, the ranks resist SIGTERM", "mpiexec"),
+    ("Ctrl-C, the ranks resist SIGTERM", "srun"))
+"""Each way in which launch learns of a fault, and each launcher."""
+
+
+def _cases() -> list:
+    return [pytest.param(fault, id=f"{fault.name} ({fault.launcher})".replace(" ", "-"),
+                         marks=() if fault.key in BY_DEFAULT else pytest.mark.full) for fault in FAULTS]
+
+
 @pytest.fixture(scope="module")
 def played(wide_cluster: Cluster, request: pytest.FixtureRequest,
            tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Seen]]]:
@@ -296,7 +311,7 @@ def _pattern(expected: str, hosts: tuple[str, ...]) -> str:
     return ".*?".join(re.escape(part) for part in expected.split("…"))
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.name} ({fault.launcher})".replace(" ", "-"))
+@pytest.mark.parametrize("fault", _cases())
 def test_fault(played: dict[tuple[str, str], Future[Seen]], fault: Fault) -> None:
     seen = played[fault.key].result(timeout=2 * _LIMIT_S)
     print(f"{seen.code} after {seen.seconds:.1f} s on {seen.hosts}\n{seen.text}")
@@ -316,7 +331,8 @@ each of two simulated nodes, with real Slurm, MPICH and torch; after each, while
 process of it was left on any node. In an expected message, FIRST and LAST are the run's hosts, … is any words.
 Seconds are from the start of launch to its end; several faults were played at a time, on two cores.
 
-`pytest tests/test_cluster_faults.py --write-faults` writes this page; the default `pytest` plays them all, too.
+`pytest -m "full or not full" tests/test_cluster_faults.py --write-faults` writes this page. The default `pytest`
+plays some of these faults, `pytest -m full` the others.
 
 | fault | launcher | expected | seen | message | seconds | date |
 |---|---|---|---|---|---|---|

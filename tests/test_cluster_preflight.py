@@ -45,6 +45,7 @@ def has(findings: list[str], *words: str) -> bool:
     return any(all(word in finding for word in words) for finding in findings)
 
 
+@pytest.mark.full
 def test_a_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> None:
     """launch --preflight: a fit reservation, and then the user's own program on every rank."""
     done = cluster.run(*ALLOCATION, "launch", "--preflight", "--run-dir", "r", "hostname", cwd=tmp_path,
@@ -96,6 +97,7 @@ def test_an_unfit_reservation_runs_nothing(cluster: Cluster, tmp_path: Path) -> 
     assert "preflight: unfit: 3 thing(s) to mend" in text, text
 
 
+@pytest.mark.full
 def test_a_host_without_a_way_and_a_rank_that_never_comes_up(cluster: Cluster, tmp_path: Path) -> None:
     script = f'if [ "$SLURM_PROCID" = 5 ]; then exec sleep 200; fi; {PREFLIGHT} --limit 30'
     gateway = cluster.run("getent", "hosts", "n1").stdout.split()[0]

@@ -52,6 +52,7 @@ def slurm_jobs(cluster: Cluster) -> list[str]:
     return cluster.run("squeue", "--noheader", "--format", "%i %T").stdout.split()
 
 
+@pytest.mark.full
 def test_a_requeued_training_goes_on_where_it_stopped(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "a run"
     train = (*TRAIN, "--steps", "300", "--save-every", "10", "--prompt", 'a "b" $(c)')
@@ -124,9 +125,8 @@ def by_hand(name: str, folder: Path) -> Path:
 
 def test_the_slurm_template_by_hand(cluster: Cluster, tmp_path: Path) -> None:
     script = by_hand("slurm.sh", tmp_path)
-    done = cluster.run("sbatch", "--parsable", "--wait", script, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
+    assert cluster.batch(script, cwd=tmp_path) == ["COMPLETED"]
+    [job] = [path.name for path in (tmp_path / "runs").iterdir()]
     assert "launcher   srun" in (tmp_path / f"ezpz_llm-{job}.log").read_text()
     assert record(tmp_path / "runs" / job)["exit"]["code"] == 0
     assert sorted(path.name for path in (tmp_path / "runs" / job / "logs").glob("rank*")) == ["rank0000.log",

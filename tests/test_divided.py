@@ -31,6 +31,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results_of(SCRIPT, tmp_path_factory.mktemp("four"), FOUR, 4)
 
 
+@pytest.mark.full
 def test_one_rank_is_enough_for_fsdp2(tmp_path: Path) -> None:
     check("fp32:llama:fsdp2", results_of(SCRIPT, tmp_path, ["fp32:llama:fsdp2"], 1)["fp32:llama:fsdp2"])
 

@@ -5,6 +5,7 @@ A job of two ranks and one of four, read by many tests. What each should find co
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -23,7 +24,8 @@ from ezpz_llm.evaluate.model import sample
 from ezpz_llm.hf.export import export
 from ezpz_llm.hf.source import find_source
 
-transformers = pytest.importorskip("transformers")
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("evaluate_ranks.py")
 TWO = ["gpt2:ddp", "llama:zero1", "gpt2:zero2", "llama:zero3", "gpt2:fsdp2", "gpt2:tp2", "llama:tp2_zero3",
@@ -34,6 +36,8 @@ VOCABULARY = 258
 
 def make_models(folder: Path) -> None:
     """A GPT-2 and a Llama with few, large random weights, and items to score."""
+    import transformers
+
     torch.manual_seed(1)
     common = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 256}
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -76,6 +80,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def load(folder: Path) -> Any:
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 

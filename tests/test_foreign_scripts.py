@@ -32,8 +32,8 @@ NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deeps
          "accelerate_fit": "accelerate", "hf_trainer": "accelerate"}
 WAYS = {"mpiexec": ("mpiexec", None), "torchrun": ("torchrun", None), "srun, pmi2": ("srun", "pmi2"),
         "srun, none": ("srun", "none")}
-BY_DEFAULT = {("torch_ddp", "mpiexec", 1), ("mpi4py_sum", "srun, pmi2", 2), ("mpi4py_sum", "srun, none", 2),
-              ("mpi4py_sum", "torchrun", 1), ("accelerate_fit", "srun, none", 2)}
+MARKS = {("torch_ddp", "mpiexec", 1): (), ("mpi4py_sum", "srun, pmi2", 2): (), ("mpi4py_sum", "srun, none", 2): (),
+         ("mpi4py_sum", "torchrun", 1): (), ("accelerate_fit", "srun, none", 2): pytest.mark.full}
 REFUSED = {("mpi4py_sum", "srun, none"), ("mpi4py_sum", "torchrun")}
 RESULTS = data_dir("benchmarks") / "results/foreign_scripts.json"
 _SAID = re.compile(r"^rank (\d+) of (\d+), sum of \w+ (\S+)$", re.MULTILINE)
@@ -41,7 +41,7 @@ _SAID = re.compile(r"^rank (\d+) of (\d+), sum of \w+ (\S+)$", re.MULTILINE)
 
 def _cells() -> list:
     return [pytest.param(script, way, nodes, id=f"{script}-{way}-{nodes}",
-                         marks=() if (script, way, nodes) in BY_DEFAULT else pytest.mark.slow)
+                         marks=MARKS.get((script, way, nodes), pytest.mark.slow))
             for script in NEEDS for way in WAYS for nodes in (1, 2)]
 
 

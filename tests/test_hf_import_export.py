@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -31,7 +32,8 @@ from ezpz_llm.model.init import decay_groups, load_values
 from ezpz_llm.model.parameters import HEAD, TABLE, parameter_shapes, whole
 from ezpz_llm.rundir import RunDir
 
-transformers = pytest.importorskip("transformers")
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
 
 VOCABULARY, BLOCK = 97, 24
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": BLOCK, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0,
@@ -48,6 +50,8 @@ def tokens(rows: int = 3) -> torch.Tensor:
 
 def make(kind: str) -> Any:
     """A model of transformers with large random weights, biases and norms too."""
+    import transformers
+
     family, _, what = kind.partition("-")
     if family == "gpt2":
         changes = {"untied": {"tie_word_embeddings": False}, "inner": {"n_inner": 40}}.get(what, {})
@@ -79,6 +83,8 @@ def difference(ours: GPT, theirs: Any) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_imported_logits_are_those_of_transformers_and_export_is_the_way_back(kind: str, tmp_path: Path) -> None:
+    import transformers
+
     theirs = make(kind)
     theirs.save_pretrained(tmp_path / "hf")
     assert difference(read(tmp_path / "hf"), theirs) < 1e-4
@@ -104,6 +110,8 @@ def test_the_same_text_is_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    import transformers
+
     make("llama").to(dtype).save_pretrained(tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert difference(read(tmp_path / "hf"), theirs) < 1e-4
@@ -256,6 +264,8 @@ def test_a_run_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_shape_has_a_form_there(name: str) -> None:
+    import transformers
+
     config = MODELS[name]
     stored = config.stored_tensors(config)
     shapes = parameter_shapes(config)
@@ -305,6 +315,8 @@ def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:
 @pytest.mark.parametrize("shape", ["tiny-gpt2", "tiny-llama"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_export_has_no_padded_rows_and_the_same_logits(shape: str, bias: bool, tmp_path: Path) -> None:
+    import transformers
+
     config = get_model_config(shape, n_layer=2, n_head=4, n_embd=32, block_size=BLOCK, vocab_size=VOCABULARY,
                               vocab_multiple=64, bias=bias, n_kv_head=2 if shape == "tiny-llama" else None)
     ours, folder = saved(config, tmp_path / "run")
@@ -366,6 +378,8 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["bytes", "char", "gpt2"])
 def test_the_exported_tokenizer_gives_the_same_ids(name: str, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
     text = "Hello, I'm a language model,  naïve café 漢字 🙂\n\n\ttabs 123"
     monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
     if name == "gpt2":

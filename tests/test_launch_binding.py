@@ -276,7 +276,7 @@ def test_real_ranks_run_on_their_cores(tmp_path: Path, launcher: str) -> None:
         assert json.loads(free.stdout.splitlines()[-1])[0] == cores
 
 
-@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_ranks_on_other_hosts_run_on_their_cores(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
     look = f"import os; print(os.uname().nodename, end=' '); {_LOOK}"
     done = cluster.run("launch", "--hosts", "n1,n2", "--ppn", "2", "--launcher", launcher, "--run-dir",

@@ -149,7 +149,7 @@ def test_a_run_of_which_some_are_killed(tmp_path: Path, program: str, tag: str, 
 
 
 @pytest.mark.parametrize("count", _COUNTS)
-@pytest.mark.parametrize("killed", ["nobody", "shims", "launch"])
+@pytest.mark.parametrize("killed", ["nobody", "shims", pytest.param("launch", marks=pytest.mark.full)])
 def test_on_two_nodes(host_cluster: Cluster, tmp_path: Path, program: str, tag: str, killed: str,
                       count: int) -> None:
     """Over ssh: no scheduler ends what is left."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ezpz_llm.model.attention import attention_kernel
@@ -18,6 +17,8 @@ from ezpz_llm.model.init import init_weights
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
 def test_compiled_blocks_equal_eager_ones_and_share_one_graph(name):
+    from torch._dynamo.utils import counters
+
     config = get_model_config(name, block_size=32)
     model, compiled = GPT(config), GPT(config)
     for candidate in (model, compiled):
