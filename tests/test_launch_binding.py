@@ -19,7 +19,7 @@ from simcluster.cluster import Cluster
 from ezpz_llm.launch import devices as devices_module
 from ezpz_llm.launch.binding import (
     Binding,
-    Circumstances,
+    BindingInputs,
     Domain,
     Topology,
     bind,
@@ -78,7 +78,7 @@ def _bind(name: str, topology: Topology | None, ranks: int, launcher: str = "pal
     site = find_site(name, {})
     around = {"ranks": ranks, "hosts": 2, "launcher": launcher, "topology": topology, "allotted": None,
               "devices": tuple(map(str, range(ranks)))}
-    return bind("auto", site, Circumstances(**(around | changes)))
+    return bind("auto", site, BindingInputs(**(around | changes)))
 
 
 @pytest.mark.parametrize(("name", "ranks", "cores"), [
@@ -136,7 +136,7 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
     assert _bind("aurora", site_topology(find_site("aurora", {})), 103).source == "103 ranks share 102 core(s)"
     # On one host its mask is that of all ranks; a core's two threads stay together, and a lone one counts as one.
     assert _bind("generic", part, 3, "mpiexec", hosts=1).cores == ("0,8", "1,9", "3")
-    around = Circumstances(2, 1, "torchrun", whole, None, (None, None))
+    around = BindingInputs(2, 1, "torchrun", whole, None, (None, None))
     assert bind("auto", site, around).by_shim
     assert bind("none", site, around) == Binding(devices=(None, None), cpus_per_rank=8, cpus_per_host=16,
                                                  cores_per_rank=4, source="--bind none")
@@ -242,7 +242,7 @@ def test_no_rank_gets_a_reserved_core(ranks: int, reserved: set[int]) -> None:
     site = Site("drawn", cores=("0-51", "52-103"), sockets=2, binding="list", reserved_cores=",".join(
         str(core) for core in sorted(reserved)))
     topology = site_topology(site)
-    binding = bind("auto", site, Circumstances(ranks, 1, "pals", topology, None, (None,) * ranks))
+    binding = bind("auto", site, BindingInputs(ranks, 1, "pals", topology, None, (None,) * ranks))
     used = [cpu for cores in binding.cores for cpu in expand(cores)]
     assert not reserved & set(used)
     assert len(used) == len(set(used))

@@ -219,6 +219,83 @@ def test_the_line_of_perlmutter(tmp_path: Path) -> None:
     assert " -c 8 " in _line(_plan("python3 x.py", env | {"SLURM_JOB_CPUS_PER_NODE": "32(x2)"}))
 
 
+_LUMI = """
+scheduler = "slurm"
+launcher = "srun"
+devices_per_host = 8
+cores = ["0-15", "16-31", "32-47", "48-63"]
+reserved_cores = "0,8,16,24,32,40,48,56"
+binding = "list"
+device_domains = [3, 3, 1, 1, 0, 0, 2, 2]
+"""
+_LUMI_CORES = ("49-55", "57-63", "17-23", "25-31", "1-7", "9-15", "33-39", "41-47")
+
+
+def _lumi(folder: Path, words: str, env: dict[str, str], **keys: str) -> LaunchPlan:
+    path = folder / "lumi.toml"
+    lines = [line for line in _LUMI.splitlines() if line.partition(" ")[0] not in keys]
+    path.write_text("\n".join([*lines, *(f"{name} = {value}" for name, value in keys.items() if value)]))
+    return _plan(f"--site {path} {words} python3 x.py", env)
+
+
+def _bound(plan: LaunchPlan) -> list[tuple[str | None, str | None, str | None]]:
+    return [(place.cores, place.device, place.distance) for place in plan.ranks if place.host == plan.hosts[0]]
+
+
+_LUMI_BOUND = [(cores, str(device), "near") for device, cores in enumerate(_LUMI_CORES)]
+
+
+def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None:
+    """LUMI numbers its devices neither along its NUMA domains nor against them (LUMI's user guide)."""
+    slurm = _slurm(tmp_path, "nid[005000-005001]", 2, 56)
+    plan = _lumi(tmp_path, "", slurm)
+    masks = ",".join(hex(sum(1 << core for core in devices.expand(cores))) for cores in _LUMI_CORES)
+    assert f" --cpu-bind=mask_cpu:{masks} " in _line(plan)
+    assert _bound(plan) == _LUMI_BOUND
+    assert not any("not near" in note for note in plan.notes)
+    assert "CUDA_VISIBLE_DEVICES" not in plan.env
+    # Fewer ranks than devices share the domains of those that they take.
+    assert _bound(_lumi(tmp_path, "--ppn 4", slurm)) == _LUMI_BOUND[:4]
+    assert _bound(_lumi(tmp_path, "--ppn 1", slurm)) == [(
+        "1-7,9-15,17-23,25-31,33-39,41-47,49-55,57-63", "0", "near")]
+    # More ranks than devices have none each to be near to.
+    assert {place.distance for place in _lumi(tmp_path, "--ppn 9", slurm).ranks[8:9]} == {None}
+    # A site that lets srun count is told so; one that leaves it to us is dealt by device.
+    depth = _lumi(tmp_path, "", slurm, binding='"depth"')
+    assert " -c 7 --cpu-bind=cores " in _line(depth)
+    assert any('binding = "list" in the site file deals them by device_domains' in note for note in depth.notes)
+    assert _bound(_lumi(tmp_path, "", slurm, binding="")) == _LUMI_BOUND
+    assert " -c 3 --cpu-bind=cores " in _line(_lumi(tmp_path, "", slurm | {"SLURM_JOB_CPUS_PER_NODE": "28(x2)"},
+                                                    binding=""))
+
+
+def test_the_same_under_mpiexec(tmp_path: Path) -> None:
+    """By lists; by a depth devices are put in the cores' order, but where a mask is the user's, cores in theirs."""
+    job = _pbs(tmp_path, ("n1", "n2"))
+    changes = {"scheduler": '"pbs"', "launcher": '"mpiexec"', "dialect": '"pals"'}
+    plan = _lumi(tmp_path, "", job, **changes)
+    assert f" --cpu-bind=list:{':'.join(_LUMI_CORES)} " in _line(plan)
+    assert _bound(plan) == _LUMI_BOUND
+    depth = _lumi(tmp_path, "", job, **changes, binding='"depth"')
+    assert " --depth=7 --cpu-bind=depth " in _line(depth)
+    assert depth.env["CUDA_VISIBLE_DEVICES"].value == "4,5,2,3,6,7,0,1"
+    assert {distance for _, _, distance in _bound(depth)} == {"near"}
+    own = _lumi(tmp_path, "", job | {"CUDA_VISIBLE_DEVICES": "0,4"}, **changes, binding='"depth"')
+    assert " --cpu-bind=list:33-39,41-47,49-55,57-63:1-7,9-15,17-23,25-31 " in _line(own)
+    assert {distance for _, _, distance in _bound(own)} == {"near"}
+    # Half of Aurora's ranks all take devices of its first socket: both sockets' cores stay in use, as a note says.
+    half = _plan("--ppn 6 python3 x.py", _pbs(tmp_path, ("a1",), EZPZ_LLM_SITE="aurora"))
+    assert ("3 of 6 rank(s) of a node are not near their device: local rank 3 has cores 53-69, and device 3 is on "
+            "another socket") in half.notes
+
+
+def test_the_key_that_device_domains_replaced_is_noted(tmp_path: Path) -> None:
+    plan = _lumi(tmp_path, "", _slurm(tmp_path, "n[1-2]", 2, 56), device_order='"reversed"')
+    assert _bound(plan) == _LUMI_BOUND
+    assert any("line 9: device_order is no longer read: the order of devices follows from device_domains" in note
+               for note in plan.notes)
+
+
 def test_more_ranks_than_the_job_has_cpus(tmp_path: Path) -> None:
     plan = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 1))
     assert " -c 1 --cpu-bind=cores --overcommit " in _line(plan)

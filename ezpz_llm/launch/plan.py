@@ -14,7 +14,7 @@ from ezpz_llm.base.package_data import user_path
 from ezpz_llm.launch.addresses import Meeting, find_meeting, is_here
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding import Binding
-from ezpz_llm.launch.circumstances import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
+from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
 from ezpz_llm.launch.devices import core_ranges, usable_cores
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
@@ -96,7 +96,8 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     devices, allocation = devices_of_hosts(env, site, allocation, is_host)
     placement = place(allocation, devices, options.ranks, options.per_host)
     launcher = _choose(options, env, allocation, placement, site)
-    binding, mask = bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_host)
+    binding, mask, distance_notes = bind_ranks(options.binding, site, allocation, placement, launcher, devices,
+                                               is_host)
     hosts = tuple(name for name, _ in placement.ranks)
     interface = _interface(options, site, hosts)
     run_id = os.urandom(8).hex()
@@ -147,8 +148,9 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         files=built.files,
         ranks_source=placement.source,
         notes=(*launcher.notes, *_notes(env, allocation, placement, binding),
-               *core_notes(allocation, placement, binding), *device_notes(placement, devices, allocation),
-               *site_notes(site, allocation, devices, env), *interface.notes, *meeting.notes),
+               *core_notes(allocation, placement, binding), *distance_notes,
+               *device_notes(placement, devices, allocation), *site_notes(site, allocation, devices, env),
+               *interface.notes, *meeting.notes),
         site=site,
         binding=binding,
     )

@@ -45,8 +45,8 @@ class Binding:
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a binding depends on.
+class BindingInputs:
+    """Facts that a binding is decided from.
 
     Args:
         ranks: on the host with most of them.
@@ -55,6 +55,7 @@ class Circumstances:
         topology: of the hosts; None where it is not known.
         allotted: CPUs of a host that the scheduler gave, None where it does not say.
         devices: the accelerator of each local rank.
+        is_mask_fixed: ranks must take devices in this order: a mask is the user's, or the launcher's own.
     """
 
     ranks: int
@@ -63,10 +64,15 @@ class Circumstances:
     topology: Topology | None
     allotted: int | None
     devices: tuple[str | None, ...]
+    is_mask_fixed: bool = False
 
 
-def bind(wanted: str, site: Site, around: Circumstances) -> Binding:
-    """The binding for these circumstances. `wanted` is the user's word, "auto" or "none"."""
+def bind(wanted: str, site: Site, around: BindingInputs) -> Binding:
+    """Choose the binding of each local rank. `wanted` is the user's word, "auto" or "none".
+
+    Cores are dealt from the NUMA domain of each rank's device where these are known. A site's "depth" stands: there
+    ranks get cores in order, and under Cray PALS `device_order` puts devices into the same order; where a mask
+    forbids that, cores are spelled out instead."""
     how, source = site.binding, f"site {site.name}"
     if how == "auto":
         how = "depth" if around.launcher == "srun" else "list"
@@ -74,18 +80,63 @@ def bind(wanted: str, site: Site, around: Circumstances) -> Binding:
     if wanted == "none" or how == "none":
         return _unbound(site, around, "--bind none" if wanted == "none" else source)
     if how == "depth" and around.launcher == "srun":
-        return Binding("depth", devices=around.devices, source=source, **_counted(site, around))
+        if not _is_better_spelled(site, around):
+            return Binding("depth", devices=around.devices, source=source, **_counted(site, around))
+        how, source = "list", "cores near each rank's device"
     if reason := _hindrance(site, around):
         return _unbound(site, around, reason)
     topology = around.topology
     if topology.source != source:
         source = f"{source}, cores of {topology.source}"
+    in_order = _in_a_row(topology, around.ranks)
     if how == "depth" and around.launcher in COUNTING:
-        return _spelled("depth", _in_a_row(topology, around.ranks), site, around, source)
-    return _spelled("list", deal(topology, around.ranks), site, around, source)
+        if not around.is_mask_fixed or _are_near(topology, in_order, _device_domains(around)):
+            return _spelled("depth", in_order, site, around, source)
+        source += ", cores near each rank's device"
+    return _spelled("list", deal(topology, around.ranks, _device_domains(around)), site, around, source)
 
 
-def _hindrance(site: Site, around: Circumstances) -> str | None:
+def device_order(ids: Sequence[str], topology: Topology | None) -> tuple[str, ...]:
+    """Devices in the order of the NUMA domains that they are attached to; as they are where one is not known."""
+    domains = topology.devices if topology else {}
+    if not all(device in domains for device in ids):
+        return tuple(ids)
+    # The order in which cores are dealt, which need not be that of the domains' numbers.
+    places = {domain.number: place for place, domain in enumerate(topology.domains)}
+    return tuple(sorted(ids, key=lambda device: places.get(domains[device], len(places))))
+
+
+def _device_domains(around: BindingInputs) -> tuple[int | None, ...]:
+    known = around.topology.devices if around.topology else {}
+    return tuple(known.get(device) if device is not None else None for device in around.devices)
+
+
+def _is_better_spelled(site: Site, around: BindingInputs) -> bool:
+    """Would srun, which deals cores in order, put a rank away from its device, in a job that has whole nodes?"""
+    topology = around.topology
+    if site.binding != "auto" or around.allotted is None or topology is None or not topology.is_whole:
+        return False
+    return not _hindrance(site, around) and not near_in_order(around)
+
+
+def near_in_order(around: BindingInputs) -> bool:
+    """Is each rank near its device if cores are dealt in order? True where that cannot be told."""
+    topology = around.topology
+    if topology is None or around.ranks > len(topology.cores):
+        return True
+    return _are_near(topology, _in_a_row(topology, around.ranks), _device_domains(around))
+
+
+def _are_near(topology: Topology, dealt: Sequence[Sequence[Core]], wanted: Sequence[int | None]) -> bool:
+    return all(domain is None or domain in _numbers(topology, cores)
+               for cores, domain in zip(dealt, wanted, strict=True))
+
+
+def _numbers(topology: Topology, cores: Sequence[Core]) -> set[int]:
+    return {domain.number for domain in topology.domains_of([cpu for core in cores for cpu in core])}
+
+
+def _hindrance(site: Site, around: BindingInputs) -> str | None:
     """Why cores cannot be spelled out."""
     topology = around.topology
     if topology is None or not topology.cores:
@@ -104,7 +155,7 @@ def _hindrance(site: Site, around: Circumstances) -> str | None:
     return None
 
 
-def _spelled(kind: str, dealt: Sequence[Sequence[Core]], site: Site, around: Circumstances,
+def _spelled(kind: str, dealt: Sequence[Sequence[Core]], site: Site, around: BindingInputs,
              source: str) -> Binding:
     topology = around.topology
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in dealt]
@@ -140,11 +191,11 @@ def _distance(topology: Topology, cpus: Sequence[int], device: str | None) -> st
     return "same socket" if sockets & {found.socket for found in own} else "far"
 
 
-def _unbound(site: Site, around: Circumstances, source: str) -> Binding:
+def _unbound(site: Site, around: BindingInputs, source: str) -> Binding:
     return Binding(devices=around.devices, source=source, **_counted(site, around))
 
 
-def _counted(site: Site, around: Circumstances) -> dict[str, int]:
+def _counted(site: Site, around: BindingInputs) -> dict[str, int]:
     """As many CPUs and cores as each rank of a host can have; empty where nobody says."""
     cores = len(around.topology.cores) if around.topology else 0
     # A CPU is what the site's launcher counts, else what this host does.
@@ -159,8 +210,50 @@ def _counted(site: Site, around: Circumstances) -> dict[str, int]:
 
 
 # Dealing a host's cores to its ranks.
-def deal(topology: Topology, ranks: int) -> tuple[tuple[Core, ...], ...]:
+def deal(topology: Topology, ranks: int, wanted: Sequence[int | None] = ()) -> tuple[tuple[Core, ...], ...]:
     """The cores of each of `ranks` local ranks; () where there are fewer cores than ranks.
+
+    `wanted` has the number of the NUMA domain of each rank's device; where one is not known, devices do not count.
+    Ranks get the parts that `_evenly` makes, each the one near its device. Where a domain has too few of these, its
+    ranks share its cores alone, all ranks get as many as those of the fullest domain, and the rest of the cores is
+    idle; but no rank moves to another socket for that, which would leave the memory of one unused.
+    """
+    dealt = _evenly(topology, ranks)
+    if not dealt or not wanted or None in wanted or _are_near(topology, dealt, wanted):
+        return dealt
+    dealt = _matched(topology, dealt, wanted)
+    if _are_near(topology, dealt, wanted):
+        return dealt
+    in_domains = _in_own_domains(topology, wanted)
+    sockets = {domain.number: domain.socket for domain in topology.domains}
+    stay = all(sockets.get(domain) in {sockets[number] for number in _numbers(topology, cores)}
+               for cores, domain in zip(dealt, wanted, strict=True))
+    return in_domains if stay and all(in_domains) else dealt
+
+
+def _matched(topology: Topology, parts: Sequence[tuple[Core, ...]],
+             wanted: Sequence[int | None]) -> tuple[tuple[Core, ...], ...]:
+    """`parts` in the order in which as many ranks as can be are near their device; the others take what is left."""
+    left = list(range(len(parts)))
+    taken: dict[int, int] = {}
+    for rank, domain in enumerate(wanted):
+        near = next((part for part in left if domain in _numbers(topology, parts[part])), None)
+        if near is not None:
+            taken[rank] = near
+            left.remove(near)
+    return tuple(parts[taken[rank] if rank in taken else left.pop(0)] for rank in range(len(parts)))
+
+
+def _in_own_domains(topology: Topology, wanted: Sequence[int | None]) -> tuple[tuple[Core, ...], ...]:
+    cores = {domain.number: domain.cores for domain in topology.domains}
+    each = min(len(cores.get(domain, ())) // wanted.count(domain) for domain in wanted)
+    before = [wanted[:rank].count(domain) for rank, domain in enumerate(wanted)]
+    return tuple(cores.get(domain, ())[each * place:each * (place + 1)]
+                 for domain, place in zip(wanted, before, strict=True))
+
+
+def _evenly(topology: Topology, ranks: int) -> tuple[tuple[Core, ...], ...]:
+    """Parts of a node's cores, as many as `ranks`.
 
     Ranks are dealt over sockets evenly, by the number of cores that each has, and no rank is on two sockets unless
     there are fewer ranks than sockets. On one socket all ranks get equally many neighbouring cores. They keep to

@@ -37,10 +37,12 @@ def read_site(path: Path, source: str) -> SiteFile:
     except UserError as error:
         raise UserError(f"cannot read the site file: {error.found}", where=str(path),
                         instead="--site NAME or a file; launchers/sites/generic.toml has all keys") from error
+    notes = tuple(f"{_place(path, text, key)}: {key} is no longer read: {why}"
+                  for key, why in _NO_LONGER_READ.items() if content.pop(key, None) is not None)
     fields = _converted(content, KEYS, path, text, "")
     recognised = fields.pop("recognise", {})
     job = _converted(fields.pop("job", {}), JOB_KEYS, path, text, "job.")
-    site = Site(name=path.stem, source=source, job=Job(**job), **fields)
+    site = Site(name=path.stem, source=source, job=Job(**job), notes=notes, **fields)
     _check_domains(site, path, text)
     return SiteFile(site, recognised)
 
@@ -174,7 +176,6 @@ KEYS: Mapping[str, Key] = {
     "threads_per_core": _COUNT,
     "reserved_cores": Key('cores: "0,52" or "0-3,64"', _ranges),
     "binding": _one_of("auto", "list", "depth", "none"),
-    "device_order": _one_of("local rank", "reversed"),
     "device_domains": Key("a list with each device's domain, by position in `cores`: [1, 1, 0, 0]", _numbers),
     "interface": _TEXT,
     "master_suffix": _TEXT,
@@ -185,6 +186,8 @@ KEYS: Mapping[str, Key] = {
     "job": Key("a table with `queue`, `directives` and `setup`", dict),
     "recognise": Key(f"a table with lists of patterns for {', '.join(HINTS)}", _patterns),
 }
+
+_NO_LONGER_READ = {"device_order": "the order of devices follows from device_domains, which this file should have"}
 
 JOB_KEYS: Mapping[str, Key] = {"queue": _TEXT, "directives": _LINES, "setup": _LINES}
 

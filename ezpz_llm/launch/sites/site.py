@@ -34,13 +34,14 @@ class Site:
         threads_per_core: how many CPUs the site's launcher counts for one core.
         reserved_cores: cores that belong to the system ("0,52").
         binding: "list" (each rank's cores spelled out), "depth" (a number of cores a rank), "none", "auto".
-        device_order: "local rank" (rank k of a host takes device k) or "reversed".
-        device_domains: for each device the domain it is attached to, by position in `cores`.
+        device_domains: for each device the domain it is attached to, by position in `cores`; ranks get cores, or
+            under "depth" devices, so that both are in one domain.
         interface: of the network that ranks meet and talk on ("hsn0"; several joined by commas).
         master_suffix: what turns a host's short name into one on that network.
         network: what the communication library should report to have chosen.
         env: variables set for ranks unless the user set them.
         options: more words for a launcher, by its name.
+        notes: about the file: keys in it that are no longer read.
         stage: how an environment is copied to each host: "sbcast" or "mpi".
     """
 
@@ -56,7 +57,6 @@ class Site:
     threads_per_core: int = 1
     reserved_cores: str = ""
     binding: str = "auto"
-    device_order: str = "local rank"
     device_domains: tuple[int, ...] = ()
     interface: str | None = None
     master_suffix: str | None = None
@@ -65,3 +65,4 @@ class Site:
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     job: Job = field(default_factory=Job)
     stage: str | None = None
+    notes: tuple[str, ...] = ()

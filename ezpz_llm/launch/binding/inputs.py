@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.allocation import Allocation
-from ezpz_llm.launch.binding import Binding, Circumstances, Topology, bind, site_topology, system_topology
+from ezpz_llm.launch.binding.choose import COUNTING, Binding, BindingInputs, bind, device_order, near_in_order
+from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
 from ezpz_llm.launch.placement import Placement
@@ -64,8 +65,8 @@ def _more(found: Sequence[object]) -> str:
 
 
 def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Where the site file contradicts what is here."""
-    notes = []
+    """Where the site file contradicts what is here, or has a key that is no longer read."""
+    notes = list(site.notes)
     protocol = env.get("FI_CXI_RDZV_PROTO", site.env.get("FI_CXI_RDZV_PROTO"))
     if protocol == "alt_read" and allocation.scheduler == slurm.NAME and (
             _ITS_NETWORK not in env.get("SLURM_NETWORK", "")):
@@ -81,24 +82,42 @@ def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mappin
 
 
 def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Placement, launcher: Launcher,
-               devices: Devices, is_host: bool) -> tuple[Binding, tuple[str, ...]]:
-    """The binding of the ranks of a host, and the devices in the order in which ranks are to see them where it is
-    not the system's."""
+               devices: Devices, is_host: bool) -> tuple[Binding, tuple[str, ...], tuple[str, ...]]:
+    """The binding of the ranks of a node; the devices in the order in which ranks are to see them, where it is not
+    the system's; and notes, where a rank is away from its device."""
     name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
     # Slurm writes each task's mask anew.
-    as_they_come = devices.source in MASKS or launcher.kind == "srun"
-    mask = () if as_they_come else _order(devices.ids, site, placement.most)
+    is_fixed = devices.source in MASKS or launcher.kind == "srun"
+    topology = _topology(site, devices, is_host, name)
+    mask = ()
+    if site.binding == "depth" and name in COUNTING and not is_fixed:
+        mask = _order(devices.ids, device_order(devices.ids, topology), placement.most)
     by_launcher = any(word.startswith(_GIVES_DEVICES) for word in site.options.get(launcher.kind, ()))
     order = () if by_launcher else mask or devices.ids
-    around = Circumstances(
+    around = BindingInputs(
         ranks=placement.most,
         hosts=len(placement.ranks),
         launcher=name,
-        topology=_topology(site, devices, is_host, name),
+        topology=topology,
         allotted=_allotted(allocation, placement, site),
         devices=tuple(_device(order, local_rank) for local_rank in range(placement.most)),
+        is_mask_fixed=is_fixed,
     )
-    return bind(wanted, site, around), mask
+    binding = bind(wanted, site, around)
+    return binding, mask, _distance_notes(binding, around)
+
+
+def _distance_notes(binding: Binding, around: BindingInputs) -> tuple[str, ...]:
+    away = [(rank, distance) for rank, distance in enumerate(binding.distances) if distance not in (None, "near")]
+    if away:
+        rank, distance = away[0]
+        where = "on another socket" if distance == "far" else "in another NUMA domain of their socket"
+        return (f"{len(away)} of {around.ranks} rank(s) of a node are not near their device: local rank {rank} has"
+                f" cores {binding.cores[rank]}, and device {binding.devices[rank]} is {where}",)
+    if binding.kind == "depth" and not binding.cores and not near_in_order(around):
+        return (f"{around.launcher} deals cores in order, and not every rank's are near its device: binding = "
+                '"list" in the site file deals them by device_domains',)
+    return ()
 
 
 def _topology(site: Site, devices: Devices, is_host: bool, launcher: str) -> Topology | None:
@@ -139,12 +158,11 @@ def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -
             f" every rank gets {binding.cpus_per_rank}",)
 
 
-def _order(ids: Sequence[str], site: Site, ranks: int) -> tuple[str, ...]:
-    """All devices, beginning with those of the local ranks, which are dealt over them evenly; () where ranks take
-    them as they come."""
-    if site.device_order != "reversed" or len(ids) < 2:
+def _order(ids: Sequence[str], order: Sequence[str], ranks: int) -> tuple[str, ...]:
+    """All devices of `order`, beginning with those of the local ranks, which are dealt over them evenly; () where
+    that is the order of `ids`, so that ranks take them as they come."""
+    if tuple(order) == tuple(ids):
         return ()
-    order = ids[::-1]
     first = [order[len(ids) * rank // ranks] for rank in range(ranks)] if ranks < len(ids) else order
     return (*first, *(device for device in order if device not in first))
 
