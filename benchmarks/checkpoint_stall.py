@@ -29,8 +29,9 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.layout.resolve import resolve
-from ezpz_llm.model.config import get_model_config, parameter_count
+from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
+from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.rundir import write_json
 
 BLOCK = 128

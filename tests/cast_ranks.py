@@ -17,7 +17,7 @@ from engine_ranks import CONFIGS, make_engine
 from rank_jobs import sequences
 
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.layout.memory import matrix_elements
+from ezpz_llm.model.parameters import block_matrix_count
 
 _TOKENS = 23
 """Nothing in the model has this size: no activation looks like a matrix."""
@@ -42,7 +42,7 @@ def share(dist, layout: str) -> float:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=True)
     engine.backward(loss)
-    return sum(tensor.numel() for tensor in kept.values()) / (config.n_layer * matrix_elements(config))
+    return sum(tensor.numel() for tensor in kept.values()) / (config.n_layer * block_matrix_count(config))
 
 
 if __name__ == "__main__":

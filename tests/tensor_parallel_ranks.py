@@ -2,8 +2,9 @@
 
     mpiexec -n 2 python3 tests/tensor_parallel_ranks.py FOLDER fp32:gpt2:tp2_zero1 bf16:llama:ddp …
 
-A run may end in `:undivided`, for the layout without tensor parallelism, or in `:unmarked`, for a planted fault.
-A run `parts` looks at first values, loss, dropout and checkpoints instead. Rank 0 writes FOLDER/results.json.
+A run may end in `:undivided`, for the layout without tensor parallelism, in `:unmarked`, for an injected fault, or
+in `:qk_norm`, for a model with parameters from outside the package (with `:unsummed` under a wrong rule). A run
+`parts` looks at initial weights, loss, dropout and checkpoints instead. Rank 0 writes FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from qk_norm import qk_norm
 from torch import Tensor, nn
 
 from ezpz_llm import checkpoint
@@ -102,8 +104,16 @@ def evaluated(engine: Engine) -> tuple[Tensor, Tensor]:
 def compare(dist: Dist, alone: Dist, run: str, cache: dict[str, Any]) -> dict[str, Any]:
     """One layout beside one process: what each gave in every step, and in evaluation afterwards."""
     precision, shape, layout, *options = run.split(":")
+    if "qk_norm" in options:
+        with qk_norm("replicated" if "unsummed" in options else "summed"):
+            return compared(dist, alone, (precision, shape, layout, *options), cache)
+    return compared(dist, alone, (precision, shape, layout, *options), cache)
+
+
+def compared(dist: Dist, alone: Dist, run: tuple[str, ...], cache: dict[str, Any]) -> dict[str, Any]:
+    precision, shape, layout, *options = run
     config = CONFIGS[shape]
-    reference = f"{precision}:{shape}"
+    reference = f"{precision}:{shape}:{'qk_norm' in options}"
     if reference not in cache:
         engine = make_engine(alone, "ddp", 1, config, precision)
         losses, norms = train(engine, alone, 0, STEPS)
@@ -136,7 +146,7 @@ def replicated_agree(engine: Engine) -> bool:
     return all(everyone(same)) and any(held)
 
 
-def first_values(dist: Dist) -> dict[str, bool]:
+def initial_weights(dist: Dist) -> dict[str, bool]:
     """Whether a rank's first weights are the plain model's, cut, and all ranks' are all of them, each once."""
     result = {}
     for shape, config in CONFIGS.items():
@@ -255,7 +265,7 @@ def checkpoints(folder: Path, dist: Dist, alone: Dist) -> dict[str, list[list[fl
 
 def parts(folder: Path, dist: Dist, alone: Dist) -> dict[str, Any]:
     dist.arrange(tp=2)
-    return {"first values": everyone(first_values(dist)), "loss": everyone(losses(dist)),
+    return {"initial weights": everyone(initial_weights(dist)), "loss": everyone(losses(dist)),
             "dropout": everyone(dropout(dist)), "checkpoints": checkpoints(folder, dist, alone)}
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ezpz_llm.model.config import parameter_count
+from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 

@@ -22,7 +22,7 @@ from ezpz_llm.certify.options import parser, plan
 from ezpz_llm.certify.report import all_passed, as_json, closing
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.memory import memory_per_rank
-from ezpz_llm.model.config import parameter_count
+from ezpz_llm.model.parameters import parameter_count
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,7 +16,8 @@ from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.layout.resolve import Resolved, resolve
-from ezpz_llm.model.config import get_model_config, parameter_count
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.rundir import RunDir
 
 SHIPPED = ("3d", "ddp", "fsdp2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3", "zero0",

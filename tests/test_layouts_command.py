@@ -20,12 +20,13 @@ from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.layout import Layout
-from ezpz_llm.layout.memory import cast_per_rank, held_parameters, matrix_elements, memory_per_rank, total
+from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total
 from ezpz_llm.layout.resolve import Resolved, resolve
 from ezpz_llm.layout.suggest import shipped_layouts
 from ezpz_llm.layouts import main
-from ezpz_llm.model.config import MODELS, parameter_count
+from ezpz_llm.model.config import MODELS
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.parameters import block_matrix_count, parameter_count
 
 PAGE = Path(__file__).parent.parent / "docs/layouts_command.md"
 
@@ -126,7 +127,7 @@ def test_casts_are_counted_where_autograd_keeps_them(tmp_path: Path) -> None:
     config = MODELS["gpt2-124m"]
     for layout in shipped_layouts():
         if layout.name in layouts:
-            count = config.n_layer * matrix_elements(config)
+            count = config.n_layer * block_matrix_count(config)
             assert cast_per_rank(layout, config).bytes == pytest.approx(2 * kept[layout.name] * count)
     assert list(kept.values()) == [1, 1, 1, 1, 1, 0]
 
@@ -147,7 +148,7 @@ def test_each_micro_batch_on_its_way_has_casts_of_its_own() -> None:
         for number in (1, 2):
             losses.append(model(tokens, tokens))
             elements = sum(tensor.numel() for tensor in kept.values())
-            assert elements == number * config.n_layer * matrix_elements(config)
+            assert elements == number * config.n_layer * block_matrix_count(config)
 
 
 def test_groups_that_cross_nodes_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config, parameter_count
+from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.parameters import parameter_count
 
 
 def test_config_and_flops_import_no_torch():

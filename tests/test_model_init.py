@@ -1,4 +1,4 @@
-"""First values, decay groups, the loss of an untrained model."""
+"""Initial weights, decay groups, the loss of an untrained model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def expected_loss(config):
     return math.log(config.padded_vocab_size) + config.n_embd * 0.02 ** 2 / 2
 
 
-def test_a_vector_without_a_rule_is_an_error():
+def test_a_parameter_that_the_table_lacks_is_an_error():
     config = get_model_config("tiny-llama")
-    with pytest.raises(UserError, match=r"no first value is known for the vector transformer\.h\.0\.attn\.q_gain"):
+    with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.q_gain is not in the table of parameters"):
         initial_value(config, "transformer.h.0.attn.q_gain", (8,), 0)
 
 

@@ -21,10 +21,10 @@ from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.compile import recompute_blocks
-from ezpz_llm.model.config import MODELS, get_model_config, parameter_count
+from ezpz_llm.model.config import MODELS, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.parameters import placement_of
+from ezpz_llm.model.parameters import parameter_count, placement_of
 from ezpz_llm.model.partition import Weights, balance, part_weights, stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
 from ezpz_llm.rundir import RunDir, read_lines, read_record

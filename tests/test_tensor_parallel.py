@@ -23,13 +23,17 @@ UNMARKED = ["fp32:gpt2:tp2_zero1:unmarked", "fp32:gpt2:tp2_zero3:unmarked"]
 # Between layouts with tensor parallelism, in the same process: DeepSpeed keeps what it was told in globals.
 UNDIVIDED = ["fp32:gpt2:zero0:undivided", "fp32:gpt2:zero1:undivided", "fp32:gpt2:zero3:undivided"]
 LATER = "fp32:gpt2:zero2"
+ADDED = [f"fp32:{shape}:{layout}:qk_norm" for shape, layout in (("gpt2", "tp2"), ("llama", "tp2_zero1"),
+                                                                  ("gpt2", "tp2_zero3"))]
+UNSUMMED = "fp32:gpt2:tp2_zero1:qk_norm:unsummed"
 LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results_of(SCRIPT, tmp_path_factory.mktemp("two"), ["parts", *TWO, *UNDIVIDED, *UNMARKED, LATER], 2)
+    runs = ["parts", *TWO, *ADDED, UNSUMMED, *UNDIVIDED, *UNMARKED, LATER]
+    return results_of(SCRIPT, tmp_path_factory.mktemp("two"), runs, 2)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +76,17 @@ def test_an_unmarked_parameter_shows_in_the_norm(two: dict[str, Any], run: str) 
     assert largest(two[run]["losses"]) < 1e-3  # where it hardly shows
 
 
+@pytest.mark.parametrize("run", ADDED)
+def test_gradients_of_a_parameter_used_on_part_of_the_heads_are_summed(two: dict[str, Any], run: str) -> None:
+    check(run, two[run])
+
+
+def test_without_that_sum_its_copies_drift_apart(two: dict[str, Any]) -> None:
+    assert not two[UNSUMMED]["replicated agree"]
+
+
 def test_first_weights_are_those_of_one_process(two: dict[str, Any]) -> None:
-    for found in two["parts"]["first values"]:
+    for found in two["parts"]["initial weights"]:
         assert found == dict.fromkeys(found, True)
         assert len(found) == 6
 

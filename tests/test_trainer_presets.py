@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.model.config import parameter_count
 from ezpz_llm.model.init import decay_counts
+from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.trainer.check_report import effective, remarks, settings
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import parse

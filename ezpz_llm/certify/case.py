@@ -27,7 +27,8 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import held_parameters, memory_per_rank
 from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.model.config import ModelConfig, parameter_count
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import parameter_count
 
 _STEADY = 1
 """The step (from 0) that is looked at for collectives and memory: the first one has set everything up."""

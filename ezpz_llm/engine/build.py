@@ -20,7 +20,7 @@ from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights, load_values
-from ezpz_llm.model.parameters import Box, Placement, place, placement_of
+from ezpz_llm.model.parameters import Box, Placement, check_parameters, place, placement_of
 from ezpz_llm.model.partition import stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
 
@@ -73,17 +73,22 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
 # The part of a model that a rank computes under its layout, with its first values.
 def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
              weights: Callable[[str, Box], Tensor] | None = None) -> nn.Module:
-    """Build the plain model, cut it as the layout says, and give what is left its first values.
+    """Build the plain model, cut it as the layout says, and give what is left its initial weights.
 
     Until then nothing has storage: a rank never holds more than its own part, and one whole parameter at a time.
     Every layout starts from exactly the single-process values.
 
     Args:
         device_type: of the device that will compute; the model itself is built on the host.
-        weights: what to begin with in place of first values from the seed; see `load_values`.
+        weights: initial weights instead of those from the seed; see `load_values`.
+
+    Raises:
+        UserError: the model's parameters are not those of the table in `ezpz_llm.model.parameters`, or the layout
+            cannot have them.
     """
     with torch.device("meta"):
         model: nn.Module = GPT(config)
+    check_parameters(config, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     if layout.tp > 1:
         tensor_parallel.apply(model, mesh.group("tp"), mesh.tp_rank, mesh.tp_size)
     if layout.sp > 1:
@@ -95,6 +100,8 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
         if layout.tp > 1 and model.is_last:
             tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)
     give_storage(model)
+    if layout.tp > 1:
+        tensor_parallel.sum_gradients(model, mesh.group("tp"))
     if weights is None:
         init_weights(model, config, seed)
     else:

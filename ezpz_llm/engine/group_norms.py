@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.private_names import foreach_norm
+from ezpz_llm.model.parameters import decays
 
 if TYPE_CHECKING:
     from ezpz_llm.engine.slices import EngineState, Slice
@@ -127,4 +128,4 @@ def _slices(state: EngineState) -> Iterator[Slice]:
 
 def _group(piece: Slice) -> str:
     """By the whole parameter's dimensions: what a rank steps may be flat."""
-    return GROUPS[len(piece.shape) < 2]
+    return GROUPS[not decays(piece.shape)]

@@ -25,7 +25,7 @@ from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.model.pipeline import PipelineStage
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ class PipelineEngine(Engine):
 
     def training_state(self) -> EngineState:
         state = deepspeed_state(self._engine, *self._mesh.place("dp", "sp"), self._scale)
-        with torch.device("meta"):
-            whole = GPT(self.module.config)
-        state.shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        state.shapes = parameter_shapes(self.module.config)
         return state
 
 

@@ -14,7 +14,8 @@ from ezpz_llm.explain.waits import slow_link
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
-from ezpz_llm.model.config import ModelConfig, parameter_count
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import parameter_count
 
 _CULPRIT = 0.6
 """The share of all waiting for other ranks that one of them has to cause to be named."""

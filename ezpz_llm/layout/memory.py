@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, block_matrix_count, count
 from ezpz_llm.model.partition import stage_bounds
 
 Kind = Literal["parameters", "gradients", "optimizer", "copy", "cast"]
@@ -77,14 +78,7 @@ def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
     fully_shard frees the gathered fp32 weights, not these. Under stage 3 there are none: DeepSpeed's linear layer
     keeps the weight itself, and casts it again.
     """
-    return 0 if layout.zero_stage == 3 else 2 * blocks * matrix_elements(model) // layout.tp
-
-
-def matrix_elements(model: ModelConfig) -> int:
-    """Elements of a block's weight matrices."""
-    width = model.n_embd
-    ways = 3 if model.mlp == "swiglu" else 2
-    return width * (2 * width + 2 * model.kv_width) + ways * width * model.intermediate_size
+    return 0 if layout.zero_stage == 3 else 2 * blocks * block_matrix_count(model) // layout.tp
 
 
 def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], device: str) -> int:
@@ -123,28 +117,15 @@ def total(parts: tuple[Part, ...], where: Where, *kinds: Kind) -> int:
 def held_parameters(layout: Layout, model: ModelConfig, stage: int) -> int:
     """Parameters of one tensor-parallel rank in a pipeline stage, before ZeRO divides them."""
     bounds = stage_bounds(model, layout.pp, layout.partition)
-    count = (bounds[stage + 1] - bounds[stage]) * _block(model, layout.tp)
-    table = model.padded_vocab_size * model.n_embd // layout.tp
+    held = (bounds[stage + 1] - bounds[stage]) * count(model, BLOCK, layout.tp)
     is_first, is_last = stage == 0, stage == layout.pp - 1
     if is_first:
-        count += table + (model.block_size * model.n_embd if model.position == "learned" else 0)
+        held += count(model, BEFORE, layout.tp)
     if is_last:
-        count += _norm(model)
+        held += count(model, AFTER, layout.tp)
         # The last of several stages has its own copy of a tied table.
-        count += table if not model.tied or not is_first else 0
-    return count
-
-
-def _block(model: ModelConfig, tp: int) -> int:
-    """Column-parallel layers divide weight and bias, row-parallel ones the weight alone; norms stay whole."""
-    width, hidden = model.n_embd, model.intermediate_size
-    rows = width + 2 * model.kv_width + hidden * (2 if model.mlp == "swiglu" else 1)
-    divided = rows * (width + model.bias) + width * width + hidden * width
-    return divided // tp + (2 * width if model.bias else 0) + 2 * _norm(model)
-
-
-def _norm(model: ModelConfig) -> int:
-    return model.n_embd * (2 if model.norm == "layernorm" and model.bias else 1)
+        held += model.padded_vocab_size * model.n_embd // layout.tp if model.tied and not is_first else 0
+    return held
 
 
 # What a rank keeps of a forward pass for its backward pass, by arithmetic (imports no torch).

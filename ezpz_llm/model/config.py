@@ -1,4 +1,4 @@
-"""The shape of a model, by name or by number, and how many parameters it has (imports no torch).
+"""Shape of a model, by name or by number (imports no torch).
 
 Symbols: C width, H heads, L layers, T context, V vocabulary.
 """
@@ -163,24 +163,3 @@ def get_model_config(name: str, **overrides: Any) -> ModelConfig:
     if "n_embd" in changes and "intermediate_size" in shape:
         shape["intermediate_size"] = round(shape["intermediate_size"] * changes["n_embd"] / shape["n_embd"])
     return ModelConfig(**(shape | changes))
-
-
-def matrix_parameter_count(config: ModelConfig) -> int:
-    """Parameters that a token's activations are multiplied by: the matrices of all layers and the output head."""
-    ways_in = 2 if config.mlp == "swiglu" else 1
-    attention = config.n_embd * (config.n_embd + 2 * config.kv_width) + config.n_embd ** 2
-    mlp = (ways_in + 1) * config.n_embd * config.intermediate_size
-    return config.n_layer * (attention + mlp) + config.padded_vocab_size * config.n_embd
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Trainable parameters, padded rows included, a tied table counted once."""
-    width, hidden = config.n_embd, config.intermediate_size
-    norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
-    qkv = width + 2 * config.kv_width
-    ways_in = 2 if config.mlp == "swiglu" else 1
-    biases = (qkv + width + ways_in * hidden + width) if config.bias else 0
-    looked_up = 0 if config.tied else config.padded_vocab_size * width
-    positions = config.block_size * width if config.position == "learned" else 0
-    return (matrix_parameter_count(config) + looked_up + positions
-            + config.n_layer * (biases + 2 * norm) + norm)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ezpz_llm.model.tp_collectives import leave_region
+from ezpz_llm.model.tp_collectives import reduce_from_tp_region
 
 
 class VocabularyEmbedding(nn.Module):
@@ -30,7 +30,7 @@ class VocabularyEmbedding(nn.Module):
         """Tokens (B, T) to activations (B, T, C)."""
         index, inside = own_rows(tokens, self.first, len(self.weight))
         rows = functional.embedding(index, self.weight)
-        return leave_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
+        return reduce_from_tp_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ezpz_llm.model.config import ModelConfig, matrix_parameter_count, parameter_count
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import matrix_parameter_count, parameter_count
 
 TOLERANCE = 1e-6
 """Relative; a count by hand and one by machine differ by rounding alone."""

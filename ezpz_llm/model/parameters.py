@@ -1,17 +1,18 @@
-"""Where a rank's parameters lie in the whole model (imports no torch).
+"""Table of the model's parameters, and where a rank's parameters lie in the whole model (imports no torch).
 
 A layout may cut a parameter, rename it, or keep a second copy of it. What it holds stays addressable in the plain
-model's terms: by the plain name, the whole shape, and the boxes that a rank's part consists of. First values,
+model's terms: by the plain name, the whole shape, and the boxes that a rank's part consists of. Initial weights,
 checkpoints and certificates all speak these terms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import ModelConfig
 
 Box = tuple[tuple[int, int], ...]
@@ -74,36 +75,201 @@ def secondary(placement: Placement) -> Placement:
     return replace(placement, primary=False)
 
 
-# The plain model's parameters by name and shape, from its configuration alone (imports no torch).
+# The table of parameters, from which shapes, counts, initial weights, memory and tensor parallelism follow.
 TABLE, HEAD, POSITIONS = "transformer.wte.weight", "lm_head.weight", "transformer.wpe.weight"
-"""The token table, the output head where it is not that table, and the table of learned positions."""
+"""The embedding table, the output head where it is not that table, and the table of learned positions."""
+_BLOCKS = "transformer.h."
+
+Initial = Literal["zeros", "ones", "embedding", "linear", "residual"]
+"""Rule for the initial weights; the last three are normal draws, see `ezpz_llm.model.init.initial_std`."""
+TpRule = Literal["column", "row", "vocabulary", "head", "replicated", "summed"]
+"""How tensor parallelism treats a parameter. "column": sharded by outputs, each part of its rows by itself. "row":
+by inputs, the layer's outputs are summed. "vocabulary", "head": by vocabulary rows. "replicated": whole on every
+rank, and used on whole activations, so that every rank computes the same gradient. "summed": whole on every rank,
+but used on this rank's heads or hidden units, so that gradients are summed over the tensor-parallel ranks."""
+
+DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
+    "C": lambda model: model.n_embd, "C_kv": lambda model: model.kv_width, "D": lambda model: model.head_dim,
+    "F": lambda model: model.intermediate_size, "T": lambda model: model.block_size,
+    "V": lambda model: model.padded_vocab_size}
+"""Symbols of a shape: width, width of all keys, dimensions of a head, MLP width, context, padded vocabulary."""
+
+CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
+    "always": lambda model: True, "bias": lambda model: model.bias,
+    "bias, layernorm": lambda model: model.bias and model.norm == "layernorm",
+    "swiglu": lambda model: model.mlp == "swiglu",
+    "swiglu, bias": lambda model: model.mlp == "swiglu" and model.bias,
+    "learned positions": lambda model: model.position == "learned", "untied": lambda model: not model.tied}
+"""When a model has a parameter."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of the table: a parameter of a block (named within it) or of the model.
+
+    `shape` holds one sum of `DIMENSIONS` for each dimension; the terms of a sum are parts that a layer keeps side
+    by side ("C + C_kv + C_kv": queries, keys, values). `tp` is None where no rule is known: such a model cannot be
+    tensor parallel. `is_matmul`: each token's activations are multiplied by it, 2 FLOPs an element in the forward
+    pass and 4 in the backward pass.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    initial: Initial
+    tp: TpRule | None = None
+    is_matmul: bool = False
+    when: str = "always"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a tensor-parallel rank holds only a part."""
+        return self.tp in ("column", "row", "vocabulary", "head")
+
+    @property
+    def decays(self) -> bool:
+        """Whether it is in the optimizer group with weight decay."""
+        return decays(self.shape)
+
+    def parts(self, config: ModelConfig, dimension: int = 0) -> tuple[int, ...]:
+        """Sizes of the parts along one dimension."""
+        return tuple(DIMENSIONS[term](config) for term in self.shape[dimension].split(" + "))
+
+    def sizes(self, config: ModelConfig) -> tuple[int, ...]:
+        """The shape in numbers."""
+        return tuple(sum(self.parts(config, dimension)) for dimension in range(len(self.shape)))
+
+    def numel(self, config: ModelConfig) -> int:
+        """Elements."""
+        return math.prod(self.sizes(config))
+
+
+def decays(shape: Sequence[Any]) -> bool:
+    """Whether weight decay pulls on a parameter of this shape: matrices and embeddings, not biases and norms."""
+    return len(shape) >= 2
+
+
+def _norm(name: str) -> tuple[Parameter, ...]:
+    return (Parameter(f"{name}.weight", ("C",), "ones", "replicated"),
+            Parameter(f"{name}.bias", ("C",), "zeros", "replicated", when="bias, layernorm"))
+
+
+def _linear(name: str, outputs: str, inputs: str, tp: TpRule, when: str = "") -> tuple[Parameter, ...]:
+    # A row-parallel layer adds its bias once, to the sum.
+    return (Parameter(f"{name}.weight", (outputs, inputs), "residual" if tp == "row" else "linear", tp, True,
+                      when or "always"),
+            Parameter(f"{name}.bias", (outputs,), "zeros", "replicated" if tp == "row" else tp,
+                      when=f"{when}, bias" if when else "bias"))
+
+
+BLOCK: list[Parameter] = [
+    *_norm("ln_1"),
+    *_linear("attn.c_attn", "C + C_kv + C_kv", "C", "column"),
+    *_linear("attn.c_proj", "C", "C", "row"),
+    *_norm("ln_2"),
+    *_linear("mlp.c_fc", "F", "C", "column"),
+    *_linear("mlp.c_gate", "F", "C", "column", "swiglu"),
+    *_linear("mlp.c_proj", "C", "F", "row"),
+]
+"""Parameters of every block, in the order of `Block.named_parameters`."""
+
+BEFORE: tuple[Parameter, ...] = (Parameter(TABLE, ("V", "C"), "embedding", "vocabulary"),
+                                 Parameter(POSITIONS, ("T", "C"), "embedding", "replicated",
+                                           when="learned positions"))
+"""Parameters before the blocks. A tied embedding table is the head's weight too, and is counted there as matmul."""
+
+AFTER: tuple[Parameter, ...] = (*_norm("transformer.ln_f"),
+                                Parameter(HEAD, ("V", "C"), "linear", "head", True, "untied"))
+"""Parameters after the blocks."""
+
+
+def add_to_block(*rows: Parameter) -> None:
+    """Add parameters that `Block` has been given to the table, from within the package or from outside.
+
+    Everything that the table tells then holds for them: shapes, counts, initial weights, weight decay, memory,
+    matmul FLOPs, tensor parallelism.
+
+    Raises:
+        ValueError: a row of this name exists.
+    """
+    for row in rows:
+        if row.name in {known.name for known in BLOCK}:
+            raise ValueError(f"{row.name} is in the table of parameters already")
+        BLOCK.append(row)
+
+
+def parameters_of(config: ModelConfig, rows: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    """Those of some rows of the table that a model has."""
+    return tuple(row for row in rows if CONDITIONS[row.when](config))
+
+
+def parameter_named(name: str) -> Parameter:
+    """The row of a parameter of the plain model.
+
+    Raises:
+        UserError: the table has none.
+    """
+    short, rows = name, BEFORE + AFTER
+    if name.startswith(_BLOCKS):
+        short, rows = name.removeprefix(_BLOCKS).partition(".")[2], BLOCK
+    for row in rows:
+        if row.name == short:
+            return row
+    raise unknown_parameter(name)
+
+
+def unknown_parameter(name: str) -> UserError:
+    """The error of a parameter that a model has and the table has not."""
+    return UserError(f"{name} is not in the table of parameters", where="ezpz_llm/model/parameters.py",
+                     instead="a row for it (see add_to_block): shape, initial weights, tensor-parallel rule",
+                     exit_code=1)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape, in the order of `GPT.named_parameters`; a tied head is left out."""
-    width, hidden, rows = config.n_embd, config.intermediate_size, config.padded_vocab_size
+    """Name to shape of all parameters, those of the blocks in the table's order; a tied head is left out."""
+    block = [(row.name, row.sizes(config)) for row in parameters_of(config, BLOCK)]
+    return {**{row.name: row.sizes(config) for row in parameters_of(config, BEFORE)},
+            **{f"{_BLOCKS}{layer}.{name}": sizes for layer in range(config.n_layer) for name, sizes in block},
+            **{row.name: row.sizes(config) for row in parameters_of(config, AFTER)}}
 
-    def norm(name: str) -> dict[str, tuple[int, ...]]:
-        biased = config.norm == "layernorm" and config.bias
-        return {f"{name}.weight": (width,), **({f"{name}.bias": (width,)} if biased else {})}
 
-    def linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if config.bias else {})}
+def check_parameters(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare a whole model's parameters, name to shape, with the table.
 
-    shapes: dict[str, tuple[int, ...]] = {TABLE: (rows, width)}
-    if config.position == "learned":
-        shapes[POSITIONS] = (config.block_size, width)
-    for layer in range(config.n_layer):
-        block = f"transformer.h.{layer}"
-        shapes |= norm(f"{block}.ln_1")
-        shapes |= linear(f"{block}.attn.c_attn", width, width + 2 * config.kv_width)
-        shapes |= linear(f"{block}.attn.c_proj", width, width)
-        shapes |= norm(f"{block}.ln_2")
-        shapes |= linear(f"{block}.mlp.c_fc", width, hidden)
-        if config.mlp == "swiglu":
-            shapes |= linear(f"{block}.mlp.c_gate", width, hidden)
-        shapes |= linear(f"{block}.mlp.c_proj", hidden, width)
-    shapes |= norm("transformer.ln_f")
-    if not config.tied:
-        shapes[HEAD] = (rows, width)
-    return shapes
+    Raises:
+        UserError: names the first parameter that only one of them has, or that differs in shape.
+    """
+    table = parameter_shapes(config)
+    for name in (*shapes, *table):
+        if name not in table:
+            parameter_named(name)  # raises, unless the table has it under another condition
+        if shapes.get(name) != table.get(name):
+            raise UserError(f"{name} is {_shape(shapes.get(name))} in the model and {_shape(table.get(name))} in "
+                            "the table of parameters", where="ezpz_llm/model/parameters.py",
+                            instead="the same there and in ezpz_llm/model/gpt.py", exit_code=1)
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else " x ".join(str(size) for size in shape)
+
+
+def count(config: ModelConfig, rows: Sequence[Parameter], tp: int = 1) -> int:
+    """Elements of those of some rows that a model has, on one of `tp` tensor-parallel ranks."""
+    found = parameters_of(config, rows)
+    sharded = sum(row.numel(config) for row in found if row.is_sharded)
+    return sharded // tp + sum(row.numel(config) for row in found if not row.is_sharded)
+
+
+def block_matrix_count(config: ModelConfig) -> int:
+    """Elements of one block's weight matrices."""
+    return count(config, [row for row in BLOCK if row.is_matmul])
+
+
+def matrix_parameter_count(config: ModelConfig) -> int:
+    """Parameters that a token's activations are multiplied by: the matrices of all layers and the output head."""
+    head = config.padded_vocab_size * config.n_embd
+    return config.n_layer * block_matrix_count(config) + head
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Trainable parameters, padded vocabulary rows included, a tied embedding table counted once."""
+    return count(config, BEFORE) + config.n_layer * count(config, BLOCK) + count(config, AFTER)

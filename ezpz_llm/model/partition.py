@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.model.config import ModelConfig, parameter_count
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, count
 
 Partition = Literal["parameters", "time"]
 
@@ -32,13 +33,12 @@ def part_weights(config: ModelConfig, by: Partition) -> Weights:
     the whole context; the backward pass costs twice that everywhere. Looking an embedding up costs nothing. Blocks
     with equal numbers take equally long on any device, so only the head's share depends on this model of time.
     """
-    block = parameter_count(replace(config, n_layer=2)) - parameter_count(replace(config, n_layer=1))
+    block = count(config, BLOCK)
     table = config.padded_vocab_size * config.n_embd
     if by == "time":
         return Weights(2 * block + 4 * config.n_embd * config.block_size, 0, 2 * table)
-    positions = config.block_size * config.n_embd if config.position == "learned" else 0
-    norm = parameter_count(config) - config.n_layer * block - table * (1 if config.tied else 2) - positions
-    return Weights(block, table + positions, table + norm)  # the last stage holds a table also where it is tied
+    # The last stage holds a table also where it is tied.
+    return Weights(block, count(config, BEFORE), count(config, AFTER) + (table if config.tied else 0))
 
 
 def stage_bounds(config: ModelConfig, stages: int, by: Partition) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers divided over ranks, by a table, from outside the plain model.
+"""Tensor parallelism: layers divided over ranks by the table of parameters, from outside the plain model.
 
 After Shoeybi et al. 2019 (arXiv:1909.08053): in each block attention's heads and the MLP's hidden units are
 divided, so that attention and MLP communicate once each, in the forward pass at their end, in the backward pass at
@@ -10,9 +10,9 @@ Symbols: C width, C_kv width of all keys, V padded vocabulary, R ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,38 +25,20 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.embedding import Columns, VocabularyEmbedding
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.head import Head
-from ezpz_llm.model.parameters import Box, Placement, place, whole
-from ezpz_llm.model.tp_collectives import enter_region, join_last, leave_region
-
-Style = Literal["column", "row", "vocabulary", "head"]
-"""How a layer is divided: "column": its outputs, the rows of its weight and bias. "row": its inputs, the columns of
-its weight; outputs are then summed, and the bias is whole. "vocabulary": the rows of a token table. "head": its
-outputs, and the loss of them."""
+from ezpz_llm.model.parameters import (
+    Box,
+    Parameter,
+    Placement,
+    TpRule,
+    parameter_named,
+    place,
+    placement_of,
+    whole,
+)
+from ezpz_llm.model.tp_collectives import copy_to_tp_region, join_last, reduce_from_tp_region, summed
 
 REGIONS = ("attn", "mlp", "lm_head")
 """Modules that get whole activations and compute with divided layers."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Modules whose name ends so are divided in this style; `parts` are the numbers of rows to be divided each."""
-
-    suffix: str
-    style: Style
-    parts: tuple[int, ...] = ()
-
-
-def plan(config: ModelConfig) -> tuple[Rule, ...]:
-    """Which layers are divided, and how."""
-    return (
-        Rule("wte", "vocabulary"),
-        Rule("attn.c_attn", "column", (config.n_embd, config.kv_width, config.kv_width)),
-        Rule("attn.c_proj", "row"),
-        Rule("mlp.c_fc", "column"),
-        Rule("mlp.c_gate", "column"),
-        Rule("mlp.c_proj", "row"),
-        Rule("lm_head", "head"),
-    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,7 @@ class RowParallelLinear(nn.Linear):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        total = leave_region(functional.linear(x, self.weight), self.group)
+        total = reduce_from_tp_region(functional.linear(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias
 
 
@@ -120,26 +102,37 @@ def apply(model: GPT, group: ProcessGroup | None, rank: int, size: int) -> None:
         group: None for the whole world.
 
     Raises:
-        UserError: heads, hidden units or vocabulary cannot be divided so.
+        UserError: heads, hidden units or vocabulary cannot be divided so, or a parameter has no rule.
     """
     check_divisible(model.config, size)
     share = Share(rank, size)
-    rules = plan(model.config)
     for name, module in list(model.named_modules()):
-        rule = next((rule for rule in rules if f".{name}".endswith(f".{rule.suffix}")), None)
-        if rule is not None:
-            model.set_submodule(name, _divided(name, module, rule, share, group))
+        own = dict(module.named_parameters(recurse=False))
+        rows = {key: _with_rule(f"{name}.{key}") for key in own}
+        if "weight" in rows and rows["weight"].is_sharded:
+            parts = [share.of(*part) for part in _side_by_side(rows["weight"].parts(model.config))]
+            model.set_submodule(name, _divided(name, module, rows["weight"].tp, parts, share, group))
         else:
-            for own, parameter in module.named_parameters(recurse=False):
-                _place_whole(f"{name}.{own}", parameter, share)
+            for key, parameter in own.items():
+                _place_whole(f"{name}.{key}", parameter, share)
     if model.config.tied:
         model.lm_head.weight = model.transformer["wte"].weight
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] in REGIONS:
-            module.register_forward_pre_hook(lambda _, inputs: (enter_region(inputs[0], group), *inputs[1:]))
+            module.register_forward_pre_hook(lambda _, inputs: (copy_to_tp_region(inputs[0], group), *inputs[1:]))
         if name.endswith("attn.product") and model.config.dropout:
             model.set_submodule(name, RankedDropout(module, rank))
     gather_logits(model, group, size)
+
+
+def sum_gradients(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Let the gradients of "summed" parameters be summed over the group, each when the backward pass makes it.
+
+    For a model, or a pipeline stage of one, that has its storage: a move from the meta device makes new parameters.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter_named(placement_of(name, parameter).name).tp == "summed":
+            parameter.register_hook(lambda gradient: summed(gradient, group).to(gradient.dtype))
 
 
 def gather_logits(model: nn.Module, group: ProcessGroup | None, size: int) -> None:
@@ -165,41 +158,50 @@ def check_divisible(config: ModelConfig, size: int) -> None:
                             instead=f"tp {math.gcd(number, size)}, or a multiple of {size}")
 
 
-def _divided(name: str, module: nn.Module, rule: Rule, share: Share, group: ProcessGroup | None) -> nn.Module:
-    """This rank's part of a layer, its parameters placed, without values."""
+def _with_rule(name: str) -> Parameter:
+    row = parameter_named(name)
+    if row.tp is None:
+        raise UserError(f"{name} has no tensor-parallel rule in the table of parameters", where="tp",
+                        instead=f"one of {', '.join(get_args(TpRule))} in its row, or no tp")
+    return row
+
+
+def _divided(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[tuple[int, int]], share: Share,
+             group: ProcessGroup | None) -> nn.Module:
+    """This rank's part of a layer, its parameters placed, without values. `parts`: its ranges of weight rows."""
     rows, columns = module.weight.shape
     bias = getattr(module, "bias", None)
-    parts = [share.of(start, stop) for start, stop in _parts(rule, rows)]
     with module.weight.device:
-        if rule.style == "row":
+        if rule == "row":
             start, stop = share.of(0, columns)
             result: nn.Module = RowParallelLinear(stop - start, rows, bias is not None, group)
             boxes: tuple[Box, ...] = (((0, rows), (start, stop)),)
         else:
             count = sum(stop - start for start, stop in parts)
-            result = _by_rows(rule.style, count, columns, bias is not None, share, group)
+            result = _by_rows(rule, count, columns, bias is not None, share, group)
             boxes = tuple((part, (0, columns)) for part in parts)
     place(result.weight, Placement(f"{name}.weight", (rows, columns), boxes))
-    if bias is not None and rule.style == "row":
+    if bias is not None and rule == "row":
         _place_whole(f"{name}.bias", result.bias, share)
     elif bias is not None:
         place(result.bias, Placement(f"{name}.bias", (rows,), tuple((part,) for part in parts)))
     return result
 
 
-def _by_rows(style: Style, rows: int, columns: int, bias: bool, share: Share,
+def _by_rows(rule: TpRule | None, rows: int, columns: int, bias: bool, share: Share,
              group: ProcessGroup | None) -> nn.Module:
     """A layer with some rows of the plain one's weight, which are its outputs or its tokens."""
-    if style == "vocabulary":
+    if rule == "vocabulary":
         return VocabularyEmbedding(rows, columns, group, share.rank)
-    if style == "head":
+    if rule == "head":
         return Head(columns, rows, Columns(share.rank, share.size, group))
     return nn.Linear(columns, rows, bias=bias)
 
 
-def _parts(rule: Rule, rows: int) -> Iterator[tuple[int, int]]:
+def _side_by_side(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The ranges of parts that lie side by side."""
     start = 0
-    for length in rule.parts or (rows,):
+    for length in sizes:
         yield start, start + length
         start += length
 

@@ -29,33 +29,34 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group).to(grad.dtype), None
+        return summed(grad, ctx.group).to(grad.dtype), None
 
 
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.dtype = x.dtype
-        return _summed(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
-def _summed(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def summed(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' tensors, in fp32."""
     # A copy also of fp32: neither a saved activation nor a gradient in flight may change.
     total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     torch.distributed.all_reduce(total, group=group)
     return total
 
 
-def enter_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The same activation; its gradient is the sum of the ranks' gradients."""
     return _SumBackward.apply(x, group)
 
 
-def leave_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum of the ranks' parts, in fp32; each part has the sum's gradient."""
     return _SumForward.apply(x, group)
 

@@ -14,8 +14,8 @@ from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.hf.tokenizer import other_tokenizer
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.model.attention import attention_kernel
-from ezpz_llm.model.config import parameter_count
 from ezpz_llm.model.flops import FlopCount
+from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.observe import StepWork, run_environment
 from ezpz_llm.trainer.check_report import remarks, settings
 from ezpz_llm.trainer.plan import RunPlan

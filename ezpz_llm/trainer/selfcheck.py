@@ -11,7 +11,8 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.group_norms import GroupNorms
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.init import decay_counts, initial_std, parameter_names
+from ezpz_llm.model.init import decay_counts, initial_std
+from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.trainer.plan import RunPlan
 
 BAND = 0.3
@@ -59,7 +60,7 @@ class SelfChecks:
         return told
 
     def _gradients(self, dist: Dist) -> list[str]:
-        names = parameter_names(self._model)
+        names = list(parameter_shapes(self._model))
         place = {name: number for number, name in enumerate(names)}
         seen = torch.zeros(len(names), device=dist.device)
         for found, norms in self._stepped.gradients:
