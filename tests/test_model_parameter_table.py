@@ -54,7 +54,8 @@ def test_the_docs_print_the_table():
     for place, rows in (("h.N.", BLOCK), ("", BEFORE + AFTER)):
         for row in rows:
             name, shape = place + row.name.removeprefix("transformer."), " x ".join(row.shape)
-            assert (f"| `{name}` | {shape} | {row.initial} | {row.tp} | {'yes' if row.decays else 'no'} | {'yes' if row.is_matmul else 'no'} | "
+            decays, matmul = ("yes" if one else "no" for one in (row.decays, row.is_matmul))
+            assert (f"| `{name}` | {shape} | {row.initial} | {row.tp} | {decays} | {matmul} | "
                     f"{row.when} |") in page, row
 
 
