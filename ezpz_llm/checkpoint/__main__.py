@@ -18,8 +18,8 @@ from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, read_state, verify
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_source
-from ezpz_llm.model.config import ModelConfig, parameter_count
-from ezpz_llm.model.parameters import parameter_shapes
+from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 from ezpz_llm.rundir import RunDir
 
 
