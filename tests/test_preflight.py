@@ -10,7 +10,8 @@ import pytest
 
 from ezpz_llm.check.facts.network import family, read_network
 from ezpz_llm.check.groups import link_groups, node_groups, ring_rounds
-from ezpz_llm.check.judge import Finding, Gathered, gathered, judge
+from ezpz_llm.check.judge import Finding, Gathered, judge
+from ezpz_llm.check.judge.gathered import format_rate, host_ranges
 from ezpz_llm.check.judge.speed import link_rates, outliers
 from ezpz_llm.check.report import Report, as_text, split_common
 
@@ -361,13 +362,13 @@ def test_the_file_holds_common_facts_once() -> None:
     (["a1.x", "a2.x"], "a[1-2].x"), ([f"{letter}1" for letter in "abcdefgh"], "a1,b1,c1,d1,e1,f1 and 2 more"),
 ])
 def test_hosts_in_few_words(names: list[str], text: str) -> None:
-    assert gathered.hosts(names) == text
+    assert host_ranges(names) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [
     (999.7e6, "1 GB/s"), (2.06e6, "2.06 MB/s"), (0, "0 B/s"), (3.5e15, "3.5 PB/s")])
 def test_rates(value: float, text: str) -> None:
-    assert gathered.rate(value, "B/s") == text
+    assert format_rate(value, "B/s") == text
 
 
 # Lines as public logs of NCCL 2.12 to 2.27, of its OFI plug-in and of oneCCL 2021.15 have them; not captured by us.

@@ -125,12 +125,12 @@ def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
                 for name, member in value.items()}
     if is_typeddict(kind):
         return _members(kind, value, where, key, drop)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where, key, drop)
     return _plain(kind, value, where, key)
 
 
-def _dataclass(cls: type[T], value: Any, where: str, key: str, drop: bool) -> T:
+def _dataclass(cls: type, value: Any, where: str, key: str, drop: bool) -> Any:
     if not isinstance(value, dict):
         raise _wrong(key, value, "an object", where)
     fields = _fields(cls)

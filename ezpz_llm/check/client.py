@@ -218,6 +218,9 @@ class Measuring:
             [sys.executable, "-m", "ezpz_llm.check.measure", str(write_end)], env=_talkative(env),
             close_fds=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         os.close(write_end)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._questions, self._output = self._process.stdin, self._process.stdout
         self._words = threading.Thread(target=self._listen, daemon=True)
         self._words.start()
         threading.Thread(target=self._pass_on, args=(read_end,), daemon=True).start()
@@ -227,8 +230,8 @@ class Measuring:
         with self._lock:
             self._open_stages.append(question["ask"])
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
+            self._questions.write(json.dumps(question).encode() + b"\n")
+            self._questions.flush()
         except OSError:
             self._give_up()
 
@@ -239,14 +242,14 @@ class Measuring:
     def end(self) -> None:
         """Let the process end in order, or end it."""
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._questions.close()
         try:
             self._process.wait(_END_WITHIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
 
     def _listen(self) -> None:
-        for line in self._process.stdout:
+        for line in self._output:
             text = line.decode(errors="replace").rstrip()
             if is_about_network(text):
                 self._network.append(text)

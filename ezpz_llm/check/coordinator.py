@@ -150,7 +150,7 @@ class _Lead:
         on_devices = any(member.replies[READY]["device"]["kind"] != "cpu" for member in _able(told))
         for number, (stage, groups) in enumerate(stages):
             able = {member.rank: member for member in _able(told)}
-            questions = {}
+            questions: dict[Member, dict[str, Any]] = {}
             for group in groups:
                 if all(rank in able for rank in group):
                     name = f" {group[0]}"

@@ -13,7 +13,7 @@ def node_groups(places: Sequence[Place]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in _by_host(places).values() if len(ranks) > 1]
 
 
-def link_groups(places: Sequence[Place]) -> list[list[tuple[int, int]]]:
+def link_groups(places: Sequence[Place]) -> list[list[tuple[int, ...]]]:
     """Rounds of pairs of ranks on neighbouring hosts; in a round each host has one neighbour at most, and all pairs
     of a round can measure at the same time.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.check.facts.host import host_facts, numa_domains, room
 from ezpz_llm.check.facts.network import named_interfaces
-from ezpz_llm.check.judge.gathered import size
+from ezpz_llm.check.judge.gathered import format_bytes
 from ezpz_llm.check.judge.hosts import LEAST_MEMORY_A_RANK, LEAST_SHARED_MEMORY, LEAST_TEMPORARY
 from ezpz_llm.check.reservation import Check
 from ezpz_llm.launch.addresses import is_loopback, resolve
@@ -58,7 +58,7 @@ def enough(name: str, free: int | None, total: int | None, least: int, instead: 
     """Room of some kind, in bytes."""
     if free is None:
         return Check("warn", name, "cannot be told", "")
-    found = f"{size(free)} of {size(total)} free"
+    found = f"{format_bytes(free)} of {format_bytes(total)} free"
     return Check("warn", name, found, instead) if free < least else Check("ok", name, found)
 
 
@@ -77,7 +77,7 @@ def limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) ->
                     f"ask for a hard limit of {_LEAST_FILES} or more: many ranks, many sockets")
     else:
         yield Check("ok", "limits", text)
-    text = f"locked memory {'unlimited' if locked[0] == unlimited else size(locked[0])}"
+    text = f"locked memory {'unlimited' if locked[0] == unlimited else format_bytes(locked[0])}"
     if has_fabric and locked[0] != unlimited and locked[0] < _LEAST_LOCKED:
         yield Check("warn", "limits", text, "ulimit -l unlimited: RDMA fails or falls back to TCP without")
     else:
@@ -91,7 +91,8 @@ def _limit(value: int) -> str:
 def temporary(folder: str, kind: str) -> Check:
     """The folder for temporary files: local, roomy, with a short name."""
     space = room(Path(folder))
-    found = f"{folder}, {kind or 'unknown file system'}, {size(space['free'])} of {size(space['total'])} free"
+    free, total = format_bytes(space["free"]), format_bytes(space["total"])
+    found = f"{folder}, {kind or 'unknown file system'}, {free} of {total} free"
     if len(folder) > _LONGEST_TMPDIR:
         return Check("warn", "temporary", found, "a shorter TMPDIR: sockets below it fail with 'path too long'")
     if kind in _REMOTE:
@@ -118,12 +119,11 @@ def cache(env: Mapping[str, str]) -> Check:
     folder = cache_dir(env)
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     space = room(there)
-    found = f"{folder}, {file_system(there) or 'unknown file system'}, {size(space['free'])} free"
+    found = f"{folder}, {file_system(there) or 'unknown file system'}, {format_bytes(space['free'])} free"
     if not os.access(there, os.W_OK):
         return Check("bad", "cache", f"{found}, not writable", "EZPZ_LLM_CACHE=DIR names another place")
     if space["free"] is not None and space["free"] < _GOOD_CACHE:
-        level = "bad" if space["free"] < _LEAST_CACHE else "warn"
-        return Check(level, "cache", found,
+        return Check("bad" if space["free"] < _LEAST_CACHE else "warn", "cache", found,
                      "make room, or EZPZ_LLM_CACHE=DIR: environments, token shards and built ops go there")
     return Check("ok", "cache", found)
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ezpz_llm.base.outside import parse_json
@@ -89,14 +89,15 @@ class Worker:
                                master_listen_fd=listener.detach())
         return master, self._store_port
 
-    def _join(self, place: str | Sequence[Any]) -> None:
+    def _join(self, place: str | list[Any]) -> None:
         from torch.distributed import FileStore, TCPStore
 
         if isinstance(place, str):
             self._store = FileStore(place)
         else:
-            address, self._store_port = place
-            self._store = TCPStore(address, self._store_port, None, False, _GROUP_TIMEOUT)
+            address, port = place
+            self._store_port = port
+            self._store = TCPStore(address, port, None, False, _GROUP_TIMEOUT)
 
     def _compute(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Floating-point operations a second of a small matrix product, the best of some windows.

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.check.judge import Finding, Gathered, gathered
-from ezpz_llm.check.judge.gathered import COMPUTE, MPI, NETWORK, NODE, READY, Facts
+from ezpz_llm.check.judge import Finding, Gathered
+from ezpz_llm.check.judge.gathered import COMPUTE, MPI, NETWORK, NODE, READY, Facts, format_bytes, format_rate
 from ezpz_llm.check.judge.network import talks_over
 from ezpz_llm.check.judge.speed import link_rates
 from ezpz_llm.launch.devices import core_ranges
@@ -65,9 +65,9 @@ def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None
     cores = {core_ranges(tuple(facts["cores"])) for facts in ranks}
     return (host, core_ranges(tuple(facts["rank"] for facts in ranks)), _device(ranks),
             cores.pop() if len(cores) == 1 else f"{len(ranks[0]['cores'])} each",
-            gathered.size(ranks[0]["memory"]["free"]), used or route.get("interface") or "-",
-            gathered.rate(compute, "FLOP/s") if compute else "-", gathered.rate(node, "B/s") if node else "-",
-            gathered.rate(link, "B/s") if link else "-")
+            format_bytes(ranks[0]["memory"]["free"]), used or route.get("interface") or "-",
+            format_rate(compute, "FLOP/s") if compute else "-", format_rate(node, "B/s") if node else "-",
+            format_rate(link, "B/s") if link else "-")
 
 
 def _device(ranks: Sequence[Facts]) -> str:

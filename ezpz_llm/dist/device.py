@@ -119,7 +119,9 @@ def device_identity(device: torch.device) -> str | None:
     if uuid := getattr(properties, "uuid", None):
         return f"{uuid}{part}"
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return None if None in place else "PCI {:04x}:{:02x}:{:02x}".format(*place) + part
+    if None in place:
+        return None
+    return "PCI " + ":".join(f"{number:0{width}x}" for number, width in zip(place, (4, 2, 2), strict=True)) + part
 
 
 def claim_device(store: Store, host: str, kind: str, identity: str | None, rank: int) -> None:

@@ -30,10 +30,8 @@ class Heartbeat:
             return
         self._last = (phase, now)
         # In place: a reader may see half a line, but the step is spared a rename.
-        self._side.attempt("this rank's sign of life", lambda: self._write(phase, step))
-
-    def _write(self, phase: str, step: int | None) -> None:
-        self._path.write_text(f"{phase} {'' if step is None else step}\n")
+        path, text = self._path, f"{phase} {'' if step is None else step}\n"
+        self._side.attempt("this rank's sign of life", lambda: path.write_text(text))
 
 
 # What this rank is doing, told when asked from outside (`ezpz-llm why`, --timeout-idle).

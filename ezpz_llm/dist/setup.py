@@ -189,7 +189,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
         for name, address in own_interfaces().items():
             if address == "127.0.0.1":
                 os.environ["GLOO_SOCKET_IFNAME"] = name
-    if error is None:
+    if device is not None:
         try:
             claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as found:
@@ -243,7 +243,9 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
     if given and asked is not None and Path(given).resolve() != asked.resolve():
         raise UserError(f"two run directories: launch made {given}, the command asks for {asked}",
                         where=f"{RUN_DIR_VARIABLE} and --run-dir", instead="one of the two, or the same in both")
-    error, ownership, outcome = None, None, [None, None]
+    ownership: Ownership | None = None
+    error: UserError | None = None
+    outcome: list[str | None] = [None, None]
     if info.rank == 0:
         run_dir = RunDir((Path(given) if given else asked or default_run_dir(name).path).absolute())
         try:
@@ -257,7 +259,7 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
         torch.distributed.broadcast_object_list(outcome, src=0)
     path, failure = outcome
     if path is None:
-        raise error or UserError(failure)
+        raise error or UserError(failure or "rank 0 has no run directory")
     return RunDir(Path(path)), ownership
 
 

@@ -72,7 +72,9 @@ def _speaks_of_one(name: str, pattern: re.Pattern[str] = _IN_A_NAME) -> bool:
 def redact_words(words: Sequence[str]) -> list[str]:
     """A command line without the secrets typed in it: `--hf-token XYZ`, `--api-key=XYZ`, `--env WANDB_API_KEY=XYZ`,
     `-genv HF_TOKEN XYZ`, `https://user:XYZ@host`, `--header "Authorization: Bearer XYZ"`, `sshpass -p XYZ`."""
-    shown, is_secret, options = [], False, ()
+    shown: list[str] = []
+    options: tuple[str, ...] = ()
+    is_secret = False
     for word in words:
         if is_secret and not word.startswith("-"):
             shown.append(HIDDEN)

@@ -88,7 +88,7 @@ class SideFiles:
         """Set members of run.json."""
         self._put(run_dir.record, _Job(lambda: update_record(run_dir, **members), ()))
 
-    def attempt(self, what: str, action: Callable[[], None]) -> None:
+    def attempt(self, what: str, action: Callable[[], object]) -> None:
         """Do what only the caller can do, and only now. A failure of any kind is warned of, once until it works
         again."""
         try:
@@ -170,7 +170,7 @@ class SideFiles:
 class _Lossy(io.FileIO):
     """A descriptor that loses what its file cannot take; a reader who has gone is told of."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
         except BrokenPipeError:

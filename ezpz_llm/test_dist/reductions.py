@@ -44,20 +44,22 @@ class Reduction:
     slowest_bus_gigabytes_per_second: float
 
 
-def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, int]]]:
+def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, ...]]]:
     """Pairs of ranks on one node, and on two, no rank twice in a kind; `hosts` has the host of each rank."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
-    same = [pair for ranks in nodes.values() for pair in zip(ranks[::2], ranks[1::2], strict=False)]
+    same: list[tuple[int, ...]] = []
+    for ranks in nodes.values():
+        same += zip(ranks[::2], ranks[1::2], strict=False)
     ranks_of = list(nodes.values())
     # The first node with the second, the third with the fourth, and so on.
     neighbours = [*zip(ranks_of[::2], ranks_of[1::2], strict=False)]
-    across = [pair for one, other in neighbours for pair in zip(one, other, strict=False)]
+    across: list[tuple[int, ...]] = [pair for one, other in neighbours for pair in zip(one, other, strict=False)]
     return {SAME: _spread(same), ACROSS: _spread(across)}
 
 
-def _spread(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _spread(pairs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     if len(pairs) <= MOST_PAIRS:
         return pairs
     return [pairs[round(i * (len(pairs) - 1) / (MOST_PAIRS - 1))] for i in range(MOST_PAIRS)]

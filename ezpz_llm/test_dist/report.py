@@ -93,7 +93,8 @@ def iteration(line: dict[str, Any]) -> str:
 
 def spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median and 10 % and 90 % points of each metric but the loss, without the first and the last iteration."""
-    return {metric.name: asdict(spread(metric.values(lines[1:-1]))) for metric in _METRICS if metric.name != "loss"}
+    return {metric.name: asdict(spread([value for value in metric.values(lines[1:-1]) if value is not None]))
+            for metric in _METRICS if metric.name != "loss"}
 
 
 def closing(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,

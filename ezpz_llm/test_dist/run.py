@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
                 "healthy": not reasons, "reasons": reasons,
                 "held_out_loss": {"before": before, "after": after},
                 "reductions": [asdict(one) for one in measured], "spread": spreads(lines)})
-            print(closing(dist.run_dir, lines, (before, after), profile.path, reasons), flush=True)
+            print(closing(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
     return 1 if reasons else 0
 

@@ -155,7 +155,7 @@ def torch_build() -> dict[str, str]:
 
 def _assigned(path: Path) -> dict[str, str]:
     """The names that a module assigns a text to."""
-    found = {}
+    found: dict[str, str] = {}
     for line in ast.parse(path.read_text()).body:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
         value = getattr(line, "value", None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ezpz_llm.check.judge import gathered
-from ezpz_llm.check.judge.gathered import MPI, READY, Facts, Finding, Gathered
+from ezpz_llm.check.judge.gathered import MPI, READY, Facts, Finding, Gathered, Level, differing, host_ranges
 
 _MUST_AGREE = ("torch", "deepspeed", "ezpz_llm")
 _LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
@@ -23,8 +22,8 @@ def judge(gathered: Gathered) -> Iterator[Finding]:
         # A host that could not be asked for its MPI is no host without one.
         values = {place: table.get(name, "none") for place, table in tables.items()
                   if name in table or name != _MPI}
-        if text := gathered.differing(values):
-            level = "bad" if name in _MUST_AGREE or (name == "python" and _minors(values) > 1) else "warn"
+        if text := differing(values):
+            level: Level = "bad" if name in _MUST_AGREE or (name == "python" and _minors(values) > 1) else "warn"
             yield Finding(level, "versions", f"{name} differs: {text}",
                           "the same environment on every host: one on a shared file system, or launch --stage-env")
     variables = {place: ranks[0]["environment"] for place, ranks in places.items()}
@@ -61,7 +60,7 @@ def _minors(values: Mapping[str, str]) -> int:
 def _difference(name: str, values: Mapping[str, str]) -> str:
     """Of a list of folders only what is missing or more; of a long value only its beginning."""
     if name not in _LISTS:
-        shown = gathered.differing({place: _short(value) for place, value in values.items()})
+        shown = differing({place: _short(value) for place, value in values.items()})
         return shown or "beyond what is shown"
     usual = Counter(values.values()).most_common(1)[0][0]
     changes: dict[str, list[str]] = {}
@@ -71,7 +70,7 @@ def _difference(name: str, values: Mapping[str, str]) -> str:
         words = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
         if value != usual:
             changes.setdefault(", ".join(words) or "another order", []).append(place)
-    return "; ".join(f"{gathered.hosts(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
+    return "; ".join(f"{host_ranges(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
 
 
 def _parts(value: str) -> list[str]:

@@ -94,7 +94,7 @@ def collected(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
 _NAMED = 6
 
 
-def hosts(names: Iterable[str]) -> str:
+def host_ranges(names: Iterable[str]) -> str:
     """`n[1-3],login` for n1, n2, n3, login: Slurm's own way, in the order of first appearance."""
     groups: dict[tuple[str, int, str], list[int]] = {}
     for name in dict.fromkeys(names):
@@ -117,7 +117,7 @@ def _ranges(numbers: Sequence[int], width: int) -> str:
     return ",".join("-".join(end.zfill(width) for end in part) for part in padded)
 
 
-def ranks(numbers: Iterable[int]) -> str:
+def rank_ranges(numbers: Iterable[int]) -> str:
     """`rank 3` or `ranks 0-3,8`."""
     ordered = tuple(sorted(set(numbers)))
     return f"rank{'s' * (len(ordered) > 1)} {core_ranges(ordered)}"
@@ -133,8 +133,8 @@ def differing(values: Mapping[str, str]) -> str | None:
         return None
     usual, most = counts[0]
     if most <= len(values) / 2:
-        return "; ".join(f"{hosts(_with(values, value))}: {value}" for value, _ in counts)
-    odd = [f"{hosts(_with(values, value))}: {value}" for value, _ in counts[1:]]
+        return "; ".join(f"{host_ranges(_with(values, value))}: {value}" for value, _ in counts)
+    odd = [f"{host_ranges(_with(values, value))}: {value}" for value, _ in counts[1:]]
     return f"{'; '.join(odd)}, {'all others' if most > 1 else 'the other'} {usual}"
 
 
@@ -142,7 +142,7 @@ def _with(values: Mapping[str, str], wanted: str) -> list[str]:
     return [name for name, value in values.items() if value == wanted]
 
 
-def size(count: float | None) -> str:
+def format_bytes(count: float | None) -> str:
     """Bytes as `3.2 GiB`."""
     if count is None:
         return "unknown"
@@ -153,7 +153,7 @@ def size(count: float | None) -> str:
     return f"{count:.1f} TiB"
 
 
-def rate(value: float, unit: str) -> str:
+def format_rate(value: float, unit: str) -> str:
     """A rate with its prefix: `3.1 GB/s`, `250 MFLOP/s`."""
     for prefix in ("", "k", "M", "G", "T"):
         if value < 999.5:

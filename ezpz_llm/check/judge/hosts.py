@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ezpz_llm.check.judge import gathered
-from ezpz_llm.check.judge.gathered import MPI, READY, Facts, Finding, Gathered, Level, collected, stage_name
+from ezpz_llm.check.judge.gathered import (
+    MPI,
+    READY,
+    Facts,
+    Finding,
+    Gathered,
+    Level,
+    collected,
+    differing,
+    format_bytes,
+    host_ranges,
+    rank_ranges,
+    stage_name,
+)
 from ezpz_llm.launch.devices import core_ranges
 
 LEAST_SHARED_MEMORY = 2**28
@@ -55,16 +67,16 @@ def _shared(gathered: Gathered) -> Iterator[Finding]:
     found: dict[tuple[Level, tuple[int, ...]], list[tuple[str, str]]] = {}
     for host, ranks in gathered.by_host().items():
         # Ranks that compute on the CPU all the same are not slowed down by it.
-        level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
+        level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
         owners = collected((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
         for device, local_ranks in owners.items():
             if len(local_ranks) > 1:
                 found.setdefault((level, tuple(local_ranks)), []).append((host, device))
-    for (level, local_ranks), places in found.items():
+    for (level, shared_by), places in found.items():
         more = " and likewise elsewhere" if len({device for _, device in places}) > 1 else ""
-        names = gathered.hosts(host for host, _ in places)
+        names = host_ranges(host for host, _ in places)
         yield Finding(level, "devices",
-                      f"on {names} local ranks {core_ranges(local_ranks)} share one device ({places[0][1]}{more})",
+                      f"on {names} local ranks {core_ranges(shared_by)} share one device ({places[0][1]}{more})",
                       "as many ranks a host as it has devices (launch --ppn), or a mask that shows each its own")
 
 
@@ -73,7 +85,7 @@ def _unused(gathered: Gathered) -> Iterator[Finding]:
               if answer["device"]["kind"] == "cpu" and facts["devices"]["ids"]]
     if on_cpu:
         driver = all(facts["devices"]["installed"] for facts in on_cpu)
-        names = gathered.hosts(facts["host"] for facts in on_cpu)
+        names = host_ranges(facts["host"] for facts in on_cpu)
         yield Finding("bad" if driver else "warn", "devices",
                       f"torch computes on the CPU on {names}, though {on_cpu[0]['devices']['source']} shows "
                       f"{len(on_cpu[0]['devices']['ids'])} device(s)",
@@ -84,7 +96,7 @@ def _kinds(gathered: Gathered) -> Iterator[Finding]:
     for member in ("kind", "name"):
         values = {facts["host"]: answer["device"][member] for facts, answer in gathered.measured(READY)
                   if answer["device"].get(member)}
-        if text := gathered.differing(values):
+        if text := differing(values):
             yield Finding("bad" if member == "kind" else "warn", "devices", f"the devices differ: {text}",
                           "hosts of one kind: launch --hosts")
             return
@@ -94,7 +106,7 @@ def _full(gathered: Gathered) -> Iterator[Finding]:
     for facts, answer in gathered.measured(READY):
         device = answer["device"]
         if device.get("total") and device["free"] < LEAST_DEVICE_SHARE * device["total"]:
-            free, total = gathered.size(device["free"]), gathered.size(device["total"])
+            free, total = format_bytes(device["free"]), format_bytes(device["total"])
             yield Finding("warn", "devices",
                           f"the device of rank {facts['rank']} on {facts['host']} has only {free} of {total} free",
                           "end the processes of earlier runs there (nvidia-smi, rocm-smi, xpu-smi)")
@@ -106,7 +118,7 @@ def _cores(gathered: Gathered) -> Iterator[Finding]:
         if found := _shared_cores(ranks):
             same.setdefault(found, []).append(host)
     for (level, text), names in same.items():
-        yield Finding("bad" if level == "bad" else "warn", "cores", f"on {gathered.hosts(names)} {text}",
+        yield Finding("bad" if level == "bad" else "warn", "cores", f"on {host_ranges(names)} {text}",
                       "let launch bind the ranks (--bind auto), or ask the scheduler for more cores a task")
 
 
@@ -123,7 +135,7 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[str, str] | None:
                if sum(bool(mask & other) for other in masks) > 1]
     # Ranks that all may use the whole host are unbound, which is no mistake.
     if sharing and idle:
-        return "warn", (f"{gathered.ranks(sharing)} share cores, while cores {core_ranges(tuple(sorted(idle)))} "
+        return "warn", (f"{rank_ranges(sharing)} share cores, while cores {core_ranges(tuple(sorted(idle)))} "
                         "have no rank")
     return None
 
@@ -140,9 +152,9 @@ def _room(gathered: Gathered) -> Iterator[Finding]:
                  (first["tmp"]["path"], first["tmp"]["free"], LEAST_TEMPORARY, "make room there, or set TMPDIR"))
         for name, free, least, instead in wants:
             if free is not None and free < least:
-                short.setdefault((f"only {gathered.size(free)} of {name}", instead), []).append(host)
+                short.setdefault((f"only {format_bytes(free)} of {name}", instead), []).append(host)
     for (text, instead), names in short.items():
-        yield Finding("warn", "room", f"{gathered.hosts(names)}: {text} free", instead)
+        yield Finding("warn", "room", f"{host_ranges(names)}: {text} free", instead)
 
 
 def _clocks(gathered: Gathered) -> Iterator[Finding]:
@@ -171,7 +183,7 @@ def judge_ranks(gathered: Gathered) -> Iterator[Finding]:
     yield from _mpi(gathered)
     for note, numbers in collected([(note, facts["rank"]) for facts in gathered.told
                                    for note in facts.get("rank_notes", ())]).items():
-        yield Finding("warn", "ranks", f"{gathered.ranks(numbers)}: {note}",
+        yield Finding("warn", "ranks", f"{rank_ranges(numbers)}: {note}",
                       "launch from a shell without left-over rank variables")
 
 
@@ -188,7 +200,7 @@ def _duplicates(gathered: Gathered) -> Iterator[Finding]:
 def _sizes(gathered: Gathered) -> Iterator[Finding]:
     wrong = [facts for facts in gathered.told if facts["world_size"] != gathered.world_size]
     for size, numbers in collected([(facts["world_size"], facts["rank"]) for facts in wrong]).items():
-        yield Finding("bad", "ranks", f"{gathered.ranks(numbers)} in a world of {size}, rank 0 in one of "
+        yield Finding("bad", "ranks", f"{rank_ranges(numbers)} in a world of {size}, rank 0 in one of "
                                       f"{gathered.world_size}", "one launcher for all hosts: launch")
 
 
@@ -205,11 +217,11 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
         # Without a plan it is not known whose ranks those are; the hosts that cannot reach rank 0 account for all.
         return
     if len(by_host) > _HOSTS_APART:
-        by_host = {gathered.hosts(by_host): [rank for numbers in by_host.values() for rank in numbers]}
+        by_host = {host_ranges(by_host): [rank for numbers in by_host.values() for rank in numbers]}
     for host, numbers in by_host.items():
         where = f" on {host}" if host else ""
         yield Finding("bad", "missing",
-                      f"{gathered.ranks(numbers)}{where} did not report within {gathered.waited_s:.0f} s",
+                      f"{rank_ranges(numbers)}{where} did not report within {gathered.waited_s:.0f} s",
                       f"see logs/rank{numbers[0]:04d}.log in the run directory and whether {host or 'its host'} "
                       "answers; launch --hosts leaves hosts out")
 
@@ -217,12 +229,12 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
 def _gone(gathered: Gathered) -> Iterator[Finding]:
     lost = [((facts["host"], facts[LOST]), facts["rank"]) for facts in gathered.facts if LOST in facts]
     for (host, stage), numbers in collected(lost).items():
-        yield Finding("bad", "missing", f"{gathered.ranks(numbers)} on {host} ended during {stage_name(stage)}",
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} ended during {stage_name(stage)}",
                       "see its log in the run directory")
     silent = [(facts["host"], facts["rank"]) for facts in gathered.facts
               if "cores" not in facts and LOST not in facts]
     for host, numbers in collected(silent).items():
-        yield Finding("bad", "missing", f"{gathered.ranks(numbers)} on {host} came up, but could not read the "
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} came up, but could not read the "
                                         "host's facts in time",
                       "a file system that hangs there is the usual cause (df, mount)")
     yield from _stuck(gathered)
@@ -238,7 +250,7 @@ def _stuck(gathered: Gathered) -> Iterator[Finding]:
         stuck = [facts for facts in stuck if facts[STUCK] != READY]
     places = [((facts["host"], facts[STUCK]), facts["rank"]) for facts in stuck]
     for (host, stage), numbers in collected(places).items():
-        yield Finding("bad", "missing", f"{gathered.ranks(numbers)} on {host} did not come back from "
+        yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} did not come back from "
                                         f"{stage_name(stage)}",
                       "look there at what the processes wait for (py-spy dump, dmesg)")
 
@@ -250,11 +262,11 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
              and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
     for (size, library), numbers in collected(wrong).items():
         yield Finding("warn", "MPI", f"MPI ({library}) counts {size} rank(s) where the environment counts "
-                                     f"{gathered.world_size} ({gathered.ranks(numbers)})",
+                                     f"{gathered.world_size} ({rank_ranges(numbers)})",
                       "for programs that use MPI: the mpiexec (or srun --mpi plug-in) of mpi4py's own MPI library")
     failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.told
               if "error" in facts.get("stages", {}).get(MPI, {})]
     failed += [("it hangs", facts["rank"]) for facts in gathered.told if facts.get(STUCK) == MPI]
     for error, numbers in collected(failed).items():
-        yield Finding("warn", "MPI", f"MPI cannot be started by {gathered.ranks(numbers)}: {error}",
+        yield Finding("warn", "MPI", f"MPI cannot be started by {rank_ranges(numbers)}: {error}",
                       "only programs that use MPI are hurt: the mpi4py that fits this launcher")

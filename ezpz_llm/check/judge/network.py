@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ezpz_llm.check.facts.network import family
-from ezpz_llm.check.judge.gathered import LINK, NETWORK, Facts, Finding, Gathered, collected
+from ezpz_llm.check.judge.gathered import (
+    LINK,
+    NETWORK,
+    Facts,
+    Finding,
+    Gathered,
+    collected,
+    differing,
+    host_ranges,
+    rank_ranges,
+)
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.interfaces import missing_interface
 
@@ -27,9 +37,9 @@ def _chosen(gathered: Gathered) -> Iterator[Finding]:
     wrong = [((answer["library"], answer["network"]), facts) for facts, answer in told
              if family(answer["network"]) != family(gathered.network)]
     for (library, network), numbers in collected((key, facts["rank"]) for key, facts in wrong).items():
-        names = gathered.hosts(facts["host"] for key, facts in wrong if key == (library, network))
+        names = host_ranges(facts["host"] for key, facts in wrong if key == (library, network))
         silent = ", which is TCP: many times slower" if family(network) == "tcp" else ""
-        yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({gathered.ranks(numbers)}), this "
+        yield Finding("bad", "network", f"{library} chose {network!r} on {names} ({rank_ranges(numbers)}), this "
                                         f"site has {gathered.network!r}{silent}",
                       "load the module with the network plug-in (aws-ofi-nccl, rccl-net-plugin) and put it on "
                       f"LD_LIBRARY_PATH; NCCL_NET={gathered.network!r} makes a missing one an error")
@@ -38,7 +48,7 @@ def _chosen(gathered: Gathered) -> Iterator[Finding]:
 def _differing(gathered: Gathered) -> Iterator[Finding]:
     values = {facts["host"]: answer["network"] for facts, answer in gathered.measured(NETWORK)
               if "network" in answer}
-    if text := gathered.differing(values):
+    if text := differing(values):
         yield Finding("bad", "network", f"the hosts chose different networks: {text}",
                       "the same modules and variables on every host")
 
@@ -58,7 +68,7 @@ def talks_over(gathered: Gathered) -> dict[str, str]:
 
 def _interfaces(gathered: Gathered) -> Iterator[Finding]:
     used = talks_over(gathered)
-    if text := gathered.differing(used):
+    if text := differing(used):
         yield Finding("warn", "network", f"the hosts talk over different interfaces: {text}",
                       "launch --interface NAME, with one that every host has")
     for host, ranks in gathered.by_host().items():
@@ -93,7 +103,7 @@ def _unreached(gathered: Gathered) -> Iterator[Finding]:
         instead = "an address of rank 0's host that every host reaches: launch --interface NAME, or set MASTER_ADDR"
         if reason == "timed out":
             instead = "a firewall or a route drops it: " + instead
-        yield Finding("bad", "meeting", f"{gathered.hosts(names)} cannot reach MASTER_ADDR {master}{way}: {reason}",
+        yield Finding("bad", "meeting", f"{host_ranges(names)} cannot reach MASTER_ADDR {master}{way}: {reason}",
                       instead)
 
 
@@ -129,7 +139,7 @@ def _interface_findings(gathered: Gathered) -> Iterator[Finding]:
             if missing := missing_interface(variable, wanted, ranks[0]["interfaces"]):
                 lacking.setdefault((missing, f"{variable}={wanted}"), []).append(host)
     for (missing, source), names in lacking.items():
-        who = "no host has" if len(names) == len(hosts) > 1 else f"{gathered.hosts(names)}: no"
+        who = "no host has" if len(names) == len(hosts) > 1 else f"{host_ranges(names)}: no"
         yield Finding("bad", "interface", f"{who} interface {missing} ({source})",
                       "an interface that every host has (ip -br address): launch --interface NAME")
 
@@ -142,7 +152,7 @@ def _names(gathered: Gathered) -> Iterator[Finding]:
               if ranks[0]["name_resolves_to"] and is_loopback(ranks[0]["name_resolves_to"])
               and "GLOO_SOCKET_IFNAME" not in ranks[0].get("named_interfaces", {})]
     if looped:
-        yield Finding("warn", "interface", f"on {gathered.hosts(looped)} the host's own name is a loopback address",
+        yield Finding("warn", "interface", f"on {host_ranges(looped)} the host's own name is a loopback address",
                       "launch --interface NAME, since gloo listens on the address of the host's name otherwise")
     boots: dict[str, list[str]] = {}
     for host, ranks in hosts.items():
@@ -150,6 +160,6 @@ def _names(gathered: Gathered) -> Iterator[Finding]:
             boots.setdefault(ranks[0]["boot_id"], []).append(host)
     for names in boots.values():
         if len(names) > 1:
-            yield Finding("warn", "hosts", f"{gathered.hosts(names)} have one boot id, as one machine has",
+            yield Finding("warn", "hosts", f"{host_ranges(names)} have one boot id, as one machine has",
                           "containers on one kernel: NCCL and UCX may try shared memory between them "
                           "(NCCL_HOSTID, a boot id of its own for each)")

@@ -14,7 +14,10 @@ from ezpz_llm.check.judge.gathered import (
     READY,
     Finding,
     Gathered,
+    Level,
     collected,
+    format_rate,
+    rank_ranges,
     stage_name,
 )
 
@@ -50,7 +53,7 @@ def outliers(rates: Mapping[Key, float]) -> dict[Key, float]:
     return {key: math.exp(middle - value) for key, value in logs.items() if middle - value > least}
 
 
-def _level(times: float) -> str:
+def _level(times: float) -> Level:
     return "bad" if times >= VERY_SLOW else "warn"
 
 
@@ -59,16 +62,16 @@ def _compute(gathered: Gathered) -> Iterator[Finding]:
     slow = outliers(rates)
     if not slow:
         return
-    usual = gathered.rate(statistics.median(rates.values()), "FLOP/s")
+    usual = format_rate(statistics.median(rates.values()), "FLOP/s")
     hosts = {facts["rank"]: facts["host"] for facts in gathered.told}
     for host, numbers in collected((hosts[rank], rank) for rank in slow).items():
         all_of_it = all(facts["rank"] in slow for facts in gathered.by_host()[host])
-        who = host if all_of_it else f"{gathered.ranks(numbers)} on {host}"
+        who = host if all_of_it else f"{rank_ranges(numbers)} on {host}"
         worst = max(numbers, key=slow.__getitem__)
         verb = "is" if all_of_it or len(numbers) == 1 else "are"
         yield Finding(_level(slow[worst]), "speed",
                       f"{who} {verb} slow: {slow[worst]:.1f} times slower in a matrix product than the median rank "
-                      f"({gathered.rate(rates[worst], 'FLOP/s')}, median {usual})",
+                      f"({format_rate(rates[worst], 'FLOP/s')}, median {usual})",
                       f"look for other processes, heat or a power limit on {host} (top, nvidia-smi -q -d "
                       "PERFORMANCE), or leave it out with launch --hosts")
 
@@ -80,7 +83,7 @@ def _nodes(gathered: Gathered) -> Iterator[Finding]:
     for host, times in outliers(rates).items():
         yield Finding(_level(times), "links",
                       f"all-reduces among the ranks of {host} are {times:.1f} times slower than on the median host "
-                      f"({gathered.rate(rates[host], 'B/s')})",
+                      f"({format_rate(rates[host], 'B/s')})",
                       "look at the links between its devices (nvidia-smi topo -m, nvlink -s), or leave it out")
 
 
@@ -106,11 +109,11 @@ def _links(gathered: Gathered) -> Iterator[Finding]:
     rates = link_rates(gathered)
     if not rates:
         return
-    usual = gathered.rate(statistics.median(rates.values()), "B/s")
+    usual = format_rate(statistics.median(rates.values()), "B/s")
     for host, times in outliers(rates).items():
         yield Finding(_level(times), "links",
                       f"the link of {host} is slow: all-reduces with its neighbours are {times:.1f} times slower "
-                      f"than on the median host ({gathered.rate(rates[host], 'B/s')}, median {usual})",
+                      f"than on the median host ({format_rate(rates[host], 'B/s')}, median {usual})",
                       f"look at the network adapter of {host} (ethtool, ip -s link), or leave it out with "
                       "launch --hosts")
 
@@ -121,18 +124,19 @@ def _failed(gathered: Gathered) -> Iterator[Finding]:
                   if "error" in facts.get("stages", {}).get(stage, {})]
         for (host, error), numbers in collected(errors).items():
             yield Finding("bad", "torch" if stage == READY else "links",
-                          f"{gathered.ranks(numbers)} on {host} failed in {stage_name(stage)}: {error}",
+                          f"{rank_ranges(numbers)} on {host} failed in {stage_name(stage)}: {error}",
                           "the same command on that host alone shows more: python3 -m ezpz_llm.test_dist")
     yield from _failed_links(gathered)
 
 
 def _failed_links(gathered: Gathered) -> Iterator[Finding]:
     """Hosts whose every link failed; where both ends of one have no other that works, both are named."""
-    worked, failed = set(link_rates(gathered)), {}
+    worked = set(link_rates(gathered))
+    failed: dict[str, str] = {}
     for facts in gathered.told:
         for stage, answer in facts.get("stages", {}).items():
             if stage.startswith(LINK) and "error" in answer and facts["host"] not in worked:
-                failed.setdefault(facts["host"], (facts, answer["error"]))
-    for host, (_, error) in failed.items():
+                failed.setdefault(facts["host"], answer["error"])
+    for host, error in failed.items():
         yield Finding("bad", "links", f"all-reduces between {host} and its neighbours fail: {error}",
                       "the interface that ranks talk on has to reach every host: launch --interface NAME")
