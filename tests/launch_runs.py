@@ -47,14 +47,14 @@ def start(cwd: Path, *words: str, **env: str) -> subprocess.Popen[str]:
                             text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def launch(cwd: Path, *words: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+def launch(cwd: Path, *words: str, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
     """`launch WORDS` to its end."""
     running = start(cwd, *words, **env)
     try:
         out, err = running.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         running.terminate()
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=120)
         raise AssertionError(f"launch {words} did not end within {timeout} s\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, running.returncode, out, err)
 

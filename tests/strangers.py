@@ -53,7 +53,7 @@ class User:
             out, err = running.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.end_all()
-            out, err = running.communicate(timeout=30)
+            out, err = running.communicate(timeout=120)
             raise AssertionError(f"{words} of {self.name} did not end within {timeout} s\n{out}\n{err}") from None
         return subprocess.CompletedProcess(words, running.returncode, out, err)
 
@@ -69,7 +69,7 @@ class User:
     def end_all(self) -> None:
         """End every process of this user, whom nobody else on this machine is."""
         # As that user, to whom the kernel gives these processes alone.
-        subprocess.run([*self.enter, "sh", "-c", "kill -9 -1"], capture_output=True, timeout=30, check=False)
+        subprocess.run([*self.enter, "sh", "-c", "kill -9 -1"], capture_output=True, timeout=120, check=False)
 
 
 @dataclass(frozen=True)

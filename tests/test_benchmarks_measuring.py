@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from ezpz_llm.base.package_data import data_dir
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32", "--log-every", "5"]
 
 
+@pytest.mark.full
 def test_it_trains_in_pairs_of_blocks(tmp_path):
     out = tmp_path / "cost.json"
     done = subprocess.run([sys.executable, data_dir("benchmarks") / "measuring_cost.py", "--pairs", "3",

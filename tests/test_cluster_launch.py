@@ -123,8 +123,8 @@ def job(cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One batch job on four nodes that launches in many ways; its folder and its output."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "hosts").write_text("n1\nn3\nn4\n")
-    return folder, _batch(cluster, folder, "-N4 --ntasks-per-node=2", f"""
-run() {{ timeout 40 launch --run-dir "$@" {MEET}; echo "$1 rc=$?"; }}
+    return folder, _batch(cluster, folder, "-N4 --ntasks-per-node=2", timeout=280, script=f"""
+run() {{ timeout 120 launch --run-dir "$@" {MEET}; echo "$1 rc=$?"; }}
 squeue --noheader --jobs $SLURM_JOB_ID --format %e > end
 run all
 run first --nodes 2

@@ -351,7 +351,7 @@ def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    said = process.communicate(timeout=30)[1]
+    said = process.communicate(timeout=120)[1]
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()

@@ -74,6 +74,7 @@ def test_four_ranks_of_a_bare_mpiexec_meet_over_mpi(tmp_path):
     assert [one["sums"]["dp"] for one in ranks] == [101, 1010, 101, 1010]
 
 
+@pytest.mark.full
 def test_with_a_master_address_mpi_is_left_alone(tmp_path):
     launcher = [MPIEXEC, "-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", free_port(), "-n", "2",
                 sys.executable]
@@ -95,6 +96,7 @@ def test_one_ranks_mistake_ends_all_of_them_at_once(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_after_an_exception_no_rank_waits_for_the_others(tmp_path):
     begin = time.monotonic()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

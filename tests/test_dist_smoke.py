@@ -146,6 +146,7 @@ def test_zero1_under_launch_gives_the_same_losses(launched, tmp_path):
     assert [line["loss"] for line in written] == pytest.approx(ddp, abs=2e-5)
 
 
+@pytest.mark.full
 def test_one_process_has_nothing_to_reduce(launched, tmp_path):
     done = run(sys.executable, *COMMAND, "--steps", "30", "--batch", "16", "--seed", "7", "--run-dir", "out",
                folder=tmp_path)
@@ -165,6 +166,15 @@ def test_one_process_has_nothing_to_reduce(launched, tmp_path):
         assert "error: the run directory holds another run's metrics" in done.stderr
         assert "Traceback" not in done.stderr
     assert (tmp_path / "out/metrics.jsonl").read_bytes() == written
+
+
+def test_a_directory_of_another_run_is_refused_before_any_rank_starts(launched):
+    written = launched.metrics.read_bytes()
+    done = run(sys.executable, *COMMAND, "--run-dir", str(launched.path), "--check", folder=launched.path.parent)
+    assert done.returncode == 2
+    assert "error: the run directory holds another run's metrics" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert launched.metrics.read_bytes() == written
 
 
 def _has_uts() -> bool:
@@ -204,6 +214,7 @@ def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
     assert read_record(RunDir(tmp_path / "out"))["test_dist"]["healthy"] is False
 
 
+@pytest.mark.full
 def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
     (tmp_path / "still.json").write_text(json.dumps({
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, "ezpz_llm": {"engine": "ddp"}}))
@@ -223,7 +234,7 @@ def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
     (["--step", "30"], "unrecognized arguments: --step"),
 ])
 def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
-    done = launch(tmp_path, "-n", "2", sys.executable, *COMMAND, *options, timeout=20)
+    done = launch(tmp_path, "-n", "2", sys.executable, *COMMAND, *options, timeout=120)
     assert done.returncode == 2
     assert found in done.stderr
     assert "Traceback" not in done.stderr
@@ -252,7 +263,7 @@ try:
 finally:
     print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=ENV,
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=ENV,
                               check=False)
         assert done.returncode == 0
         assert done.stderr.split() == ["False", "False"]

@@ -53,7 +53,7 @@ def _scontrol(what: str, text: str, folder: Path) -> list[str]:
     conf = folder / "slurm.conf"
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
     done = subprocess.run(["scontrol", "show", what, text], env=os.environ | {"SLURM_CONF": str(conf)},
-                          capture_output=True, text=True, timeout=30, check=True)
+                          capture_output=True, text=True, timeout=120, check=True)
     assert not done.stderr, done.stderr
     return done.stdout.split()
 

@@ -166,6 +166,7 @@ def _read_all(terminal: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_the_trainers_checkpoint(tmp_path: Path) -> None:
     """The real one, as most people type it."""
     with _typed(tmp_path, IDIOMS["tee of both"], sys.executable, "-m", "ezpz_llm.train", *LONG) as typed:

@@ -204,8 +204,8 @@ def test_only_the_runs_own_processes_are_ended(tmp_path: Path) -> None:
             process.communicate()
 
 
-@pytest.mark.parametrize(("outer", "inner"), [("mpiexec", "mpiexec"), ("torchrun", "mpiexec"),
-                                              ("mpiexec", "torchrun")])
+@pytest.mark.parametrize(("outer", "inner"), [
+    ("mpiexec", "mpiexec"), ("mpiexec", "torchrun"), pytest.param("torchrun", "mpiexec", marks=pytest.mark.full)])
 def test_a_launch_inside_a_single_rank_is_a_run_of_its_own(tmp_path: Path, outer: str, inner: str) -> None:
     """It inherits what the outer run's shim and launcher told that one rank."""
     program = "import os; from ezpz_llm.launch.ranks import find_rank; i = find_rank(os.environ);" \

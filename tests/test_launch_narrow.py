@@ -121,15 +121,16 @@ def test_two_runs_side_by_side_share_nothing(tmp_path: Path) -> None:
 def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
     """10,624 hosts and twelve ranks on each: nothing may grow with the square."""
     names = [f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0.hsn.invalid" for number in range(10624)]
-    node_file = _file(tmp_path, "".join(f"{name}\n" for name in names))
-    env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
-    env |= {"PBS_NODEFILE": str(node_file), "PATH": clean_env()["PATH"]}
-    took = []
+    env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt") | {"PATH": clean_env()["PATH"]}
+    took: dict[int, list[float]] = {2: [], 10624: []}
     for _ in range(3):
-        begun = cpu_seconds()
-        done = launch(tmp_path, "--dry-run", "--ppn", "12", "hostname", **env)
-        took.append(cpu_seconds() - begun)
-        assert done.returncode == 0, done.stderr
-        assert f"127488 on 10624 host(s): {names[0]}" in done.stdout
-    # 0.13 s on a quiet machine
-    assert min(took) < 0.5
+        for count, seconds in took.items():
+            node_file = _file(tmp_path, "".join(f"{name}\n" for name in names[:count]))
+            begun = cpu_seconds()
+            done = launch(tmp_path, "--dry-run", "--ppn", "12", "hostname",
+                          **{**env, "PBS_NODEFILE": str(node_file)})
+            seconds.append(cpu_seconds() - begun)
+            assert done.returncode == 0, done.stderr
+            assert f"{12 * count} on {count} host(s): {names[0]}" in done.stdout
+    # 0.13 s on a quiet machine; where others use its caches and cores, the same work takes several times as long.
+    assert min(took[10624]) < max(0.5, 5 * min(took[2]))

@@ -87,7 +87,7 @@ def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
     first = start(tmp_path, "-n", "2", "--run-dir", "r", *_until("never"))
     _wait_for(tmp_path / "never.runs")
     first.kill()
-    first.communicate(timeout=30)
+    first.communicate(timeout=120)
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     assert second.returncode == 0, second.stderr
     assert f"taken over from launch, pid {first.pid} on " in second.stderr
@@ -220,7 +220,7 @@ with owner.own(RunDir(Path("r")), "x", {}):
     running = subprocess.Popen([sys.executable, "own.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     _wait_for(tmp_path / "up")
     _owned_by(tmp_path / "r", _ELSEWHERE, 2)
-    _, said = running.communicate(timeout=30)
+    _, said = running.communicate(timeout=120)
     assert running.returncode == -signal.SIGKILL
     assert "was taken over by launch, pid 1 on n9" in said
 

@@ -53,7 +53,7 @@ def test_stale_values_reach_no_rank(tmp_path: Path, program: str, launcher: str,
     assert {report["store"] for report in reports} == {"True" if launcher == "torchrun" else None}
 
 
-@pytest.mark.parametrize("outer", ["mpiexec", "torchrun"])
+@pytest.mark.parametrize("outer", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_inside_a_rank(tmp_path: Path, program: str, outer: str) -> None:
     """Its own launch, and a bare mpiexec: neither takes the outer rank's place, nor torchrun's store."""
     need_mpiexec()

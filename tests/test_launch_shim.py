@@ -167,11 +167,11 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", str(folder)],
-                          capture_output=True, text=True, timeout=10, check=False)
+                          capture_output=True, text=True, timeout=120, check=False)
     if made.returncode:
         pytest.skip(f"cannot mount a small file system here: {made.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", "-l", str(folder)], timeout=10, check=True)
+    subprocess.run(["umount", "-l", str(folder)], timeout=120, check=True)
 
 
 def test_a_full_disk_changes_no_exit_code(full_disk: Path) -> None:
@@ -298,10 +298,10 @@ time.sleep(60)
 def test_last_words_outlive_a_shim_that_is_killed(tmp_path: Path) -> None:
     """Some launchers kill every shim at once when a rank calls MPI_Abort, whose message it has just written."""
     program = _script(tmp_path, """
-print("first", flush=True)
+os.write(1, b"first\\n")
 os.kill(os.getppid(), signal.SIGSTOP)
-print("last words", flush=True)
-print("of standard error", file=sys.stderr, flush=True)
+os.write(1, b"last words\\n")
+os.write(2, b"of standard error\\n")
 os.kill(os.getppid(), signal.SIGKILL)
 time.sleep(60)
 """)

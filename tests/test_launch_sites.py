@@ -345,15 +345,17 @@ def _dry_run_cpu_s(cwd: Path, env: dict[str, str]) -> tuple[float, str]:
 
 
 def test_a_plan_of_ten_thousand_hosts_takes_less_than_half_a_second(tmp_path: Path) -> None:
-    """Aurora has 10,624. Processor time, which does not depend on what else runs here; and once more for Slurm."""
+    """Aurora has 10,624. Processor time, and no more than a plan for two hosts takes five times where a machine is
+    so busy that all takes longer; and once more for Slurm."""
     hosts = tuple(f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0" for number in range(10624))
     env = clean_env(**_pbs(tmp_path, hosts, PBS_O_HOST="aurora-uan-0010"))
     spent, text = _dry_run_cpu_s(tmp_path, env)
     assert "127488 on 10624 host(s)" in text
     assert "127487" in text
     assert len(text.splitlines()) < 120
-    assert spent < 0.5
+    of_two, _ = _dry_run_cpu_s(tmp_path, clean_env(**_pbs(tmp_path, hosts[:2], PBS_O_HOST="aurora-uan-0010")))
+    assert spent < max(0.5, 5 * of_two)
     spent, text = _dry_run_cpu_s(tmp_path, clean_env(**_slurm(tmp_path, "frontier[00001-10000]", 10000, 64,
                                                               SLURM_CLUSTER_NAME="frontier")))
     assert "80000 on 10000 host(s)" in text
-    assert spent < 0.5
+    assert spent < max(0.5, 5 * of_two)

@@ -18,9 +18,9 @@ def _typed(cluster: Cluster, folder: Path, shell: str, *commands: str) -> subpro
     script = folder / "typed.sh"
     script.write_text("\n".join(["exec > typed.txt 2>&1 < /dev/null", *commands, "touch done"]))
     # script(1) is the terminal; the shell would take the end of its input for a hang-up.
-    typing = ("(echo 'bash typed.sh; exit'; timeout 80 bash -c 'until [ -e done ]; do sleep 0.1; done') | "
+    typing = ("(echo 'bash typed.sh; exit'; timeout 270 bash -c 'until [ -e done ]; do sleep 0.1; done') | "
               f"script -qec '{shell}' /dev/null")
-    return cluster.run("bash", "-c", typing, cwd=folder, timeout=90)
+    return cluster.run("bash", "-c", typing, cwd=folder, timeout=280)
 
 
 def test_the_shell_of_srun_pty_starts_ranks_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_the_shell_of_srun_pty_starts_ranks_of_its_own(cluster: Cluster, tmp_pat
     meet = f"{sys.executable} {MEET}"
     _typed(cluster, tmp_path, "srun -N2 --ntasks-per-node=2 -t 5 --pty bash",
            'squeue --noheader --jobs "$SLURM_JOB_ID" --format %e > end',
-           f"timeout 40 launch --run-dir srun {meet}; echo rc=$?",
-           f"timeout 40 launch --run-dir mpiexec --launcher mpiexec {meet}; echo rc=$?")
+           f"timeout 120 launch --run-dir srun {meet}; echo rc=$?",
+           f"timeout 120 launch --run-dir mpiexec --launcher mpiexec {meet}; echo rc=$?")
     output = (tmp_path / "typed.txt").read_text()
     assert output.count("rc=0") == 2, output
     ends_at = time.mktime(time.strptime((tmp_path / "end").read_text().strip(), "%Y-%m-%dT%H:%M:%S"))

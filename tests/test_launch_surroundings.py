@@ -17,7 +17,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 def _inside(setting: str, cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`launch WORDS` where the shell command `setting` has changed what this process and its children see."""
-    tried = subprocess.run(["unshare", "-m", "sh", "-c", setting], capture_output=True, text=True, timeout=30,
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", setting], capture_output=True, text=True, timeout=120,
                            check=False)
     if tried.returncode:
         pytest.skip(f"not to be had here: {tried.stderr.strip()[-200:]}")

@@ -19,7 +19,7 @@ def test_config_and_flops_import_no_torch():
     code = ("import sys, ezpz_llm.model.flops as f, ezpz_llm.model.config as c; "
             "f.flops_per_token(c.get_model_config('llama3-8b')); "
             "sys.exit(bool({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))")
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

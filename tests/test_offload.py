@@ -65,6 +65,7 @@ def read(folder: Path, run: str) -> dict:
     return json.loads((folder / f"{run.replace(':', '-')}.json").read_text())
 
 
+@pytest.mark.full
 @built
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("run", RUNS)
@@ -80,6 +81,7 @@ def test_every_step_is_that_of_one_process(two_ranks: Path, run: str) -> None:
     assert per_token == pytest.approx([alone["evaluated"][0] / 256] * 2, abs=LOSS_BOUND[precision], rel=0)
 
 
+@pytest.mark.full
 @built
 def test_files_hold_what_the_layout_says(two_ranks: Path) -> None:
     """Weights, moments and gradients of sub-groups, and the wide parameters; nothing where memory holds them."""
@@ -103,6 +105,7 @@ def kind(file: str) -> str:
     return next((name for name in ("param", "gradient", "exp_avg_sq", "exp_avg") if name in file), "weight")
 
 
+@pytest.mark.full
 @built
 def test_no_file_outlives_its_run_and_deepspeed_is_quiet(two_ranks: Path) -> None:
     assert list(two_ranks.rglob("*.swp")) == []
@@ -110,6 +113,7 @@ def test_no_file_outlives_its_run_and_deepspeed_is_quiet(two_ranks: Path) -> Non
     assert (two_ranks / "printed.txt").read_text() == ""
 
 
+@pytest.mark.full
 @built
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_checkpoint_goes_from_files_to_memory_and_back(two_ranks: Path, pair: str) -> None:

@@ -54,7 +54,7 @@ def test_its_commands_refuse(tmp_path: Path) -> None:
 
     def run(*words: str) -> tuple[int, str]:
         done = subprocess.run([str(bin_folder / words[0]), *words[1:]], input="hostname\n", capture_output=True,
-                              text=True, timeout=30, check=False)
+                              text=True, timeout=120, check=False)
         return done.returncode, done.stderr.strip()
 
     assert run("qstat", "-f", "9.login") == (153, "qstat: Unknown Job Id 9.login")

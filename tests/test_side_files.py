@@ -123,7 +123,7 @@ def test_what_can_only_be_done_now_is_told_once(said: list[str]) -> None:
 def _read_only(place: Path) -> Iterator[None]:
     """An empty file system that cannot be written stands over `place`."""
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True, text=True,
-                          timeout=30, check=False)
+                          timeout=120, check=False)
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
     try:

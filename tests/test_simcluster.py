@@ -50,7 +50,7 @@ def test_a_killed_test_run_leaves_nothing(tmp_path: Path) -> None:
     namespace = owner.stdout.readline().strip()
     assert any("sshd" in words for words in _processes_in(namespace))
     owner.kill()
-    owner.communicate(timeout=30)
+    owner.communicate(timeout=120)
     _wait_until_empty(lambda: _processes_in(namespace))
 
 

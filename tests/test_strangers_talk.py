@@ -93,7 +93,7 @@ def attacked(strangers: Strangers, *words: str) -> tuple[str, bool]:
         done = victim.launch(*words, timeout=150, **CALM)
     finally:
         attacker.end_all()
-        _, said = attacking.communicate(timeout=20)
+        _, said = attacking.communicate(timeout=120)
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"{text}\n{said}"
     assert "Traceback" not in said, said

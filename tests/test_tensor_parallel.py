@@ -19,6 +19,7 @@ LAYOUTS = ("ddp", "tp2", "tp2_zero1", "tp2_zero3")
 TWO = [f"fp32:{shape}:{layout}" for shape in ("gpt2", "llama") for layout in LAYOUTS]
 TWO += ["bf16:gpt2:ddp", "bf16:gpt2:tp2_zero1", "bf16:gpt2:tp2_zero3"]
 FOUR = ["fp32:gpt2:ddp", "fp32:gpt2:tp2_zero1", "fp32:llama:tp2_zero3", "bf16:gpt2:tp2_zero3"]
+ONE = "fp32:llama:tp2_zero1"
 UNMARKED = ["fp32:gpt2:tp2_zero1:unmarked", "fp32:gpt2:tp2_zero3:unmarked"]
 # Between layouts with tensor parallelism, in the same process: DeepSpeed keeps what it was told in globals.
 UNDIVIDED = ["fp32:gpt2:zero0:undivided", "fp32:gpt2:zero1:undivided", "fp32:gpt2:zero3:undivided"]
@@ -26,14 +27,20 @@ LATER = "fp32:gpt2:zero2"
 ADDED = [f"fp32:{shape}:{layout}:qk_norm" for shape, layout in (("gpt2", "tp2"), ("llama", "tp2_zero1"),
                                                                   ("gpt2", "tp2_zero3"))]
 UNSUMMED = "fp32:gpt2:tp2_zero1:qk_norm:unsummed"
+MANY = [*TWO, *UNDIVIDED, LATER]
 LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
 NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    runs = ["parts", *TWO, *ADDED, UNSUMMED, *UNDIVIDED, *UNMARKED, LATER]
+    runs = ["parts", ONE, *ADDED, UNSUMMED, *UNMARKED]
     return results_of(SCRIPT, tmp_path_factory.mktemp("two"), runs, 2)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results_of(SCRIPT, tmp_path_factory.mktemp("many"), MANY, 2)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +65,14 @@ def largest(pair: list[list[float]], *, relative: bool = False) -> float:
     return max(abs(a - b) / (abs(b) if relative else 1) for a, b in zip(*pair, strict=True))
 
 
+def test_every_step_of_one_layout_is_that_of_one_process(two: dict[str, Any]) -> None:
+    check(ONE, two[ONE])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("run", [*TWO, *UNDIVIDED, LATER])
-def test_every_step_is_that_of_one_process(two: dict[str, Any], run: str) -> None:
-    check(run, two[run])
+@pytest.mark.parametrize("run", MANY)
+def test_every_step_is_that_of_one_process(many: dict[str, Any], run: str) -> None:
+    check(run, many[run])
 
 
 @pytest.mark.full

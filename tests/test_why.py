@@ -87,7 +87,7 @@ def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     assert list(told["stacks"]) == ["2"]
     assert "rank 0: " in _why(tmp_path, "r", "--stacks", "0")
     run.send_signal(signal.SIGKILL)
-    run.communicate(timeout=30)
+    run.communicate(timeout=120)
     _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of all processes")
     assert record(tmp_path / "r")["exit"] is None
     assert not (tmp_path / "r/postmortem.txt").exists()
