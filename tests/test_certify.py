@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
@@ -19,10 +20,11 @@ from ezpz_llm.certify.cases import Case, divide, natural_worlds, quick_cases, re
 from ezpz_llm.certify.docs import BEGIN, END, write_docs
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.options import parser, plan
+from ezpz_llm.certify.reference import check_gradients
 from ezpz_llm.certify.report import all_passed, as_json, closing
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.memory import memory_per_rank
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 
 ROOT = Path(__file__).parents[1]
 
@@ -268,3 +270,17 @@ def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
     assert "no: async_io is not built" in text
     with pytest.raises(UserError, match="no page"):
         write_docs(kept, tmp_path / "missing.md")
+
+
+def test_a_reference_without_a_gradient_is_refused() -> None:
+    """A whole tensor, or the rows of queries; the keys' bias has a reason."""
+    config = recipe.model_config("tiny-gpt2")
+    tensors = {f"gradient/{name}": torch.ones(shape) for name, shape in parameter_shapes(config).items()}
+    keys = recipe.zero_by_symmetry(config)["transformer.h.1.attn.c_attn.bias"]
+    tensors["gradient/transformer.h.1.attn.c_attn.bias"][slice(*keys)] = 0
+    check_gradients(config, tensors)
+    for name, rows in (("transformer.h.2.ln_1.weight", 64), ("transformer.h.0.attn.c_attn.weight", 64)):
+        dead = {**tensors, f"gradient/{name}": tensors[f"gradient/{name}"].clone()}
+        dead[f"gradient/{name}"][:rows] = 0
+        with pytest.raises(UserError, match=rf"the gradient of {name}, rows 0 to {rows}, is 0 in one process"):
+            check_gradients(config, dead)

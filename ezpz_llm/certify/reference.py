@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.parameters import parameter_named, parameter_shapes
 from ezpz_llm.rundir import RunDir, write_json
 
 _SPLITS = (8, 1, 4)
@@ -61,7 +62,7 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     """Train one process, write its seed checkpoint, its tensors and its numbers below `root`; one rank calls it.
 
     Raises:
-        UserError: clipping was not active on every step.
+        UserError: clipping was not active on every step, or a parameter has no gradient.
     """
     numbers = reference_numbers(root, model, dtype, steps)
     if numbers.is_file():
@@ -70,6 +71,7 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     folder.mkdir(parents=True, exist_ok=True)
     config, me = recipe.model_config(model), alone(dist)
     seen, tensors = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
+    check_gradients(config, tensors)
     if min(seen.norms) <= recipe.CLIP:
         raise UserError(f"the gradient norm {min(seen.norms):.3g} of {model} lies below the clip {recipe.CLIP}: "
                         "clipping is not tested", where="certify", instead="another --model, or fewer --steps")
@@ -80,6 +82,29 @@ def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, {
         **asdict(seen), "noise": _noise(config, seen, tensors, others), "symmetric": _symmetric(config, tensors)})
+
+
+def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a reference in which a parameter, or one of its parts (queries, keys, values), has a gradient of 0.
+
+    A layout that loses such a gradient would compute the same. Only `recipe.zero_by_symmetry` excuses a part.
+
+    Args:
+        tensors: "gradient/NAME" of every parameter.
+
+    Raises:
+        UserError: names the parameter and its rows.
+    """
+    symmetric = recipe.zero_by_symmetry(config)
+    for name in parameter_shapes(config):
+        start = 0
+        for size in parameter_named(name).parts(config):
+            rows, start = (start, start + size), start + size
+            if symmetric.get(name) != rows and not tensors[f"gradient/{name}"][slice(*rows)].any():
+                raise UserError(f"the gradient of {name}, rows {rows[0]} to {rows[1]}, is 0 in one process: no "
+                                "layout could be seen to lose it", where="certify",
+                                instead="initial weights that let a gradient reach it, or a reason for 0 in "
+                                        "ezpz_llm/certify/recipe.py (zero_by_symmetry)")
 
 
 def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
