@@ -1,6 +1,6 @@
 """The measuring process of a rank: answers questions from its standard input with lines on a given descriptor.
 
-Its own output is what the communication libraries say; `measuring.py`, which starts it, reads that too.
+Its own output is what the communication libraries say; `client.py`, which starts it, reads that too.
 """
 
 from __future__ import annotations
