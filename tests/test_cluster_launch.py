@@ -28,8 +28,7 @@ PROGRAMS = {
     "train": ["--steps", "5", "--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
               "--sample-tokens", "10", "--log-every", "5", "--precision", "fp32", "--device", "cpu"],
 }
-MARKS = {("test_dist", 2, "mpiexec"): (), ("train", 4, "srun"): pytest.mark.full,
-         ("train", 2, "torchrun"): pytest.mark.full}
+FULL = (("train", 4, "srun"), ("test_dist", 2, "mpiexec"), ("train", 2, "torchrun"))
 STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8"}
 """What somebody has exported in the shell for another program."""
 MATRIX = data_dir("benchmarks") / "results/cluster_matrix.json"
@@ -37,7 +36,7 @@ MATRIX = data_dir("benchmarks") / "results/cluster_matrix.json"
 
 def _cases() -> list:
     return [pytest.param(program, nodes, launcher, id=f"{program}-{nodes}-{launcher}",
-                         marks=MARKS.get((program, nodes, launcher), pytest.mark.slow))
+                         marks=pytest.mark.full if (program, nodes, launcher) in FULL else pytest.mark.slow)
             for program in PROGRAMS for nodes in (1, 2, 4) for launcher in LAUNCHERS]
 
 

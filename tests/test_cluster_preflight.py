@@ -61,6 +61,7 @@ def test_a_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> Non
     assert len(report["ranks"]) == 8
 
 
+@pytest.mark.full
 def test_an_unfit_reservation_runs_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """launch --preflight ends with 3 before the user's program: n3 has a slow link, another version and a variable
     of its own, n4 lacks an interface, and the ranks of every host share a device."""

@@ -225,6 +225,7 @@ with owner.own(RunDir(Path("r")), "x", {}):
     assert "was taken over by launch, pid 1 on n9" in said
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 def test_on_other_hosts(cluster: Cluster, tmp_path: Path) -> None:
     """One that lives there is waited for until its next sign of life; a job that is requeued succeeds itself."""

@@ -113,6 +113,7 @@ def test_codes_under_pals(host_cluster: Cluster, tmp_path: Path, pals: dict[str,
     assert host_cluster.processes(run_id) == {}
 
 
+@pytest.mark.full
 def test_torchruns_started_by_pals(host_cluster: Cluster, tmp_path: Path, pals: dict[str, str]) -> None:
     done = host_cluster.run("launch", "--launcher", "torchrun", "--run-dir", "r", *PROGRAM, *WORDS, cwd=tmp_path,
                             timeout=90, **pals)

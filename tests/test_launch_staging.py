@@ -159,8 +159,9 @@ def stage(disks: Cluster, environment: Path, folder: Path, run: str, *, in_a_job
     return done.returncode, (folder / f"{run}.log").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.cluster
-@pytest.mark.parametrize("way", [pytest.param("sbcast", marks=pytest.mark.full), "mpi"])
+@pytest.mark.parametrize("way", ["sbcast", "mpi"])
 def test_every_node_gets_a_copy_or_none(way: str, disks: Cluster, environment: Path, tmp_path: Path) -> None:
     code, output = stage(disks, environment, tmp_path, "good", in_a_job=way == "sbcast")
     assert code == 0, output

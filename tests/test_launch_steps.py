@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from simcluster.cluster import Cluster
 
+pytestmark = pytest.mark.full
+"""The batch job of test_cluster_launch.py places, and the faults end, ranks of each launcher by default."""
+
 PROGRAM = [sys.executable, str(Path(__file__).with_name("reporting_ranks.py"))]
 WORDS = ("report", "a b", "it's", '"q"', "$(date)", "; exit 9", "x\\ny", "two\nlines", "*", "", "-n", "--", "ü")
 
