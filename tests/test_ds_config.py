@@ -58,7 +58,7 @@ ANNOTATED = """\ufeff{
 
 def test_comments_trailing_commas_and_a_byte_order_mark_are_read_over(own) -> None:
     resolved = own(ANNOTATED.encode())
-    assert (resolved.layout.zero_stage, resolved.clip) == (2, 0.5)
+    assert (resolved.layout.zero.stage, resolved.clip) == (2, 0.5)
     assert resolved.deepspeed["zero_optimization"]["reduce_bucket_size"] == 5_000_000
     assert resolved.deepspeed["csv_monitor"]["job_name"] == 'a // b # c /* d */, } " e'
     plain = plain_json(ANNOTATED)
@@ -111,7 +111,7 @@ def test_values_that_deepspeed_refuses_are_refused_before(own, values: dict[str,
 
 def test_a_block_that_is_null_is_not_there(own) -> None:
     resolved = own({"zero_optimization": {"stage": 3, "offload_optimizer": None}, "fp16": None})
-    assert resolved.layout.offload_optimizer is None
+    assert resolved.layout.zero.offload_optimizer is None
 
 
 def test_a_key_that_only_a_newer_deepspeed_may_know_is_a_warning(own, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyP
 
     resolved = resolve(name, world_size=1, global_batch=8, clip=1.0)
     parsed = DeepSpeedConfig(json.loads(json.dumps(resolved.deepspeed)))
-    assert parsed.zero_optimization_stage == resolved.layout.zero_stage
+    assert parsed.zero_optimization_stage == resolved.layout.zero.stage
     assert parsed.train_batch_size == 8
 
 
@@ -294,7 +294,8 @@ def test_defaults_are_deepspeeds() -> None:
 
 @pytest.mark.parametrize(("values", "world_size", "words"), [
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6, "4 does not divide the 6 ranks"),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6, "zero_hpz_partition_size 2 or 3 or 6"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}, 6,
+     '"zero_hpz_partition_size": 2 or "zero_hpz_partition_size": 3 or "zero_hpz_partition_size": 6'),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "ezpz_llm": {"tp": 2}}, 4, "with tp 2"),
     ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 2, "does not scale gradients before that"),
     ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 4}, 2, '"reduce_scatter": false'),

@@ -66,9 +66,7 @@ def test_layouts_whose_copies_would_come_apart_are_refused(layout: str, world: i
 
 
 def test_offloaded_state_has_an_optimizer_of_its_own() -> None:
-    from dataclasses import replace
-
-    layout = replace(resolve("zero3", world_size=2).layout, offload_optimizer="cpu")
+    layout = resolve("zero3", world_size=2).layout.with_zero(offload_optimizer="cpu")
     for optimizer in ("adamw_8bit", "adamw_unfused"):
         with pytest.raises(UserError, match="DeepSpeed's own AdamW"):
             check_optimizer(optimizer, layout)

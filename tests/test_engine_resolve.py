@@ -155,7 +155,7 @@ def test_a_layout_whose_op_is_not_built_says_how_to_build_it(
     library = ops.ops_dir() / "cpu_adam" / "cpu_adam.so"
     library.parent.mkdir()
     library.touch()
-    assert resolve("zero3_offload_optimizer", world_size=2).layout.offload_optimizer == "cpu"
+    assert resolve("zero3_offload_optimizer", world_size=2).layout.zero.offload_optimizer == "cpu"
 
 
 FOREIGN = {
@@ -175,7 +175,7 @@ def resolve_foreign(write, **given: Any) -> Resolved:
 def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     resolved = resolve_foreign(write, device="cuda")
     assert resolved.batch == Batch(32, 4, 4, 2)
-    assert (resolved.clip, resolved.precision, resolved.layout.zero_stage) == (0.5, "bf16", 2)
+    assert (resolved.clip, resolved.precision, resolved.layout.zero.stage) == (0.5, "bf16", 2)
     assert resolved.adam == {"lr": 0.001, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01,
                              "schedule": "WarmupDecayLR", "warmup_steps": 50, "warmup_type": "log",
                              "warmup_min_lr": 0.0}
@@ -228,7 +228,7 @@ def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
     layout = json.loads(run_dir.layout.read_text())
     assert layout["layout"] == {"name": "zero2", "engine": "deepspeed", "zero_stage": 2, "tp": 1, "pp": 1, "sp": 1,
                                 "partition": "parameters", "tiled": [], "offload_optimizer": None,
-                                "offload_param": None}
+                                "offload_param": None, "hpz_partition_size": 1}
     assert layout["batch"]["micro_batch"] == 4
     assert layout["sources"]["micro_batch"] == "follows from global_batch and accumulation"
     text = resolved.explain()

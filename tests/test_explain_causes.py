@@ -16,14 +16,14 @@ from ezpz_llm.explain.split import split_traces
 from ezpz_llm.explain.trace import rank_trace
 from ezpz_llm.explain.waits import slow_link
 from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.observe.plots import bars_plot
 
 
 def a_run(layout=None, accumulation=1, memory_bytes=None, optimizer="adamw", device="cuda", precision="fp32",
           **config):
-    layout = layout or Layout("zero1", "deepspeed", 1)
+    layout = layout or Layout("zero1", "deepspeed", ZeroOptions(1))
     return {"model": get_model_config("gpt2-124m"), "layout": layout, "optimizer": optimizer, "world_size": 2,
             "batch": Batch(8 * accumulation, 4, accumulation, 2), "memory_bytes": memory_bytes,
             "device": device, "precision": precision,
@@ -137,7 +137,7 @@ def test_a_slow_rank_costs_no_more_than_until_the_next_one_is_waited_for():
 
 def test_advice_is_the_layouts_own():
     gathers = two_ranks(transfer=40, operator="_allgather_base_", work="all_gather")
-    zero3 = Layout("zero3", "deepspeed", 3)
+    zero3 = Layout("zero3", "deepspeed", ZeroOptions(3))
 
     def advice(split, overlap=None, bucket=5000, **run):
         zero = {"reduce_bucket_size": bucket} | ({} if overlap is None else {"overlap_comm": overlap})
@@ -166,7 +166,7 @@ def test_advice_is_the_layouts_own():
 def test_every_rank_stepping_all_parameters_is_said_where_they_do():
     kinds = {cause.kind for cause in rank_causes(two_ranks(), WALL, a_run(), {})}
     assert "optimizer" not in kinds
-    replicated = rank_causes(two_ranks(), WALL, a_run(layout=Layout("ddp", "torch", None)), {})
+    replicated = rank_causes(two_ranks(), WALL, a_run(layout=Layout("ddp", "torch")), {})
     found = next(cause for cause in replicated if cause.kind == "optimizer")
     assert "--ds-config zero1" in found.advice[0]
 

@@ -9,13 +9,13 @@ import torch
 
 from ezpz_llm.engine.live_memory import taken
 from ezpz_llm.explain.checks import checks_text
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import bucket_bytes, held_parameters
 from ezpz_llm.model.config import get_model_config
 
 MODEL = get_model_config("gpt2-124m")
-ZERO2 = Layout("zero2", "deepspeed", 2)
-PIPELINE = Layout("pp4", "deepspeed", 1, pp=4)
+ZERO2 = Layout("zero2", "deepspeed", ZeroOptions(2))
+PIPELINE = Layout("pp4", "deepspeed", ZeroOptions(1), pp=4)
 
 
 @pytest.mark.parametrize(("layout", "zero", "device", "expected"), [

@@ -16,7 +16,7 @@ from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.launch.hostlist import expand_hosts, fold_hosts
 from ezpz_llm.launch.precheck import read_places, write_places
 from ezpz_llm.launch.variables import PLACES_VARIABLE
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.rank_map import crossing, rank_map
 
 TRAIN = ("python3", "-m", "ezpz_llm.train")
@@ -133,7 +133,7 @@ def test_short_forms(hosts: list[str], short: str) -> None:
 def test_ten_thousand_hosts_are_a_short_line() -> None:
     places = [(f"nid{number:06d}", 12) for number in range(10_000)]
     assert write_places(places) == "nid[000000-009999] 12(x10000)"
-    layout = Layout("3d", "deepspeed", 1, tp=4, pp=2)
+    layout = Layout("3d", "deepspeed", ZeroOptions(1), tp=4, pp=2)
     drawn = rank_map(layout, places).splitlines()
     assert len(drawn) == 35
     assert drawn[-1].split() == ["119999", "1", "14999", "3", "nid009999"]
@@ -141,7 +141,7 @@ def test_ten_thousand_hosts_are_a_short_line() -> None:
 
 
 def test_every_group_that_crosses_is_counted() -> None:
-    layout = Layout("x", "deepspeed", 1, tp=4, sp=2)
+    layout = Layout("x", "deepspeed", ZeroOptions(1), tp=4, sp=2)
     uneven = [("a", 4), ("b", 2), ("c", 1), ("d", 9)]
     degrees = Degrees.of_world(16, tp=4, sp=2)
     host_of = [host for host, count in uneven for _ in range(count)]

@@ -19,7 +19,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout import ds_config, ops
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total
 from ezpz_llm.layout.resolve import Resolved, resolve
 from ezpz_llm.layout.suggest import shipped_layouts
@@ -73,7 +73,7 @@ def test_what_it_says_is_legal_is_planned_and_what_it_refuses_is_not(
             for stage, entry in grid["stages"].items():
                 layout = resolved(entry["words"], model, world).layout
                 assert (layout.tp, layout.pp, layout.sp) == (grid["tp"], grid["pp"], grid["sp"])
-                assert layout.zero_stage == int(stage)
+                assert layout.zero.stage == int(stage)
 
 
 def test_degrees_that_are_left_out_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_degrees_that_are_left_out_are_refused(capsys: pytest.CaptureFixture[str
         except UserError:
             assert (tp, pp, sp, stage) not in listed
         else:
-            assert (tp, pp, sp, layout.zero_stage) in listed
+            assert (tp, pp, sp, layout.zero.stage) in listed
 
 
 @pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-llama"])
@@ -95,7 +95,7 @@ def test_the_arithmetic_counts_what_ranks_really_hold(model: str, tp: int, pp: i
     """Against the parts that are assembled for training, on every rank."""
     from ezpz_llm.engine.build import assemble
 
-    config, layout = MODELS[model], Layout("x", "deepspeed", 1, tp=tp, pp=pp)
+    config, layout = MODELS[model], Layout("x", "deepspeed", ZeroOptions(1), tp=tp, pp=pp)
     degrees = Degrees.of_world(tp * pp, tp, pp)
     for rank in range(tp * pp):
         place = degrees.coordinates(rank)

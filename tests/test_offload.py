@@ -19,7 +19,7 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import nvme
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout import ops
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.ops import is_built, needed_ops
 from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import get_model_config
@@ -128,7 +128,7 @@ def test_which_ops_a_layout_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {(None, None): (), ("cpu", None): ("cpu_adam",), (None, "cpu"): (), ("cpu", "cpu"): ("cpu_adam",),
                 ("nvme", None): OPS, ("cpu", "nvme"): OPS, (None, "nvme"): OPS[1:]}
     for (optimizer, param), needed in expected.items():
-        layout = Layout("mine", "deepspeed", 3, offload_optimizer=optimizer, offload_param=param)
+        layout = Layout("mine", "deepspeed", ZeroOptions(3, optimizer, param))
         assert needed_ops(layout) == needed
     monkeypatch.setattr(ops, "is_built", lambda name: name == "cpu_adam")
     resolve("zero3_offload_all", world_size=2)

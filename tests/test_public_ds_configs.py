@@ -33,12 +33,12 @@ def found(run: RunPlan, name: str) -> Any:
     """A setting of the run by its name in the table."""
     resolved = run.resolved
     if name == "stage":
-        return resolved.layout.zero_stage
+        return resolved.layout.zero.stage
     if name == "scale":
         return resolved.loss_scale.start, resolved.loss_scale.window, resolved.loss_scale.hysteresis
     if name.startswith("zero."):
         return resolved.deepspeed["zero_optimization"][name.removeprefix("zero.")]
-    for owner in (resolved.layout, resolved.batch, resolved):
+    for owner in (resolved.layout.zero, resolved.layout, resolved.batch, resolved):
         if hasattr(owner, name):
             return getattr(owner, name)
     return getattr(run.config, name) if hasattr(run.config, name) else resolved.deepspeed[name]

@@ -148,7 +148,7 @@ def test_activations_by_arithmetic_are_what_autograd_keeps(shape, precision, rec
     passing = tokens * 4 * config.padded_vocab_size if not chunk else chunk * config.padded_vocab_size * (4 + e)
     if recompute:
         passing += tokens * block_bytes(config, 1, work)
-    expected = activation_bytes(Layout("ddp", "ddp", None), config, work) - passing
+    expected = activation_bytes(Layout("ddp", "ddp"), config, work) - passing
     assert kept(config, precision, recompute, chunk) == pytest.approx(expected, rel=0.05)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,7 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import CollectiveCounter, by_ranks
 from ezpz_llm.engine.live_memory import held, living_storages
 from ezpz_llm.layout.batch import Batch
+from ezpz_llm.layout.knobs import KNOBS
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import held_parameters, memory_per_rank
 from ezpz_llm.layout.resolve import Resolved
@@ -162,16 +163,13 @@ def textbook(layout: Layout, model: ModelConfig, batch: Batch) -> dict[str, int]
     """
     found: Counter[str] = Counter()
     weights = _FP32 * max(held_parameters(layout, model, stage) for stage in range(layout.pp))
-    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
-    if batch.dp_size * layout.sp > 1:
-        if stage == 0:
-            found["all_reduce"] += weights
-        elif stage < 3:
-            found["reduce_scatter"] += weights
-            found["all_gather"] += weights
-        else:
-            found["all_gather"] += 2 * weights * batch.accumulation
-            found["reduce_scatter"] += weights * batch.accumulation
+    peers = batch.dp_size * layout.sp
+    if peers > 1:
+        volume: Mapping[str, int] = {"all_reduce": weights}
+        for knob in KNOBS:
+            if knob.traffic is not None:
+                volume = knob.traffic(volume, layout, batch.accumulation, peers)
+        found.update(volume)
     layers = -(-model.n_layer // layout.pp)
     tokens = batch.micro_batch * batch.accumulation * (model.block_size // layout.sp)
     activations = _FP32 * tokens * model.n_embd

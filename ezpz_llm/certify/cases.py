@@ -68,7 +68,7 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
         return resolved
     zero = resolved.deepspeed["zero_optimization"]
     scaled = {key: min(zero.get(key, most), most) for key, most in recipe.SCALED.items()
-              if resolved.layout.zero_stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}
+              if resolved.layout.zero.stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}
     deepspeed = {**resolved.deepspeed, "zero_optimization": {**zero, **scaled}}
     if "aio" in deepspeed:
         deepspeed["aio"] = {**deepspeed["aio"], "block_size": recipe.SMALLEST_FILE}

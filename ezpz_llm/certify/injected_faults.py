@@ -108,7 +108,7 @@ def _unmarked_tp(engine: Engine, dist: Dist) -> None:
     named = list(engine.module.named_parameters())
     for _, parameter in named:
         parameter.tensor_model_parallel = False  # which DeepSpeed's norms read
-    if engine.layout.zero_stage != 0:
+    if engine.layout.zero.stage != 0:
         return
     right = [placement_of(name, parameter) for name, parameter in named]  # which ours reads, and the comparison too
     # What is divided counts on the first rank alone, and what all hold on each.

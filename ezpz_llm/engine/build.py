@@ -40,7 +40,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
     """
     check_precision(resolved.precision, resolved.sources.get("precision", "the run"), dist.device.type)
-    if resolved.layout.offload_param is None:
+    if resolved.layout.zero.offload_param is None:
         model.to(dist.device)
     else:
         # DeepSpeed brings parameters to the device one at a time.
@@ -93,8 +93,8 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
         tensor_parallel.apply(model, mesh.group("tp"), mesh.tp_rank, mesh.tp_size)
     if layout.sp > 1:
         sequence_parallel.apply(model, mesh, device_type)
-    if layout.tiled:
-        apply(model, layout.tiled, device_type)
+    if layout.zero.tiled:
+        apply(model, layout.zero.tiled, device_type)
     if layout.pp > 1:
         model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
         if layout.tp > 1 and model.is_last:

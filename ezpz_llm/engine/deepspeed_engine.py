@@ -47,7 +47,7 @@ class DeepSpeedEngine(MicroStepEngine):
         deepspeed = import_deepspeed(dist.device.type)
         for name in needed_ops(self.layout):
             load_op(name)
-        if self.layout.offload_optimizer is not None:
+        if self.layout.zero.offload_optimizer is not None:
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_adamw(groups, adam)
@@ -57,7 +57,7 @@ class DeepSpeedEngine(MicroStepEngine):
         config = resolved.for_deepspeed(dist.run_dir)
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
-        if self.layout.offload_param is not None:
+        if self.layout.zero.offload_param is not None:
             # Left to DeepSpeed it would be done too late, with the whole model on the device at once, and on CPUs
             # parameters in files would be rounded to bf16: the call that it makes there forgets the dtype.
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -66,7 +66,7 @@ class DeepSpeedEngine(MicroStepEngine):
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
                                             optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
-        self.gate.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero_stage else None)
+        self.gate.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
@@ -75,7 +75,7 @@ class DeepSpeedEngine(MicroStepEngine):
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed divides by the accumulation itself. Its ZeRO optimizers apply the loss scale, stage 0 has none.
         if self._scale is not None:
-            if self.layout.zero_stage == 0:
+            if self.layout.zero.stage == 0:
                 loss = loss * self._scale.scale
             else:
                 self._engine.optimizer.override_loss_scale(self._scale.scale)
@@ -83,7 +83,7 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def step(self, lr: float) -> Tensor:
         set_lr(self._engine.optimizer, lr)
-        norm = self._step_whole() if self.layout.zero_stage == 0 else self._step_partitioned()
+        norm = self._step_whole() if self.layout.zero.stage == 0 else self._step_partitioned()
         if self._scale is not None:
             finite = bool(torch.isfinite(norm))
             self._scale.update(finite)

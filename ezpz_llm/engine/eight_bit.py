@@ -31,7 +31,7 @@ def check_optimizer(optimizer: Optimizer, layout: Layout) -> None:
         UserError: says why.
     """
     where, instead = f"--optimizer {optimizer}", "--optimizer adamw"
-    if optimizer != "adamw" and layout.offload_optimizer is not None:
+    if optimizer != "adamw" and layout.zero.offload_optimizer is not None:
         raise UserError("offloaded state is stepped by DeepSpeed's own AdamW on the host", where=where,
                         instead=f"{instead}, or a layout without offload")
     if optimizer != "adamw_8bit":

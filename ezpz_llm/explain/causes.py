@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
@@ -143,10 +143,10 @@ def _within(split: Split, run: Mapping[str, Any],
                    "profile/host.html has the call tree"]))
     layout = run["layout"]
     optimizer = split.mean("optimizer")
-    if not layout.zero_stage and layout.engine != "fsdp2":
+    if not layout.zero.stage and layout.engine != "fsdp2":
         found.append(("optimizer", "every rank steps all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
                       against_optimizer(dict(run))))
-    elif run["optimizer"] == "adamw_unfused" or layout.offload_optimizer:
+    elif run["optimizer"] == "adamw_unfused" or layout.zero.offload_optimizer:
         found.append(("optimizer", "the optimizer's step", optimizer / 2, against_optimizer(dict(run))))
     return found
 
@@ -194,18 +194,18 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
     if "sp" in axes and "dp" not in axes:
         return ["a smaller --sp, if sequences fit"]
     found = []
-    if layout.zero_stage == 3 and kind == "all_gather":
+    if layout.zero.stage == 3 and kind == "all_gather":
         found += _instead_of_gathering(run)
         found.append("a larger --micro-batch: parameters are gathered once for more tokens")
     elif layout.engine == "fsdp2" and kind == "all_gather":
         found.append("--ds-config zero2 keeps whole parameters, and gathers them once a step")
-    if layout.zero_stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
+    if layout.zero.stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
         size = zero.get("reduce_bucket_size")
-        if _may_overlap(run["device"]) and not zero.get("overlap_comm", layout.zero_stage == 3):
+        if _may_overlap(run["device"]) and not zero.get("overlap_comm", layout.zero.stage == 3):
             found.append('"overlap_comm": true in zero_optimization of the ds_config')
         if size and size < parameter_count(run["model"]):
             found.append(f'a larger "reduce_bucket_size" than {size:,}')
-    if layout.zero_stage != 3:
+    if layout.zero.stage != 3:
         found.append(f"--accumulation {2 * run['batch'].accumulation}: gradients are reduced once a step, of more "
                      "tokens")
     return found
@@ -219,11 +219,11 @@ def _may_overlap(device: str | None) -> bool:
 def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
     """Whether ZeRO 2 would fit, by arithmetic."""
     layout: Layout = run["layout"]
-    if layout.offload_optimizer or layout.offload_param or layout.tiled:
+    if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []
     model: ModelConfig = run["model"]
     optimizer: Optimizer = run["optimizer"]
-    whole = replace(layout, zero_stage=2)
+    whole = layout.with_zero(stage=2)
     # With the copies that autocast would keep then, and keeps none of in stage 3.
     cast = cast_per_rank(whole, model).bytes if run["precision"] in ("bf16", "fp16") else 0
     need = total(memory_per_rank(whole, model, run["world_size"], optimizer), "device") + cast
@@ -241,11 +241,11 @@ def against_optimizer(run: dict[str, Any]) -> list[str]:
     layout: Layout = run["layout"]
     batch: Batch = run["batch"]
     found = []
-    if not layout.zero_stage and batch.dp_size > 1 and layout.engine != "fsdp2":
+    if not layout.zero.stage and batch.dp_size > 1 and layout.engine != "fsdp2":
         found.append(f"--ds-config zero1: each rank steps 1/{batch.dp_size} of the parameters")
     if run["optimizer"] == "adamw_unfused":
         found.append("--optimizer adamw, one fused kernel")
-    if layout.offload_optimizer:
+    if layout.zero.offload_optimizer:
         found.append("a layout that keeps the optimizer on the device, if it fits")
     return [*found, f"--accumulation {2 * batch.accumulation}: fewer steps for as many tokens"]
 

@@ -101,7 +101,7 @@ def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     environment = record.get("environment") or {}
     device = environment.get("device") or {}
     return {"model": as_dataclass(ModelConfig, record["model"], str(RunDir(run_dir).record)),
-            "layout": as_dataclass(Layout, resolved.get("layout"), where),
+            "layout": Layout.from_record(resolved.get("layout"), where),
             "batch": as_dataclass(Batch, resolved.get("batch"), where), "precision": resolved.get("precision"),
             "optimizer": record["config"].get("optimizer", "adamw"), "world_size": environment.get("world_size", 1),
             "device": device.get("type"), "memory_bytes": device.get("memory_bytes"), "config": record["config"]}

@@ -1,4 +1,4 @@
-"""What a user's own ds_config says about the run: taken over, or refused with the reason (imports no torch).
+"""Settings of the run in a user's own ds_config: used, translated or refused with the reason (imports no torch).
 
 A ds_config of ours is a layout and says nothing of the run. One written for another trainer also holds batch
 numbers, clipping, precision, an optimizer and a scheduler, often as "auto". No key is dropped: each one is used,
@@ -94,8 +94,8 @@ _WITHOUT_EFFECT = {
 
 
 @dataclass
-class Wishes:
-    """What the file says of the run; None is nothing. `rest` is what is left for DeepSpeed."""
+class RunOverrides:
+    """The run's settings in a ds_config, None where it has none; `rest` is what is left for DeepSpeed."""
 
     rest: dict[str, Any]
     batch: dict[str, int] = field(default_factory=dict)
@@ -107,48 +107,48 @@ class Wishes:
     notes: list[str] = field(default_factory=list)
 
 
-def read_wishes(config: DsConfig) -> Wishes:
-    """Sort a ds_config into what it says of the run and what is DeepSpeed's.
+def split_ds_config(config: DsConfig) -> RunOverrides:
+    """Split a ds_config into settings of the run and keys for DeepSpeed.
 
     Raises:
         UserError: a value of the wrong type, or one that would change what the run computes.
     """
     _refuse(config)
-    wishes = Wishes(deepcopy(config.values))
-    autos = _drop_autos(wishes.rest, "")
+    overrides = RunOverrides(deepcopy(config.values))
+    autos = _drop_autos(overrides.rest, "")
     if autos:
-        wishes.notes.append(f"\"auto\" in {config.path.name} is filled by the run or left to DeepSpeed: "
+        overrides.notes.append(f"\"auto\" in {config.path.name} is filled by the run or left to DeepSpeed: "
                             f"{', '.join(autos)}")
-    rest = wishes.rest
+    rest = overrides.rest
     for name, key in BATCH_KEYS.items():
         if (value := rest.pop(key, None)) is not None:
-            wishes.batch[name] = number(value, key, config, whole=True)
+            overrides.batch[name] = number(value, key, config, whole=True)
     if (clip := rest.pop("gradient_clipping", None)) is not None:
-        wishes.clip = number(clip, "gradient_clipping", config)
-    wishes.precision = read_precision(rest, autos, config)
-    wishes.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
-    wishes.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
-    wishes.notes += [*wishes.precision.notes, *wishes.optimizer.notes, *wishes.scheduler.notes]
+        overrides.clip = number(clip, "gradient_clipping", config)
+    overrides.precision = read_precision(rest, autos, config)
+    overrides.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
+    overrides.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
+    overrides.notes += [*overrides.precision.notes, *overrides.optimizer.notes, *overrides.scheduler.notes]
     pipeline = rest.get("pipeline", {})
-    wishes.recompute = pipeline.get("activation_checkpoint_interval")
+    overrides.recompute = pipeline.get("activation_checkpoint_interval")
     if pipeline.get("partition") == "uniform":
-        wishes.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are divided evenly by "
+        overrides.notes.append(f"pipeline.partition uniform of {config.path.name}: stages are divided evenly by "
                             "parameters, which for equal blocks is the same number of them")
-    wishes.notes += [f"{key} of {config.path.name}: {what}" for key, what in _WITHOUT_EFFECT.items()
+    overrides.notes += [f"{key} of {config.path.name}: {what}" for key, what in _WITHOUT_EFFECT.items()
                      if rest.pop(key, None) not in (None, False, {})]
     for name, key in (("csv_monitor", "output_path"), ("tensorboard", "output_path"),
                       ("flops_profiler", "output_file")):
         if rest.get(name, {}).get("enabled") and (path := rest[name].get(key)):
-            wishes.notes.append(f"{name} of {config.path.name} writes to {path}, outside the run directory; "
+            overrides.notes.append(f"{name} of {config.path.name} writes to {path}, outside the run directory; "
                                 f"without {key} it would not")
     for name, value in translated_degrees(config).items():
         key, what = _DEGREES[name]
-        wishes.notes.append(f"{key} {value} of {config.path.name} is our {name} {value}: {what}")
+        overrides.notes.append(f"{key} {value} of {config.path.name} is our {name} {value}: {what}")
     for key in ("activation_checkpointing", "bf16", "bfloat16", "communication_data_type", "data_types", "fp16",
                 "optimizer", "pipeline", "scheduler", "sequence_parallel_size", "tensor_parallel",
                 "torch_autocast"):
         rest.pop(key, None)  # what passed the rules says what is done anyhow, or is our own layers' to do
-    return wishes
+    return overrides
 
 
 def translated_degrees(config: DsConfig) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What offload to NVMe adds to a ds_config: where the files lie, and buffers that fit (imports no torch)."""
+"""Defaults of a ds_config by the model and its layout: NVMe files and buffers, bucket sizes (imports no torch)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCKS = ("offload_optimizer", "offload_param")
 
 
 def uses_nvme(layout: Layout) -> bool:
-    return "nvme" in (layout.offload_optimizer, layout.offload_param)
+    return "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param)
 
 
 def wished_path(config: DsConfig) -> str | None:
@@ -65,12 +65,12 @@ def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, wo
     """
     zero = {**zero, **{block: {key: value for key, value in zero[block].items() if key != "nvme_path"}
                        for block in _BLOCKS if block in zero}}
-    if layout.offload_optimizer == "nvme":
+    if layout.zero.offload_optimizer == "nvme":
         block = zero["offload_optimizer"]
         # For the sub-group at hand, the one that is read ahead, and the one that is still being written.
         _at_least(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
                   "a sub-group has weights, gradients and two moments")
-    if layout.offload_param == "nvme":
+    if layout.zero.offload_param == "nvme":
         for key in _READ_AHEAD:
             if zero.setdefault(key, 0) != 0:
                 raise UserError(f"{key} is {zero[key]} and parameters lie in files", where=where,
@@ -114,7 +114,7 @@ def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
     Args:
         device: its kind, None where it is not known.
     """
-    if not layout.zero_stage:
+    if not layout.zero.stage:
         return {}
     found: dict[str, tuple[int | bool, str]] = {**_sizes(layout, model)}
     if device in DEVICES and not DEVICES[device].overlaps:
@@ -125,7 +125,7 @@ def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
 
 def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:
     """Turn off what copies all gradients once more in each step, unless the user chose how to reduce."""
-    if layout.zero_stage == 3:
+    if layout.zero.stage == 3:
         # From its bucket they are copied again into what is scattered.
         key, chosen_by = "contiguous_gradients", "reduce_scatter"
     else:
@@ -135,14 +135,14 @@ def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[boo
 
 
 def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
-    found = dict.fromkeys(("reduce_bucket_size",) if layout.zero_stage == 3 else
+    found = dict.fromkeys(("reduce_bucket_size",) if layout.zero.stage == 3 else
                           ("reduce_bucket_size", "allgather_bucket_size"), (_MOST, "200 MB of fp32"))
     if model is not None:
         shapes = parameter_shapes(model)
         held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
         if held < _MOST:
             found = dict.fromkeys(found, (held, "all of a rank's model in one"))
-        if layout.zero_stage == 3:
+        if layout.zero.stage == 3:
             block = sum(prod(shape) for name, shape in shapes.items() if name.startswith("transformer.h.0."))
             found["stage3_prefetch_bucket_size"] = (
                 min(_MOST, -(-block // layout.tp)), "one block, gathered while the one before it computes")

@@ -1,12 +1,13 @@
-"""How a model is spread over ranks, as a value, and what a ds_config says of it (imports no torch)."""
+"""The parallel layout as a value (engine, degrees, ZeRO options), read from a ds_config (imports no torch)."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.layout.ds_config_overrides import translated_degrees
@@ -19,29 +20,54 @@ DEGREE_NAMES = {"tp": "tensor-parallel", "pp": "pipeline-parallel", "sp": "seque
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One parallel layout.
+class ZeroOptions:
+    """The knobs of a layout that change its process groups, bytes sent or memory; one row of knobs.KNOBS each.
 
-    `zero_stage` is None where DeepSpeed is not used. `offload_optimizer` is "cpu" where the optimizer's state and
-    its step live in host memory, "nvme" where the state lies in files, else None; `offload_param` likewise for
-    stage 3's parameters. Degrees multiply with the data-parallel size to the number of ranks. `partition` is what
-    a pipeline's stages have equally much of. `tiled` names linear layers that are cut into tiles, (name, in, out).
+    `stage` is None where DeepSpeed is not used. `offload_optimizer` is "cpu" where the optimizer's state and its
+    step are in host memory, "nvme" where the state is in files, else None; `offload_param` is the same for the
+    parameters of stage 3. `tiled` names linear layers that are computed in tiles, (name, in, out).
+    `hpz_partition_size` is the number of neighbouring ranks that share a second copy of stage 3's parameters
+    (hpZ of ZeRO++, Wang et al. 2023, arXiv:2306.10209), 1 for no copy.
     """
 
-    name: str
+    stage: int | None = None
+    offload_optimizer: Offload | None = None
+    offload_param: Offload | None = None
+    tiled: tuple[tuple[str, int, int], ...] = ()
+    hpz_partition_size: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One parallel layout, compared by value: equal layouts run the same, whatever their names.
+
+    The degrees times the data-parallel size are the number of ranks. `partition` is what the stages of a pipeline
+    have equally much of.
+    """
+
+    name: str = field(compare=False)
     engine: Engine
-    zero_stage: int | None = None
+    zero: ZeroOptions = ZeroOptions()
     tp: int = 1
     pp: int = 1
     sp: int = 1
     partition: Partition = "parameters"
-    tiled: tuple[tuple[str, int, int], ...] = ()
-    offload_optimizer: Offload | None = None
-    offload_param: Offload | None = None
 
     def dp_size(self, world_size: int) -> int:
-        """The number of ranks that each see their own samples; the degrees divide `world_size` (see legal.py)."""
+        """The number of ranks that each see their own samples; the degrees divide `world_size` (constraints.py)."""
         return world_size // (self.tp * self.pp * self.sp)
+
+    def shard_stage(self) -> int:
+        """The ZeRO stage that shards the same: 3 for FSDP2, 0 for DDP."""
+        return 3 if self.engine == "fsdp2" else self.zero.stage or 0
+
+    def with_zero(self, **changes: Any) -> Layout:
+        """The same layout with some of its `ZeroOptions` replaced."""
+        return replace(self, zero=replace(self.zero, **changes))
+
+    def at_degrees(self, tp: int = 1, pp: int = 1, sp: int = 1) -> Layout:
+        """The same layout with these degrees."""
+        return replace(self, tp=tp, pp=pp, sp=sp)
 
     def describe(self, world_size: int) -> str:
         """The name, with all degrees where one besides the data-parallel is above 1: "3d: pp 2 x dp 2 x tp 2"."""
@@ -51,13 +77,34 @@ class Layout:
         sizes = [(axis, getattr(degrees, axis)) for axis in AXES]
         return f"{self.name}: " + " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1 or axis == "dp")
 
+    def as_record(self) -> dict[str, Any]:
+        """The layout in layout.json: one flat object, the stage under "zero_stage"."""
+        record = asdict(self)
+        options = record.pop("zero")
+        return {"name": record.pop("name"), "engine": record.pop("engine"), "zero_stage": options.pop("stage"),
+                **record, **options}
+
+    @classmethod
+    def from_record(cls, record: Any, where: str) -> Layout:
+        """Read what `as_record` wrote, also in releases that had fewer options.
+
+        Raises:
+            UserError: a missing member, one of a wrong type, or an unknown one.
+        """
+        if isinstance(record, dict):
+            named = {"stage" if key == "zero_stage" else key: value for key, value in record.items()}
+            options = {item.name for item in fields(ZeroOptions)}
+            record = {**{key: named[key] for key in named if key not in options},
+                      "zero": {key: named[key] for key in named if key in options}}
+        return as_dataclass(cls, record, where)
+
 
 def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None,
                 sp: int | None = None) -> Layout:
-    """The layout of a ds_config, with some of its degrees replaced. It may be one that cannot run: see legal.py.
+    """The layout of a ds_config, with some of its degrees replaced. constraints.py says whether it can run.
 
     Raises:
-        UserError: a value that is none, or two that contradict each other.
+        UserError: an invalid value, or two that contradict each other.
     """
     place = f"{OUR_BLOCK} in {config.path}"
     given = {"tp": tp, "pp": pp, "sp": sp}
@@ -76,12 +123,12 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage is {stage!r}", where=str(config.path), instead="0, 1, 2 or 3")
-    tiled = _tiled(config.ours.get("tiled", {}), place)
-    # A stage that the engine has not is kept, for legal.py to find.
-    kept = stage if stage or engine == "deepspeed" else None
-    return Layout(config.name, engine, kept, partition=partition, tiled=tiled,
-                  offload_optimizer=_offload(config, "optimizer"), offload_param=_offload(config, "param"),
-                  **degrees)
+    group = zero.get("zero_hpz_partition_size", 1)
+    # A stage or an option that the engine does not have is kept, for constraints.py to find.
+    options = ZeroOptions(stage if stage or engine == "deepspeed" else None, _offload(config, "optimizer"),
+                          _offload(config, "param"), _tiled(config.ours.get("tiled", {}), place),
+                          1 if group == "auto" else max(group, 1))
+    return Layout(config.name, engine, options, partition=partition, **degrees)
 
 
 def _choice(value: Any, name: str, known: tuple[str, ...], where: str) -> Any:

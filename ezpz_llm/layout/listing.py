@@ -1,4 +1,4 @@
-"""What is legal, as values (imports no torch)."""
+"""Lists of legal layouts for a model and a number of ranks, as values, text and JSON (imports no torch)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.layout import ds_config
-from ezpz_llm.layout.constraints import Case, examine
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.constraints import validate
+from ezpz_llm.layout.knobs import Case
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import Part, cast_per_rank, memory_per_rank, total
-from ezpz_llm.layout.suggest import choices, is_legal, selection, shipped_layouts, words
+from ezpz_llm.layout.suggest import alternatives, as_cli_flags, is_legal, selection, shipped_layouts
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.tables import table
 
@@ -59,10 +60,10 @@ def named_layouts(model: ModelConfig, world_size: int) -> list[Named]:
 
 def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
     case = Case(layout, world_size, model)
-    used, _, problem = examine(case)
+    used, _, problem = validate(case)
     if problem is not None:
-        instead = tuple(words(case, choice) for choice in choices(case, problem))
-        return Named(layout.name, reason=problem.found, instead=instead)
+        instead = tuple(as_cli_flags(case, choice) for choice in alternatives(case, problem))
+        return Named(layout.name, reason=problem.message, instead=instead)
     return Named(layout.name, _degrees(used, world_size), _memory(used, model, world_size))
 
 
@@ -78,7 +79,7 @@ def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
     for pp, tp, sp in product(sizes, repeat=3):
         if world_size % (pp * tp * sp):
             continue
-        layouts = {stage: Layout(f"zero{stage}", "deepspeed", stage, tp, pp, sp) for stage in STAGES}
+        layouts = {stage: Layout(f"zero{stage}", "deepspeed", ZeroOptions(stage), tp, pp, sp) for stage in STAGES}
         legal = {stage: layout for stage, layout in layouts.items() if is_legal(Case(layout, world_size, model))}
         if legal:
             memory = {stage: _memory(layout, model, world_size) for stage, layout in legal.items()}
@@ -109,7 +110,7 @@ def _degrees(layout: Layout, world_size: int) -> Degrees:
     return Degrees.of_world(world_size, layout.tp, layout.pp, layout.sp)
 
 
-# What is legal, as text and as JSON.
+# The lists as text and as JSON.
 _FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
 4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of the blocks' matrices that
 autocast keeps from forward to backward pass in bf16 and fp16. Activations, buckets and gathered layers come on top.
@@ -169,7 +170,7 @@ def _degree_cells(degrees: Degrees | None) -> list[str]:
 
 
 def _memory_cells(parts: tuple[Part, ...]) -> list[str]:
-    kinds = (("parameters",), ("gradients",), ("optimizer", "copy"), ("cast",))
+    kinds = (("parameters", "secondary"), ("gradients",), ("optimizer", "copy"), ("cast",))
     return [*(_gigabytes(sum(part.bytes for part in parts if part.kind in kind)) for kind in kinds),
             *(_gigabytes(total(parts, where)) for where in ("device", "host", "files"))]
 

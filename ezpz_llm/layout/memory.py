@@ -1,4 +1,4 @@
-"""What parameters, gradients and optimizer take on a rank, by arithmetic (imports no torch).
+"""Memory estimate of a rank: parameters, gradients, optimizer state, activations, buffers (imports no torch).
 
 In fp32, as every precision keeps them: 4 bytes a parameter, 4 its gradient, 8 Adam's two moments. Under autocast
 the blocks' matrices have a copy in 2 bytes from forward to backward pass. Activations, buckets, gathered layers and
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ezpz_llm.engine.eight_bit import Optimizer
+from ezpz_llm.layout.knobs import KNOBS, Held, Kind, Where
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, block_matrix_count, count
 from ezpz_llm.model.partition import stage_bounds
-
-Kind = Literal["parameters", "gradients", "optimizer", "copy", "cast"]
-Where = Literal["device", "host", "files"]
 
 _DEEPSPEEDS_BUCKET = 500_000_000
 """Elements, where the ds_config says nothing."""
@@ -27,7 +25,7 @@ _DEEPSPEEDS_BUCKET = 500_000_000
 @dataclass(frozen=True)
 class Part:
     """`bytes` of one kind on the rank that has most. "copy" is DeepSpeed's own of the parameters that it steps,
-    "cast" autocast's of matrices."""
+    "secondary" hpZ's second copy of the parameters, "cast" autocast's copies of matrices."""
 
     kind: Kind
     where: Where
@@ -36,30 +34,19 @@ class Part:
 
 def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
                     optimizer: Optimizer = "adamw") -> tuple[Part, ...]:
-    """What the rank with most parameters holds under a legal layout.
+    """Parameters, gradients and optimizer state of the rank with most parameters, under a legal layout.
 
-    Sequence-parallel ranks hold the same parameters, so that ZeRO divides over them as well. Moments in 8 bits are
-    counted as if all had them; biases and norms, which keep theirs in fp32, are less than a thousandth.
+    Sequence-parallel ranks hold the same parameters, so ZeRO shards over them too. Moments in 8 bits are counted as
+    if all had them; biases and norms, which keep theirs in fp32, are less than a thousandth.
     """
-    held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
-    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+    whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
-
-    def share(divided_from: int) -> int:
-        return -(-held // peers) if stage >= divided_from else held
-
-    offload = {None: "device", "cpu": "host", "nvme": "files"}
-    moments: Where = offload[layout.offload_optimizer]
-    # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state lies in files.
-    gradients: Where = "device" if layout.offload_optimizer is None else "host"
-    offloaded_share = -(-held // peers) if layout.offload_optimizer else share(2)
-    parts = [Part("parameters", offload[layout.offload_param], 4 * share(3)),
-             Part("gradients", gradients, 4 * offloaded_share),
-             Part("optimizer", moments, (2 if optimizer == "adamw_8bit" else 8) * share(1))]
-    # Every stage that divides the optimizer steps a flat copy of the rank's share, stage 3 too, beside the share.
-    if layout.engine == "deepspeed" and stage:
-        parts.append(Part("copy", moments, 4 * share(1)))
-    return tuple(parts)
+    held: Mapping[str, Held] = {"parameters": Held("device", 4, whole), "gradients": Held("device", 4, whole),
+                                "optimizer": Held("device", 2 if optimizer == "adamw_8bit" else 8, whole)}
+    for knob in KNOBS:
+        if knob.memory is not None:
+            held = knob.memory(held, layout, whole, peers)
+    return tuple(Part(kind, one.where, one.itemsize * one.elements) for kind, one in held.items())
 
 
 def cast_per_rank(layout: Layout, model: ModelConfig) -> Part:
@@ -78,7 +65,7 @@ def cast_bytes(layout: Layout, model: ModelConfig, blocks: int) -> int:
     fully_shard frees the gathered fp32 weights, not these. Under stage 3 there are none: DeepSpeed's linear layer
     keeps the weight itself, and casts it again.
     """
-    return 0 if layout.zero_stage == 3 else 2 * blocks * block_matrix_count(model) // layout.tp
+    return 0 if layout.zero.stage == 3 else 2 * blocks * block_matrix_count(model) // layout.tp
 
 
 def bucket_bytes(layout: Layout, model: ModelConfig, zero: Mapping[str, Any], device: str) -> int:
@@ -128,7 +115,7 @@ def held_parameters(layout: Layout, model: ModelConfig, stage: int) -> int:
     return held
 
 
-# What a rank keeps of a forward pass for its backward pass, by arithmetic (imports no torch).
+# Activations: the part of a forward pass that is kept for the backward pass.
 @dataclass(frozen=True)
 class Pass:
     """One rank's forward pass.

@@ -14,16 +14,17 @@ from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.engine.eight_bit import Optimizer, check_optimizer
-from ezpz_llm.layout import constraints, ds_defaults
+from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
-from ezpz_llm.layout.constraints import Case
+from ezpz_llm.layout.constraints import check_gradient_scaling
 from ezpz_llm.layout.ds_config import DsConfig, load
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.layout.ds_config_overrides import BATCH_KEYS, Wishes, read_wishes
+from ezpz_llm.layout.ds_config_overrides import BATCH_KEYS, RunOverrides, split_ds_config
 from ezpz_llm.layout.ds_defaults import sized
+from ezpz_llm.layout.knobs import KNOBS, Case, uncertified
 from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.layout.ops import needed_ops, refuse_unbuilt
-from ezpz_llm.layout.suggest import settle
+from ezpz_llm.layout.suggest import validate_or_suggest
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
 
@@ -63,7 +64,7 @@ class Resolved:
         """Write layout.json, and deepspeed.json where DeepSpeed is used."""
         side = side or SideFiles()
         side.write_json(run_dir.layout, {
-            "layout": asdict(self.layout), "batch": asdict(self.batch), "precision": self.precision,
+            "layout": self.layout.as_record(), "batch": asdict(self.batch), "precision": self.precision,
             "clip": self.clip, "optimizer": self.adam, "sources": self.sources, "notes": list(self.notes)})
         if self.deepspeed is not None:
             side.write_json(run_dir.deepspeed, self.for_deepspeed(run_dir))
@@ -85,9 +86,10 @@ class Resolved:
                   "accumulation": batch.accumulation, "clip": self.clip or "none",
                   **({"nvme_path": self.nvme_path} if self.nvme_path else {}), **self.adam}
         zero = (self.deepspeed or {}).get("zero_optimization", {})
-        lines = [*self._table(values, 14),
-                 *self._table({name: str(value).lower() if isinstance(value, bool) else f"{value:,}"
-                               for name, value in zero.items() if name in self.sources}, 36)]
+        knobs = {knob.name: knob.shown(self.layout) for knob in KNOBS[1:] if knob.is_set(self.layout)}
+        sizes = {name: str(value).lower() if isinstance(value, bool) else f"{value:,}"
+                 for name, value in zero.items() if name in self.sources and name not in knobs}
+        lines = [*self._table(values, 14), *self._table({**knobs, **sizes}, 36)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, values: Mapping[str, Any], column: int) -> list[str]:
@@ -123,41 +125,45 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     """
     sources = sources or {}
     config = load(ds_config)
-    wishes = read_wishes(config)
+    overrides = split_ds_config(config)
     degrees = {"tp": tp, "pp": pp, "sp": sp}
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
 
     def batch_of(dp_size: int) -> _Solved:
-        return _batch(numbers, wishes, config, sources, dp_size, default_micro_batch)
+        return _batch(numbers, overrides, config, sources, dp_size, default_micro_batch)
 
-    layout, notes = settle(Case(read_layout(config, **degrees), world_size, model,
-                                batch=lambda dp_size: batch_of(dp_size).batch,
-                                shipped=config.path.parent == data_dir("ds_configs")),
-                           _origins(degrees, config, sources))
+    asked = Case(read_layout(config, **degrees), world_size, model,
+                 batch=lambda dp_size: batch_of(dp_size).batch,
+                 shipped=config.path.parent == data_dir("ds_configs"))
+    layout, notes = validate_or_suggest(asked, _origins(degrees, config, sources))
     solved = batch_of(layout.dp_size(world_size))
-    batch, used, notes = solved.batch, solved.used, (*wishes.notes, *notes, *solved.notes)
+    batch, used, notes = solved.batch, solved.used, (*overrides.notes, *notes, *solved.notes)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
-    chosen_clip, used["clip"] = _choose("clip", clip, wishes.clip, config, sources)
+    used.update({knob.name: str(config.path) for knob in KNOBS[1:] if knob.is_set(layout)})
+    chosen_clip, used["clip"] = _choose("clip", clip, overrides.clip, config, sources)
     chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
-                                                  wishes.precision.name, config, sources)
+                                                  overrides.precision.name, config, sources)
     check_precision(chosen_precision, used["precision"], device)
-    adam, of_peak, more = _hyperparameters(wishes, config, sources)
-    notes += (*more, *_unsaid_precision(wishes, config, chosen_precision, used["precision"]))
+    adam, of_peak, more = _hyperparameters(overrides, config, sources)
+    notes += (*more, *_unsaid_precision(overrides, config, chosen_precision, used["precision"]))
     used.update({name: source for name, (_, source) in adam.items()})
-    recompute = wishes.recompute if sources.get("recompute") != COMMAND_LINE else None
+    recompute = overrides.recompute if sources.get("recompute") != COMMAND_LINE else None
     if recompute is not None:
         used["recompute"] = str(config.path)
     deepspeed = None
     if layout.engine == "deepspeed":
         refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
-        constraints.check_zero(wishes.rest, layout, world_size, str(config.path))
-        deepspeed = _for_deepspeed(wishes.rest, layout, batch, chosen_clip or 0.0, device)
+        if left := uncertified(overrides.rest, layout):
+            notes += (f"no certificate covers these keys of {config.path.name}, which DeepSpeed gets as they are: "
+                      f"{', '.join(left)}; ezpz-llm certify --layouts {config.path} tests them here",)
+        check_gradient_scaling(overrides.rest, layout, str(config.path))
+        deepspeed = _for_deepspeed(overrides.rest, layout, batch, chosen_clip or 0.0, device)
         deepspeed["zero_optimization"] = ds_defaults.complete(
             deepspeed["zero_optimization"], layout, model, world_size, str(config.path))
         for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model, device).items():
             deepspeed["zero_optimization"][key], used[key] = value, source
-    elif wishes.rest:
-        notes += (f"engine {layout.engine} does not read {', '.join(wishes.rest)} of {config.path.name}",)
+    elif overrides.rest:
+        notes += (f"engine {layout.engine} does not read {', '.join(overrides.rest)} of {config.path.name}",)
     check_optimizer(optimizer, layout)
     if optimizer == "adamw_8bit" and deepspeed is not None:
         deepspeed["zero_allow_untested_optimizer"] = True
@@ -165,20 +171,20 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     notes += ds_defaults.place(layout, nvme_path, used["nvme_path"])
     return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed,
                     {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
-                    recompute, optimizer, nvme_path, wishes.precision.scale)
+                    recompute, optimizer, nvme_path, overrides.precision.scale)
 
 
-def _hyperparameters(wishes: Wishes, config: DsConfig, sources: Mapping[str, str],
+def _hyperparameters(overrides: RunOverrides, config: DsConfig, sources: Mapping[str, str],
                      ) -> tuple[dict[str, tuple[Any, str]], dict[str, float], list[str]]:
     """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
 
     DeepSpeed's default for what they leave out comes after what a YAML file says: somebody wrote that.
     """
-    blocks, notes = [wishes.optimizer], []
-    if wishes.scheduler.values and sources.get("schedule") == COMMAND_LINE:
+    blocks, notes = [overrides.optimizer], []
+    if overrides.scheduler.values and sources.get("schedule") == COMMAND_LINE:
         notes.append(f"scheduler of {config.path.name} gives way to --schedule")
     else:
-        blocks.append(wishes.scheduler)
+        blocks.append(overrides.scheduler)
     found: dict[str, tuple[Any, str]] = {}
     for block in blocks:
         found.update({name: (value, f"DeepSpeed's default, left out of {config.path}")
@@ -199,10 +205,11 @@ def _hyperparameters(wishes: Wishes, config: DsConfig, sources: Mapping[str, str
 _BELOW_A_DEFAULT = ("default", "preset ", "recipe ")
 
 
-def _unsaid_precision(wishes: Wishes, config: DsConfig, precision: str | None, source: str) -> tuple[str, ...]:
+def _unsaid_precision(overrides: RunOverrides, config: DsConfig, precision: str | None,
+                      source: str) -> tuple[str, ...]:
     """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
     theirs = config.path.parent != data_dir("ds_configs") and not config.ours
-    if wishes.precision.blocks or not theirs or precision == "fp32":
+    if overrides.precision.blocks or not theirs or precision == "fp32":
         return ()
     takes = precision or "auto, bf16 where the device computes in it"
     return (f"{config.path.name} has no bf16 or fp16 block, and DeepSpeed would compute in fp32; this run's "
@@ -211,7 +218,7 @@ def _unsaid_precision(wishes: Wishes, config: DsConfig, precision: str | None, s
 
 def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:
     """Where the values that make a layout came from."""
-    return {**dict.fromkeys(("engine", "stage", "tiled", "offload_optimizer", "offload_param"), str(config.path)),
+    return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS)), str(config.path)),
             **{name: str(config.path) if degrees[name] is None else sources.get(name, COMMAND_LINE)
                for name in DEGREE_NAMES}}
 
@@ -233,13 +240,13 @@ class _Solved:
     notes: tuple[str, ...]
 
 
-def _batch(numbers: Mapping[str, int | None], wishes: Wishes, config: DsConfig, sources: Mapping[str, str],
+def _batch(numbers: Mapping[str, int | None], overrides: RunOverrides, config: DsConfig, sources: Mapping[str, str],
            dp_size: int, default_micro_batch: int) -> _Solved:
     """The batch by precedence: a number of lower precedence that contradicts two of higher gives way."""
     typed = {name: value for name, value in numbers.items()
              if value is not None and sources.get(name, COMMAND_LINE) == COMMAND_LINE}
     others = {name: value for name, value in numbers.items() if value is not None and name not in typed}
-    levels = [(COMMAND_LINE, typed), (str(config.path), wishes.batch)]
+    levels = [(COMMAND_LINE, typed), (str(config.path), overrides.batch)]
     for source in sorted({sources[name] for name in others}, key=_precedence):
         levels.append((source, {name: value for name, value in others.items() if sources[name] == source}))
     known: dict[str, int] = {}
@@ -293,7 +300,7 @@ def check_precision(precision: str | None, source: str, device: str | None) -> N
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,
                    device: str | None) -> dict[str, Any]:
     """Exactly what DeepSpeed gets: the user's blocks and the run's numbers."""
-    zero = {**rest.get("zero_optimization", {}), "stage": layout.zero_stage}
+    zero = {**rest.get("zero_optimization", {}), "stage": layout.zero.stage}
     if device in DEVICES and not DEVICES[device].overlaps:
         zero["overlap_comm"] = False
     return {
@@ -302,7 +309,7 @@ def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: flo
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
         # Stage 0 is clipped by the engine itself, which needs the norm that DeepSpeed does not give there.
-        "gradient_clipping": clip if layout.zero_stage else 0.0,
+        "gradient_clipping": clip if layout.zero.stage else 0.0,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # else it synchronises the device twice a step
         **rest,

@@ -1,11 +1,12 @@
-"""The nearest legal choice: which single value to change so that a layout can run (imports no torch).
+"""Suggestions for a layout that cannot run: the single values to change so that it is legal (imports no torch).
 
-Choices are searched among the values that a rule names and kept only if every rule passes, so that what an error
-offers can be typed and runs.
+Alternatives are searched among the values that a rule names and kept only if every rule passes, so that what an
+error offers can be typed and runs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -15,15 +16,14 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout import ds_config
-from ezpz_llm.layout.constraints import Case, Problem, examine
-from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
+from ezpz_llm.layout.constraints import validate
+from ezpz_llm.layout.knobs import KNOBS, Case, Problem
+from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, ZeroOptions, read_layout
 
 _STAGES = (1, 0, 2, 3)
-_KIND = ("engine", "zero_stage", "offload_optimizer", "offload_param", "tiled")
-"""What a layout is apart from its degrees."""
 
 
-def settle(case: Case, origins: Mapping[str, str]) -> tuple[Layout, tuple[str, ...]]:
+def validate_or_suggest(case: Case, origins: Mapping[str, str]) -> tuple[Layout, tuple[str, ...]]:
     """The layout to run and what to say about it.
 
     Args:
@@ -32,19 +32,19 @@ def settle(case: Case, origins: Mapping[str, str]) -> tuple[Layout, tuple[str, .
     Raises:
         UserError: it cannot run, or its batch does not work out.
     """
-    layout, notes, problem = examine(case)
+    layout, notes, problem = validate(case)
     if problem is None:
         return layout, notes
     where = ", ".join(f"{name} from {origins[name]}" for name in problem.names if name in origins)
-    instead = [words(case, choice) for choice in choices(case, problem)]
-    raise UserError(problem.found, where=where or None,
+    instead = [as_cli_flags(case, choice) for choice in alternatives(case, problem)]
+    raise UserError(problem.message, where=where or None,
                     instead=" or ".join(instead) or "fewer ranks, or another model or batch")
 
 
 def is_legal(case: Case) -> bool:
     """Whether a case runs exactly as it is, batch and all."""
     try:
-        layout, _, problem = examine(case)
+        layout, _, problem = validate(case)
         if problem is None and case.batch is not None:
             case.batch(case.layout.dp_size(case.world_size))
     except UserError:
@@ -52,18 +52,18 @@ def is_legal(case: Case) -> bool:
     return problem is None and layout == case.layout
 
 
-def choices(case: Case, problem: Problem) -> list[Case]:
+def alternatives(case: Case, problem: Problem) -> list[Case]:
     """Legal cases that differ from this one in one of the problem's knobs; where there is none, in several."""
-    found = [turned for knob in problem.knobs for turned in _KNOBS[knob](case)]
-    unique = [turned for position, turned in enumerate(found) if turned not in found[:position]]
-    return unique or list(_first(1, _several(case)))
+    found = [varied for knob in problem.knobs for varied in _VARY[knob](case)]
+    unique = [varied for position, varied in enumerate(found) if varied not in found[:position]]
+    return unique or list(_first(1, _vary_several(case)))
 
 
-def words(case: Case, choice: Case) -> str:
+def as_cli_flags(case: Case, choice: Case) -> str:
     """What to type to come from one case to the other."""
     parts = []
     before, after = case.layout, choice.layout
-    if kind_of(before) == kind_of(after):
+    if before.at_degrees() == after.at_degrees():
         parts += [f"--{name} {getattr(after, name)}" for name in DEGREE_NAMES
                   if getattr(before, name) != getattr(after, name)]
     elif case.shipped:
@@ -80,8 +80,8 @@ def words(case: Case, choice: Case) -> str:
 
 
 def selection(layout: Layout) -> str | None:
-    """The words that select a layout, such as `--ds-config zero1 --tp 4`; None if no shipped ds_config does."""
-    named = [other for other in shipped_layouts() if kind_of(other) == kind_of(layout)]
+    """The options that select a layout, such as `--ds-config zero1 --tp 4`; None if no shipped ds_config does."""
+    named = [other for other in shipped_layouts() if other.at_degrees() == layout.at_degrees()]
     if not named:
         return None
     flags = [[f"--{name} {getattr(layout, name)}" for name in DEGREE_NAMES
@@ -98,20 +98,17 @@ def shipped_layouts() -> tuple[Layout, ...]:
     return tuple(read_layout(ds_config.load(name)) for name in ds_config.names())
 
 
-def kind_of(layout: Layout) -> tuple[object, ...]:
-    """Engine, stage, offload and tiles: what is chosen by a ds_config and not by a degree."""
-    return tuple(getattr(layout, name) for name in _KIND)
-
-
 def _edits(before: Layout, after: Layout) -> list[str]:
     """The changes to a user's own ds_config."""
     edits = []
     if after.engine != before.engine:
         edits.append(f'"engine": "{after.engine}"')
-    if (after.zero_stage or 0) != (before.zero_stage or 0):
-        edits.append(f'"stage": {after.zero_stage or 0}')
-    edits += [f"no {name}" for name in ("offload_optimizer", "offload_param", "tiled")
-              if getattr(before, name) and not getattr(after, name)]
+    if (after.zero.stage or 0) != (before.zero.stage or 0):
+        edits.append(f'"stage": {after.zero.stage or 0}')
+    for knob in KNOBS[1:]:
+        value = getattr(after.zero, knob.field)
+        if value != getattr(before.zero, knob.field):
+            edits.append(f'"{knob.name}": {json.dumps(value)}' if knob.is_set(after) else f"no {knob.name}")
     edits += [f"--{name} {getattr(after, name)}" for name in DEGREE_NAMES
               if getattr(after, name) != getattr(before, name)]
     return [" and ".join(edits)]
@@ -121,66 +118,76 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _turn_degree(name: str, case: Case) -> list[Case]:
+def _vary_degree(name: str, case: Case) -> list[Case]:
     """The nearest legal degree below and above."""
     value = getattr(case.layout, name)
     sizes = _divisors(case.world_size)
     below = (size for size in reversed(sizes) if size < value)
     above = (size for size in sizes if size > value)
-    return [turned for side in (below, above)
-            for turned in _first(1, (_with(case, **{name: size}) for size in side))]
+    return [varied for side in (below, above)
+            for varied in _first(1, (_with(case, **{name: size}) for size in side))]
 
 
-def _turn_ranks(case: Case) -> list[Case]:
+def _vary_ranks(case: Case) -> list[Case]:
     """The nearest legal number of ranks below and above."""
     unit = case.layout.tp * case.layout.pp * case.layout.sp
     below = (size for size in range(case.world_size - case.world_size % unit, 0, -unit))
     above = (case.world_size - case.world_size % unit + unit * n for n in range(1, 9))
-    return [turned for side in (below, above)
-            for turned in _first(1, (replace(case, world_size=size) for size in side))]
+    return [varied for side in (below, above)
+            for varied in _first(1, (replace(case, world_size=size) for size in side))]
 
 
-def _turn_stage(case: Case) -> list[Case]:
+def _vary_stage(case: Case) -> list[Case]:
     """The nearest legal stage of the same engine."""
     stages = _near_stages(case.layout) if case.layout.engine == "deepspeed" else [None]
     return _of_kind(case, [(case.layout.engine, stage) for stage in stages])
 
 
-def _turn_engine(case: Case) -> list[Case]:
+def _vary_engine(case: Case) -> list[Case]:
     """DeepSpeed, in the stage that is most like the engine that was asked for."""
     return _of_kind(case, [("deepspeed", stage) for stage in _near_stages(case.layout)])
 
 
 def _near_stages(layout: Layout) -> list[int]:
-    asked = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+    asked = 3 if layout.engine == "fsdp2" else layout.zero.stage or 0
     return sorted(_STAGES, key=lambda stage: abs(stage - asked))
 
 
 def _of_kind(case: Case, kinds: list[tuple[Any, int | None]]) -> list[Case]:
-    """The first legal one, with offload and tiles as they are; else without them."""
+    """The first legal one, with the other ZeRO options as they are, or else without them."""
     bare = replace(case, layout=_bare(case.layout))
     for start in (case, bare):
-        cases = [_with(start, engine=engine, zero_stage=stage) for engine, stage in kinds]
+        cases = [_with_zero(_with(start, engine=engine), stage=stage) for engine, stage in kinds]
         if found := list(_first(1, cases)):
             return found
     return []
 
 
 def _bare(layout: Layout) -> Layout:
-    return replace(layout, offload_param=None, offload_optimizer=None, tiled=())
+    """The layout with no other ZeRO option than its stage."""
+    return replace(layout, zero=ZeroOptions(layout.zero.stage))
 
 
-def _turn_tiled(case: Case) -> list[Case]:
-    return list(_first(1, [_with(case, tiled=())]))
+def _vary_tiled(case: Case) -> list[Case]:
+    return list(_first(1, [_with_zero(case, tiled=())]))
 
 
-def _turn_offload(case: Case) -> list[Case]:
+def _vary_offload(case: Case) -> list[Case]:
     """Less of it, or none."""
-    return list(_first(1, [_with(case, offload_param=None),
-                           _with(case, offload_param=None, offload_optimizer=None)]))
+    return list(_first(1, [_with_zero(case, offload_param=None),
+                           _with_zero(case, offload_param=None, offload_optimizer=None)]))
 
 
-def _turn_model(name: str, case: Case) -> list[Case]:
+def _vary_hpz(case: Case) -> list[Case]:
+    """The nearest legal group sizes, two below and one above; if there are none, no second copy."""
+    value = case.layout.zero.hpz_partition_size
+    cases = [(size, _with_zero(case, hpz_partition_size=size)) for size in _divisors(case.world_size)[1:]]
+    below = _first(2, (varied for size, varied in reversed(cases) if size < value))
+    found = [*reversed(list(below)), *_first(1, (varied for size, varied in cases if size > value))]
+    return found or list(_first(1, [_with_zero(case, hpz_partition_size=1)]))
+
+
+def _vary_model(name: str, case: Case) -> list[Case]:
     """A model whose number `name` the degrees divide."""
     layout, model = case.layout, case.model
     if model is None:
@@ -192,7 +199,7 @@ def _turn_model(name: str, case: Case) -> list[Case]:
     return list(_first(2, (replace(case, model=replace(model, **{name: size})) for size in sizes if size)))
 
 
-def _several(case: Case) -> Iterator[Case]:
+def _vary_several(case: Case) -> Iterator[Case]:
     """Cases that differ in degrees, and then also in kind, nearest first."""
     sizes = _divisors(case.world_size)
 
@@ -202,7 +209,7 @@ def _several(case: Case) -> Iterator[Case]:
 
     near = sorted((degrees for degrees in product(sizes, repeat=len(DEGREE_NAMES))
                    if case.world_size % math.prod(degrees) == 0), key=distance)
-    other = [replace(_bare(case.layout), engine="deepspeed", zero_stage=stage)
+    other = [replace(case.layout, engine="deepspeed", zero=ZeroOptions(stage))
              for stage in _near_stages(case.layout)]
     for layout in (case.layout, _bare(case.layout), *other):
         for degrees in near:
@@ -213,6 +220,10 @@ def _with(case: Case, **changes: Any) -> Case:
     return replace(case, layout=replace(case.layout, **changes))
 
 
+def _with_zero(case: Case, **changes: Any) -> Case:
+    return replace(case, layout=case.layout.with_zero(**changes))
+
+
 def _first(count: int, cases: Iterable[Case]) -> Iterator[Case]:
     return islice((case for case in cases if _can_be_typed(case) and is_legal(case)), count)
 
@@ -221,9 +232,10 @@ def _can_be_typed(case: Case) -> bool:
     return not case.shipped or selection(case.layout) is not None
 
 
-_KNOBS: dict[str, Callable[[Case], list[Case]]] = {
-    "ranks": _turn_ranks,
-    **{name: partial(_turn_degree, name) for name in DEGREE_NAMES},
-    "stage": _turn_stage, "engine": _turn_engine, "tiled": _turn_tiled, "offload": _turn_offload,
-    **{name: partial(_turn_model, name) for name in ("n_layer", "block_size", "vocab_multiple")},
+_VARY: dict[str, Callable[[Case], list[Case]]] = {
+    "ranks": _vary_ranks,
+    **{name: partial(_vary_degree, name) for name in DEGREE_NAMES},
+    "stage": _vary_stage, "engine": _vary_engine, "tiled": _vary_tiled, "offload": _vary_offload,
+    "hpz": _vary_hpz,
+    **{name: partial(_vary_model, name) for name in ("n_layer", "block_size", "vocab_multiple")},
 }

@@ -56,7 +56,7 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
                        device=options.device, sources={"precision": "default", "clip": "default"},
                        default_micro_batch=DEFAULT_BATCH)
     layout = resolved.layout
-    if layout.tp * layout.pp * layout.sp > 1 or layout.tiled:
+    if layout.tp * layout.pp * layout.sp > 1 or layout.zero.tiled:
         raise UserError(f"layout {layout.describe(world_size)} divides the layers of a GPT, and this trains an MLP",
                         where="--ds-config", instead="ddp, or zero0 to zero3; with a GPT: python3 -m "
                                                      f"ezpz_llm.train --ds-config {options.ds_config}")

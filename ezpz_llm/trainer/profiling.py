@@ -43,7 +43,7 @@ def _products(plan: RunPlan) -> float | None:
     Under stage 3 it counts linear layers twice: its own stand-in for them, and the product inside.
     """
     layout, batch = plan.resolved.layout, plan.resolved.batch
-    if layout.engine != "deepspeed" or layout.zero_stage == 3 or layout.tp * layout.pp * layout.sp > 1:
+    if layout.engine != "deepspeed" or layout.zero.stage == 3 or layout.tp * layout.pp * layout.sp > 1:
         return None
     return product_flops_per_token(plan.model) / 3 * batch.micro_batch * batch.accumulation * plan.model.block_size
 
