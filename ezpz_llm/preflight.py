@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code. torch is imported only in the processes that measure."""
     options = parser().parse_args(argv)
     if not 10 <= options.limit < float("inf"):
-        raise UserError(f"{options.limit:g} s are no time to report in", where="--limit", instead="10 or more")
+        raise UserError(f"{options.limit:g} s are too few to report in", where="--limit", instead="10 or more")
     if options.check:
         return 0
     info = find_rank(os.environ)

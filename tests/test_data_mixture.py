@@ -149,7 +149,7 @@ def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
         (f"{a}=0.7,{a}=0.3", None, "is mixed with itself"),
         (f"{a}=1,{b}=0", None, "has the weight 0 of 1; the least is 1 in 4096"),
         (f"{a}=1,{b}=0.0001", None, "the least is 1 in 4096"),
-        (f"{a}=1,{b}=1.2.3", None, "a weight is no number"),
+        (f"{a}=1,{b}=1.2.3", None, "a weight is not a number"),
         (f"{a}=1,{tmp_path / 'c.txt'}=1", None, "no such corpus file or folder"),
         (f"{a}=1,{b}=1", "char", "must have one tokenizer; these have two different tables of char"),
         (f"{chars}=1,{b}=1", None, "must have one tokenizer; these have char and bytes"),

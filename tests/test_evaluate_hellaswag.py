@@ -111,7 +111,7 @@ def test_ranks_take_every_item_once_in_equally_many_batches() -> None:
 def test_what_is_no_item_is_named_with_its_line(tmp_path: Path) -> None:
     good = json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": "2"})
     path = tmp_path / "items.jsonl"
-    for bad, message in (("{", "no HellaSwag item"), ('{"ctx": "a"}', "endings"), ("[]", "no HellaSwag item"),
+    for bad, message in (("{", "not a HellaSwag item"), ('{"ctx": "a"}', "endings"), ("[]", "not a HellaSwag item"),
                          (json.dumps({"ctx": "a", "endings": ["b"], "label": 0}), "1 endings with label 0"),
                          (json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 4}), "with label 4")):
         path.write_text(f"{good}\n{bad}\n")

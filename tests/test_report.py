@@ -138,7 +138,7 @@ def test_many_steps_take_the_memory_of_their_numbers(tmp_path):
 
 def test_what_is_no_run_is_said(tmp_path):
     make_run(tmp_path / "runs" / "a", range(1, 3))
-    with pytest.raises(UserError, match="no run directory") as error:
+    with pytest.raises(UserError, match="not a run directory") as error:
         load_runs([tmp_path / "runs"])
     assert error.value.instead == f"ezpz-llm report {tmp_path / 'runs' / 'a'}"
     damaged = make_run(tmp_path / "b", range(1, 3))

@@ -12,7 +12,7 @@ from scale_laws import noisy, repeat, study
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.scaling.confidence import Estimate, estimate, ratio, student_quantile
 from ezpz_llm.scaling.efficiency import curves_of, points_of
-from ezpz_llm.scaling.findings import Extrapolation, explain_above, explain_predicted
+from ezpz_llm.scaling.findings import Extrapolation, explain_predicted, explain_superlinear
 from ezpz_llm.scaling.fit import Fit, Shape, find_target, line, predict, sizes_to_speak_of
 from ezpz_llm.scaling.tables import fit_notes, interval_text
 
@@ -93,7 +93,7 @@ def test_failed_runs_and_curves_that_are_not_what_they_are_called_are_said():
     disturbed, = curves([repeat("weak", n, number, steps=[0.1 * (1 + 17 * (n == 1) * number)] * 20)
                          for n in (1, 2) for number in range(2)])
     assert "weak-ddp-n1-r1: its slowest run took 18.0 times as long as its fastest" in disturbed.notes[0]
-    cause, = explain_above(disturbed, disturbed.points[1])
+    cause, = explain_superlinear(disturbed, disturbed.points[1])
     assert "differ by a factor of 18.0" in cause
     assert interval_text(disturbed.efficiency(disturbed.points[1])) == "too wide to tell"
     uneven, = curves([repeat("strong", 1), repeat("strong", 2)])
@@ -104,7 +104,7 @@ def above(base_changes, changes, seconds=(0.1, 0.09)):
     curve, = curves([repeat("weak", ranks, number, steps=[time * (0.99 + 0.01 * number)] * 20, **more)
                      for ranks, time, more in zip((1, 2), seconds, (base_changes, changes), strict=True)
                      for number in range(3)])
-    return explain_above(curve, curve.points[1])
+    return explain_superlinear(curve, curve.points[1])
 
 
 def test_no_efficiency_above_one_stays_unexplained():
@@ -121,10 +121,10 @@ def test_no_efficiency_above_one_stays_unexplained():
     assert "not explained" in cause
     assert "do not use this number" in cause
     single, = curves([repeat("weak", 1, steps=(0.1,) * 5), repeat("weak", 2, steps=(0.09,) * 5)])
-    assert "its error is not known" in explain_above(single, single.points[1])[0]
+    assert "its error is not known" in explain_superlinear(single, single.points[1])[0]
     unsteady, = curves([repeat("weak", 1, number, steps=[0.1] * 15 + [0.2] * 5) for number in range(3)]
                        + [repeat("weak", 2, number, steps=[0.09] * 20) for number in range(3)])
-    assert "was not steady" in explain_above(unsteady, unsteady.points[1])[0]
+    assert "was not steady" in explain_superlinear(unsteady, unsteady.points[1])[0]
 
 
 def test_a_law_without_noise_is_found_again():

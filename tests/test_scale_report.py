@@ -122,7 +122,7 @@ def test_the_command_writes_numbers_that_agree(folder):
     assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
     assert "12 nodes" in text
     wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=60, check=False)
-    assert (wrong.returncode, "'abc' is no list of whole numbers such as 16,32" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "'abc' is not a list of whole numbers such as 16,32" in wrong.stderr) == (2, True)
 
 
 def test_what_of_a_study_is_gone_or_damaged_is_said(tmp_path):
@@ -151,7 +151,7 @@ def test_a_study_of_layouts_and_one_of_two_sizes(tmp_path):
     assert "no fit: it needs 3 sizes, measured are 1, 2" in two
     with pytest.raises(UserError, match="needs 3 sizes"):
         report_main([str(tmp_path / "two"), "--at", "8"])
-    with pytest.raises(UserError, match="this is no study"):
+    with pytest.raises(UserError, match="this is not a study"):
         find(tmp_path)
 
 

@@ -132,7 +132,7 @@ def test_layouts_are_compared_at_one_global_batch_without_those_that_cannot_run(
     assert [note.partition(":")[0] for note in found.notes] == ["left out", "left out", "strong"]
     with pytest.raises(UserError, match="tp2"):
         plan(tmp_path, "--ranks 3 --what layouts --ds-config ddp,tp2")
-    with pytest.raises(UserError, match="no comparison"):
+    with pytest.raises(UserError, match="not a comparison"):
         plan(tmp_path, "--ranks 2 --what layouts", *TRAIN, "--ds-config", "zero1")
 
 
@@ -203,7 +203,7 @@ def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Pa
 
 @pytest.mark.parametrize(("record", "error"), [
     ({"exit": {"code": 1, "cause": "rank 1 on vm: ValueError"}}, "rank 1 on vm: ValueError (code 1)"),
-    ({"exit": {"code": 0, "cause": "all ranks ended with 0"}}, "0 steady steps are no measurement"),
+    ({"exit": {"code": 0, "cause": "all ranks ended with 0"}}, "0 steady steps are too few to measure"),
     ({"exit": {"code": 1, "cause": "a bad loss"}, "stopped": "ten bad steps"}, "a bad loss (code 1)"),
     ({"exit": {"code": 124, "cause": "idle", "stopped": {"kind": "idle"}}}, "idle (code 124)"),
     ({"exit": {"code": 0, "cause": ""}, "stopped": "the reservation ends"}, None),

@@ -105,7 +105,7 @@ def record(work: Work, results: Sequence[Result], environment: dict[str, Any], c
 
 
 def as_json(kept: dict[str, Any]) -> str:
-    """A record as text, one line a result: a matrix has hundreds. What is no number there is null."""
+    """A record as text, one line a result: a matrix has hundreds. NaN and Inf become null."""
     kept = _finite(kept)
     head = json.dumps({key: value for key, value in kept.items() if key != "results"}, indent=2)
     lines = ",\n    ".join(map(json.dumps, kept["results"]))

@@ -84,7 +84,7 @@ class Corpus:
 
     @property
     def is_remote(self) -> bool:
-        """Whether reading it needs the network."""
+        """True if reading it needs the network."""
         return self.dataset is not None and not self.dataset.is_local
 
 

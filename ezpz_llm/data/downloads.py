@@ -41,7 +41,7 @@ class PublicFile:
 
     @property
     def path(self) -> Path:
-        """Where it lies once provided."""
+        """Path of the file once downloaded."""
         return cache_dir() / self.folder / self.name
 
     def find(self) -> Path:

@@ -1,4 +1,4 @@
-"""What a file of a corpus holds, told by its content: text, JSON lines, a JSON array, parquet, plain or packed.
+"""Format of a corpus file, told by its content: text, JSON lines, a JSON array, parquet, plain or packed.
 
 A name helps where the content leaves a doubt: .json, .jsonl and .ndjson hold JSON, .csv and .tsv tables. What holds
 no documents is refused by its name.
@@ -49,7 +49,7 @@ _NOT_TEXT = bytes(set(range(0x20)) - set(b"\t\n\r\f\b\x1b"))
 
 @dataclass(frozen=True)
 class Format:
-    """How to read a file.
+    """Way to read a file: format, encoding, column.
 
     Attributes:
         kind: "text", a document; "lines", JSON objects, one a line; "array", a JSON array of objects; "parquet".
@@ -82,7 +82,7 @@ def find_format(path: Path) -> Format:
 
 
 def looks_like_text(data: bytes) -> bool:
-    """Whether bytes that are not UTF-8 may be text in another encoding."""
+    """True if bytes that are not UTF-8 may be text in another encoding."""
     return len(data) - len(data.translate(None, _NOT_TEXT)) <= len(data) // 1000
 
 

@@ -85,7 +85,7 @@ class _Tokenizer(TypedDict):
 
 
 class TokenizerEntry(_Tokenizer, total=False):
-    """What a manifest keeps of a tokenizer."""
+    """A tokenizer's entry in a manifest."""
 
     table: str
 
@@ -106,7 +106,7 @@ class _Manifest(TypedDict):
 
 
 class Manifest(_Manifest, total=False):
-    """What manifest.json holds."""
+    """Content of manifest.json."""
 
     written_by: str
     parts: list[Part]

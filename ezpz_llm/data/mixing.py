@@ -38,7 +38,7 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
     try:
         found = [(match["corpus"], float(match["weight"])) for match in matches if match]
     except ValueError as error:
-        raise UserError(f"a weight is no number: {error}", where=words, instead="such as A=0.7,B=0.3") from error
+        raise UserError(f"a weight is not a number: {error}", where=words, instead="such as A=0.7,B=0.3") from error
     names = [name for name, _ in found]
     for name in names:
         if names.count(name) > 1:

@@ -86,7 +86,7 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
 
 def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
                  text_key: str = TEXT) -> None:
-    """Whether `prepare` would find what it needs, without doing it.
+    """True if `prepare` would find what it needs, without doing it.
 
     Args:
         block_size: whether shards that are there already are enough for windows of that length, too.
@@ -180,7 +180,7 @@ def _known(request: Request) -> Request:
 
 
 def _finished(folder: Path, fingerprint: str) -> bool:
-    """Whether the folder stands complete; UserError if something else is in its place."""
+    """True if the folder stands complete; UserError if something else is in its place."""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest["request"] == fingerprint:
@@ -197,7 +197,7 @@ def _finished(folder: Path, fingerprint: str) -> bool:
 
 
 def _ready(request: Request, download: bool, most: int | None = None) -> bool:
-    """Whether there is nothing to do; else that what the work needs is there is made sure of.
+    """True if there is nothing to do; else that what the work needs is there is made sure of.
 
     Args:
         most: of how many files the formats are looked at; None for all.

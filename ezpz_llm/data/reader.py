@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def has_mark(self) -> bool:
-        """Whether a byte-order mark stands before it, which is no part of the text."""
+        """True if a byte-order mark stands before it, which is no part of the text."""
         return self.offset == 0 and self.data.startswith(BOM)
 
 
@@ -59,7 +59,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are read.
+    """Options for reading documents.
 
     Attributes:
         key: the member, or column, that has a document's text.
@@ -75,7 +75,7 @@ STRICT = Reading()
 
 @dataclass(frozen=True)
 class Task:
-    """What one process encodes at once, and where the corpus goes on after it."""
+    """A piece of the corpus that one process encodes at once, with the position after it."""
 
     pieces: list[Piece | Documents | Unreadable]
     after: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
 
 
 def _content_bytes(piece: Piece | Documents | Unreadable) -> int:
-    """What a piece takes in memory, about: of what is packed, or parquet, more than was read for it."""
+    """Estimate the host memory of a piece: of what is packed, or parquet, more than was read for it."""
     if isinstance(piece, Piece):
         return len(piece.data)
     return piece.source_bytes if isinstance(piece, Unreadable) else sum(len(text or "") for text in piece.texts)

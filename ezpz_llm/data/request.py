@@ -1,4 +1,4 @@
-"""What to prepare, checked."""
+"""Request to prepare a corpus, validated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Options:
-    """How to prepare a corpus; what is None is the corpus's own default.
+    """Settings for preparing a corpus; what is None is the corpus's own default.
 
     Attributes:
         tokenizer: "bytes", "char", "gpt2" or a folder; see `ezpz_llm.data.tokenizers`.
@@ -45,7 +45,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """What to prepare. Equal requests of unchanged files have equal fingerprints.
+    """A corpus to prepare and how. Equal requests of unchanged files have equal fingerprints.
 
     How many broken documents may be left out is no part of that: shards that are there were accepted when they were
     made, and say how many were.
@@ -72,14 +72,14 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """Where the shards go: `out`, else a folder of the cache named after the request."""
+        """Folder of the shards: `out`, else a folder of the cache named after the request."""
         if self.out is not None:
             return self.out
         return cached_folder(f"{self.corpus.name}-{self.tokenizer.name}", self.fingerprint)
 
     @property
     def command(self) -> str:
-        """What makes these shards, in whatever folder `--out` names."""
+        """Identity of these shards, whatever folder `--out` names."""
         val = (["--val-fraction", str(self.val_fraction)] if self.val_tokens is None
                else ["--val-tokens", str(self.val_tokens)])
         words = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,

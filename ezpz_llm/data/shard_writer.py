@@ -56,7 +56,7 @@ class ShardWriter:
                 self.hashes.append(self._digest.hexdigest())
 
     def sync(self) -> None:
-        """What was written is on the disk, and not only in memory: a full disk may show only now."""
+        """Flush what was written to disk (fsync): a full disk may show only now."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())

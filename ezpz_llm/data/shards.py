@@ -124,7 +124,7 @@ class TokenData:
 
     @property
     def fingerprint(self) -> str:
-        """What tells these tokens and their order from any others: a hash over the hashes of the shards."""
+        """Fingerprint of these tokens in their order: a hash over the hashes of the shards."""
         if self.parts:
             known = [text for part, weight in self.parts for text in (part.fingerprint, f" {weight!r} ")]
         else:

@@ -137,7 +137,7 @@ def _size(request: Request) -> str:
 
 
 def _kept(folder: Path, found: str, where: str | None, instead: str, error: OSError | UserError) -> Exception:
-    """What to say of an error after which the work can be gone on with."""
+    """Return the message for an error after which the work can be resumed."""
     if not (folder / JOURNAL).exists():
         return error
     return Interrupted(f"{found}; what was prepared so far is kept", where=where,
@@ -252,7 +252,7 @@ def _finish(work: _Work) -> dict[str, Any]:
 
 
 def _found(work: _Work) -> dict[str, Any]:
-    """What the manifest says of how the source was read, where that is not as usual."""
+    """Return the manifest's entries for non-default ways of reading the source."""
     journal = work.journal
     facts: dict[str, Any] = {"text_key": work.request.text_key} if work.request.text_key != TEXT else {}
     if journal.broken:
@@ -263,7 +263,7 @@ def _found(work: _Work) -> dict[str, Any]:
 
 
 def remarks(source: Mapping[str, Any], shown: int = 5) -> list[str]:
-    """What a manifest's source says of documents that were left out, some of them named, and dropped marks."""
+    """Return the manifest's entries for documents left out, some of them named, and dropped byte-order marks."""
     found = []
     if "broken" in source:
         first = source["broken"]["first"]

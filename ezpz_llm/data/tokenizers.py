@@ -36,7 +36,7 @@ GPT2_VOCAB = PublicFile(
     provide="python3 -m ezpz_llm.data tokenizer gpt2 --from-folder DIR (or --download)",
 )
 GPT2_NAMES = (GPT2_VOCAB.name, hashlib.sha1(GPT2_VOCAB.address.encode()).hexdigest())
-"""What the file is called where it was published, and in a cache folder of tiktoken's."""
+"""Published name of the file, and its name in tiktoken's cache folder."""
 
 GPT2_FINGERPRINT = "247ecddaff45c30a3df42f9562b42c2fbc2a41cd6bad5d5bc5db912fb4deed3c"
 """Of the tokenizer that the published file makes; known here so that manifests can be checked without the file."""
@@ -189,7 +189,7 @@ def provide_gpt2(folder: Path) -> Path:
 
 
 def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a manifest keeps of a tokenizer, enough to make it again."""
+    """A tokenizer's entry in a manifest, enough to build it again."""
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
     return entry | {"table": tokenizer.characters} if isinstance(tokenizer, CharTokenizer) else entry
 
@@ -275,7 +275,7 @@ class Choice:
         return None if self.entry is None else self.entry.get("table")
 
     def fits(self, entry: Mapping[str, Any]) -> bool:
-        """Whether tokens of the tokenizer `entry` are tokens of this one."""
+        """True if tokens of the tokenizer `entry` are tokens of this one."""
         return self.name == entry["name"] and (self.entry is None
                                                or self.entry["fingerprint"] == entry["fingerprint"])
 
@@ -325,7 +325,7 @@ def entry_in(folder: Path) -> Mapping[str, Any] | None:
 
 
 def other_in(folder: Path) -> str | None:
-    """What the tokenizer of a model's folder is called, where it is not one of ours; None if nothing tells."""
+    """Return the name of the tokenizer in a model's folder if it is not built in; None if nothing tells."""
     if (folder / TOKENIZER_JSON).is_file():
         model = _json(folder / TOKENIZER_JSON).get("model")
         model = model if isinstance(model, dict) else {}

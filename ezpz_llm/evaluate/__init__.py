@@ -1,1 +1,1 @@
-"""What a trained model is worth: validation loss and samples of its text."""
+"""Evaluate a trained model: validation loss, tasks and samples of its text."""

@@ -103,7 +103,7 @@ def _item(line: str, where: str) -> Item:
         stored = as_dataclass(_Stored, parse_json(line, where, _MOST_LINE), where, drop_unknown=True)
         item = Item(stored.ctx, stored.endings, int(stored.label))
     except (UserError, ValueError) as error:
-        raise UserError(f"this is no HellaSwag item: {getattr(error, 'found', error)}", where=where,
+        raise UserError(f"this is not a HellaSwag item: {getattr(error, 'found', error)}", where=where,
                         instead="an object with ctx, endings and label") from error
     if len(item.endings) != ENDINGS or not 0 <= item.label < ENDINGS:
         raise UserError(f"{len(item.endings)} endings with label {item.label}", where=where,

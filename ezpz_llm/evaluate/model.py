@@ -31,7 +31,7 @@ SOURCE_HELP = "a run directory, a checkpoint, or a folder or hub id of Hugging F
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What will be evaluated, and how it is divided over ranks."""
+    """Model to evaluate, and its layout over ranks."""
 
     source: Source
     model: ModelConfig

@@ -1,4 +1,4 @@
-"""What `evaluate` measures: the loss on a corpus's validation split, HellaSwag, tasks of lm-evaluation-harness."""
+"""Tasks of `evaluate`: the loss on a corpus's validation split, HellaSwag, tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a validation loss is measured on. `tokens` is None for the whole split."""
+    """Tokens that a validation loss is measured on. `tokens` is None for the whole split."""
 
     corpus: str
     tokenizer: str
@@ -58,7 +58,7 @@ def plan_validation(plan: ModelPlan, options: argparse.Namespace) -> Corpus:
 
 
 def _corpus_of_run(plan: ModelPlan) -> str | None:
-    """What the run was told, or its shards where that was a path from another folder than this."""
+    """Return the run's `data` setting, or its shards if that was a path relative to another folder."""
     config, shards = plan.run_record.get("config", {}), plan.run_record.get("data", {}).get("folder", "")
     corpus = config.get("corpus")
     try:

@@ -1,1 +1,1 @@
-"""Where the time of one run went, from the traces and records in its directory."""
+"""Step-time breakdown of one run, from the traces and records in its directory."""

@@ -1,4 +1,4 @@
-"""What a run lost time to, by how much of it could be had back (imports no torch)."""
+"""Causes of lost time in a run, ordered by the time they would give back (imports no torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ezpz_llm.model.parameters import parameter_count
 _CULPRIT = 0.6
 """The share of all waiting for other ranks that one of them has to cause to be named."""
 _SLOWER = 0.03
-"""How much longer than the median it has to take by itself."""
+"""Least time beyond the median that counts."""
 _OUTSIDE = 0.5
 _LEAST_BYTES = 1e4
 """Of smaller buffers the rate says nothing."""
@@ -110,7 +110,7 @@ def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]
 
 def _within(split: Split, run: Mapping[str, Any],
             deepspeed: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
-    """What goes on in steps besides computing and waiting for others."""
+    """Causes within steps other than computing and waiting."""
     found, count = [], len(split.ranks)
     by_label: dict[str, list[Any]] = {}
     for rank in split.ranks:
@@ -152,7 +152,7 @@ def _within(split: Split, run: Mapping[str, Any],
 
 
 def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
-    """What goes on between steps."""
+    """Causes between steps."""
     config = run["config"]
     every = {name: config.get(name) or 0 for name in ("save_every", "eval_every", "sample_every", "log_every")}
     saving = ["faster storage for --run-dir", f"a larger --save-every than {every['save_every']}"]
@@ -212,12 +212,12 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
 
 
 def _may_overlap(device: str | None) -> bool:
-    """Whether DeepSpeed is let communicate beside the backward pass there."""
+    """True if DeepSpeed is let communicate beside the backward pass there."""
     return device is None or device not in DEVICES or DEVICES[device].overlaps
 
 
 def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
-    """Whether ZeRO 2 would fit, by arithmetic."""
+    """True if ZeRO 2 would fit, by arithmetic."""
     layout: Layout = run["layout"]
     if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []

@@ -1,4 +1,4 @@
-"""What other tools measured of the same steps, beside ours (imports no torch)."""
+"""Measurements of the same steps by other tools, beside ours (imports no torch)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TORCH = "torch"
 
 
 def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
-    """What there is of: `collectives`, a step's by DeepSpeed's logger (logged) and by the traces (issued); `flops`,
+    """Cross-checks: `collectives`, a step's by DeepSpeed's logger (logged) and by the traces (issued); `flops`,
     of the matrix products in a step's forward passes on rank 0, by DeepSpeed's profiler and by our arithmetic;
     `host`, seconds of pyinstrument's profile of rank 0 by package."""
     found: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class Memory:
 
 def memory_of(record: Mapping[str, Any], split: Split | None, deepspeed: Mapping[str, Any],
               run: Mapping[str, Any]) -> Memory | None:
-    """What a run's record and its traces tell; None where it has not ended.
+    """Cross-checks from a run's record and its traces; None if it has not ended.
 
     Args:
         record: what the run's record has under "memory".

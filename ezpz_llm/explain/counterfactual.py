@@ -44,12 +44,12 @@ class Taken:
 
     @property
     def exposed_share(self) -> float | None:
-        """What of the step was exposed communication by the traces."""
+        """Share of the step that was exposed communication by the traces."""
         return None if self.exposed_s is None else self.exposed_s / self.real_s
 
     @property
     def removed_share(self) -> float:
-        """What of the step went with its collectives."""
+        """Share of the step saved by leaving out its collectives."""
         return 1 - self.stubbed_s / self.real_s
 
 
@@ -131,7 +131,7 @@ def _word(value: Any) -> str:
 
 
 def taken(run_dir: Path, split: Split | None) -> list[Taken]:
-    """What the steps of a run without collectives tell, by rank; empty where it has none."""
+    """Step times of a run without collectives, by rank; empty if it has none."""
     ranks = () if split is None else split.ranks
     exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
     found = []

@@ -89,7 +89,7 @@ def account(run_dir: Path) -> Account:
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What advice depends on: model, layout, batch, optimizer, ranks, the device and its memory, the configuration.
+    """Facts for advice: model, layout, batch, optimizer, ranks, the device and its memory, the configuration.
 
     Raises:
         UserError: layout.json is missing or damaged.

@@ -16,14 +16,14 @@ Event = dict[str, Any]
 Span = Callable[[Event], Interval]
 
 CALL = 1
-"""Where a collective's call has its time; before it comes its kind."""
+"""Index of a call's time; the kind comes before it."""
 
 _OPERATORS = "cpu_op"
 _C10D = "c10d::"
 _AUTOGRAD = "autograd::engine"
 _COMPUTES = re.compile(r"^(?!c10d::|autograd::|torch::)\w+::|^CompiledFunction|^Torch-Compiled")
 _WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
-"""What process groups call their work on the host, from its call or from when a thread takes it up to its end."""
+"""Names of process-group work on the CPU, from the call (or the start in a thread) to the end."""
 _COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _WAKING_S = 1e-3
@@ -137,7 +137,7 @@ def _launches(events: Sequence[Event], span: Span) -> dict[int, float]:
 
 
 def device_work(events: Sequence[Event], span: Span) -> list[tuple[Interval, float]]:
-    """What the device did besides communicating, each with the time of its launch on the host."""
+    """Device kernels other than communication, each with the time of its launch on the CPU."""
     launches = _launches(events, span)
     found = []
     for event in events:

@@ -31,7 +31,7 @@ def within(intervals: Sequence[Interval], start: float, end: float) -> list[Inte
 
 
 def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What two sets have in common."""
+    """Intersection of two sets."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -45,7 +45,7 @@ def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interv
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What of a set is not in another."""
+    """Difference of two sets."""
     found, j = [], 0
     for start, end in one:
         while j < len(other) and other[j][1] <= start:

@@ -22,10 +22,10 @@ from ezpz_llm.explain.waits import Wait, waits
 from ezpz_llm.rundir import RunDir
 
 IN_STEP = ("data", "forward", "backward", "exposed_communication", "optimizer", "idle")
-"""What a step is split into. "idle" is the rest of it: on a CPU Python between phases, on a device no kernel."""
+"""Parts of a step. "idle" is the rest of it: on a CPU Python between phases, on a device no kernel."""
 HOST = "host"
 OTHER = "other"
-"""What is neither in a step nor marked: Python between steps."""
+"""Time neither in a step nor marked: Python between steps."""
 CATEGORIES = (*IN_STEP, *BETWEEN, OTHER)
 
 
@@ -113,7 +113,7 @@ class Split:
     device: str
 
     def crosses_hosts(self, exposed: Exposed) -> bool:
-        """Whether the group has ranks on several hosts; one that is not known may have."""
+        """True if the group has ranks on several hosts; one that is not known may have."""
         hosts = {rank.rank: rank.host for rank in self.ranks}
         return not exposed.ranks or len({hosts.get(rank) for rank in exposed.ranks}) > 1
 

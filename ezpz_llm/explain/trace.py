@@ -122,7 +122,7 @@ class _Text:
     def items(self) -> Iterator[Any]:
         """The values of the list that comes next."""
         if self._next() != "[":
-            raise ValueError("its events are no list")
+            raise ValueError("its events are not a list")
         self._at += 1
         while self._next() != "]":
             yield self.value()
@@ -146,7 +146,7 @@ class _Text:
 
 
 BETWEEN = ("evaluation", "logging", "sampling", "checkpoints")
-"""What can come after a step, before the next, as it is marked in traces."""
+"""Marks in traces of work between two steps."""
 
 _DATA, *_COMPUTE = PHASES
 _STEP = "step "
@@ -175,7 +175,7 @@ class RankTrace:
     operators: list[Interval]
     """Of the host, without gaps closed."""
     notes: dict[str, Any]
-    """What the run wrote into the trace, without the list of collectives."""
+    """Metadata that the run wrote into the trace, without the list of collectives."""
 
 
 def read_trace(path: Path) -> RankTrace:

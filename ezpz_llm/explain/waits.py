@@ -1,4 +1,4 @@
-"""How long ranks waited in collectives for one that had not called yet.
+"""Waiting time of ranks in collectives for a rank that had not called yet.
 
 Whoever called before waited for the rank that called last, and what follows is the transfer. How long a rank is in
 a collective does not tell one from the other: a send is over for its rank when the kernel has the bytes, and an
@@ -63,7 +63,7 @@ def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
 
 
 def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
-    """What the flights of one collective have in common on all its ranks: the step, the ranks, which one it is."""
+    """Key of one collective on all its ranks: the step, the ranks, its number."""
     seen: Counter[Any] = Counter()
     found: list[Any] = []
     for flight in flights:
@@ -93,7 +93,7 @@ _SLOW = 0.5
 
 @dataclass(frozen=True)
 class SlowLink:
-    """What is slow, its rate and the usual one in bytes a second."""
+    """A slow transfer: its rate and the usual one in bytes a second."""
 
     what: str
     host: str

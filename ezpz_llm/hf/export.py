@@ -28,7 +28,7 @@ SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: its folder, the bytes of weights, the number of their files, and what is missing."""
+    """Result of an export: its folder, the bytes of weights, the number of their files, and what is missing."""
 
     folder: Path
     bytes: int

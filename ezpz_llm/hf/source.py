@@ -1,4 +1,4 @@
-"""Where a model's weights are: a run's checkpoint, a Hugging Face folder or a hub id (imports no torch)."""
+"""Source of a model's weights: a run's checkpoint, a Hugging Face folder or a hub id (imports no torch)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Source:
 
 
 def find_source(where: str, option: str) -> Source:
-    """What `where` means: a run directory, a checkpoint's own folder, a folder with config.json, or a hub id.
+    """Return the source that `where` names: a run directory, a checkpoint, a folder with config.json, or a hub id.
 
     A hub id is looked up in the local cache of huggingface_hub; nothing is downloaded.
 

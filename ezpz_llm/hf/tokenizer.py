@@ -45,7 +45,7 @@ def entry_of(source: Source) -> Mapping[str, Any] | None:
 
 
 def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> str:
-    """How to name the tokenizer that is to encode a corpus for these weights, as `prepare` takes it.
+    """Return the tokenizer for a corpus of these weights, as `prepare` names it.
 
     It is the weights' own; another one only where the user asked for it, which `other_tokenizer` warns of.
 
@@ -90,7 +90,7 @@ def _another(source: Source, own: Mapping[str, Any], theirs: str, where: str) ->
 
 
 def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
-    """What to warn of where tokens are not of the weights' own tokenizer, as far as that is known.
+    """Return a warning if tokens are known not to be of the weights' own tokenizer.
 
     Args:
         used: the manifest entry of the tokenizer of the tokens.
@@ -105,7 +105,7 @@ def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
 
 
 def given_warning(source: Source, given: str | None) -> str | None:
-    """What to warn of where a tokenizer is named on the command line that is not the weights' own."""
+    """Return a warning if the command line names a tokenizer that is not the weights' own."""
     if given is None or given == "char":
         return None
     folder = user_path(given)

@@ -110,7 +110,7 @@ class Weights(ABC):
 
     @abstractmethod
     def rows(self, name: str) -> int:
-        """How many rows of a parameter are stored."""
+        """Number of stored rows of a parameter."""
 
     @abstractmethod
     def read_stored(self, name: str, box: Box) -> Tensor:

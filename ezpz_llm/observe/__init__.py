@@ -1,4 +1,4 @@
-"""What a run leaves behind to be read: metrics, where the time went, plots, profiles.
+"""Records of a run: metrics, step-time breakdown, plots, profiles.
 
 What needs torch is imported when it is first asked for, so that tables and plots stay light.
 """

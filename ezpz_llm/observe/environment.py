@@ -1,4 +1,4 @@
-"""What a run ran on and with, for run.json."""
+"""Environment of a run (machine, versions, threads) for run.json."""
 
 from __future__ import annotations
 

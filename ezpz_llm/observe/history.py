@@ -20,7 +20,7 @@ from ezpz_llm.rundir import RunDir, read_lines, write_atomic
 Rows = TypeVar("Rows", bound="Sequence[Any] | History")
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""What a step is made of; collectives run inside them, overlapped, and cannot be told apart by spans."""
+"""Phases of a step; collectives overlap with them and cannot be told apart by spans."""
 OTHER = "other"
 
 WARMUP_STEPS = 10
@@ -39,7 +39,7 @@ class Spread:
 ON_EACH_LINE = ("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "tokens_per_second_per_device",
                 *(f"{phase}_s" for phase in (*PHASES, OTHER)))
 ON_SOME_LINES = ("mfu", "val_loss", "val_tokens", "skipped")
-"""What is read of a line, besides its step."""
+"""Fields read of a line, besides its step."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
 
 def _number(value: Any) -> float:
     if value is not None and not isinstance(value, (int, float)):
-        raise TypeError(f"{shown(value)} is no number")
+        raise TypeError(f"{shown(value)} is not a number")
     return math.nan if value is None else float(value)
 
 
@@ -170,5 +170,5 @@ def known(value: float) -> float | None:
 
 
 def finite(value: float | None) -> bool:
-    """Whether `value` is a number that can be drawn or averaged (metrics.jsonl has null for NaN and infinities)."""
+    """True if `value` is a number that can be drawn or averaged (metrics.jsonl has null for NaN and infinities)."""
     return value is not None and math.isfinite(value)

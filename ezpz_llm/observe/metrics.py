@@ -102,13 +102,13 @@ class MetricsLog:
 
     @property
     def due(self) -> bool:
-        """Whether the last recorded step is one to flush after."""
+        """True if the last recorded step is one to flush after."""
         if not self._pending:
             return False
         return self.is_due(self._pending[-1][0])
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is one to flush after."""
+        """True if `step` is one to flush after."""
         return step % self._flush_every == 0 or step == self._first_step + 1
 
     def go_back(self, step: int) -> None:
@@ -173,7 +173,7 @@ class MetricsLog:
         return self._straggler.straggler()
 
     def bubble(self) -> Bubble | None:
-        """How long the stages of a pipeline stood idle; None without one. A collective."""
+        """Idle time of the pipeline's stages; None without a pipeline. A collective."""
         return self._bubble.bubble(self._work.accumulation)
 
     def _reduce(self) -> list[list[float]]:

@@ -33,7 +33,7 @@ def terminal_width() -> int:
 
 
 def wants_colour(stream: TextIO | None = None) -> bool:
-    """Whether `stream` (standard output) is a terminal whose user has not set NO_COLOR (https://no-color.org)."""
+    """True if `stream` (standard output) is a terminal whose user has not set NO_COLOR (https://no-color.org)."""
     stream = sys.stdout if stream is None else stream
     return stream.isatty() and not os.environ.get("NO_COLOR")
 

@@ -145,7 +145,7 @@ class TraceProfile:
             self.close()
 
     def after_step(self, step: int) -> None:
-        """What comes after a step belongs to it."""
+        """Attribute what comes after a step to it."""
 
     def close(self) -> None:
         """Write what there is, if the window was entered and not yet closed."""

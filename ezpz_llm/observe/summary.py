@@ -26,7 +26,7 @@ _COMMUNICATION = ("  Communication runs inside backward and optimizer, and insid
 
 @dataclass(frozen=True)
 class Summary:
-    """What this process's steps came to. Times are rank 0's, in seconds, over steady steps only.
+    """Totals of this process's steps. Times are rank 0's, in seconds, over steady steps only.
 
     `phase_share` is of the summed step time and adds up to 1; `wall` is the whole run's, by what it was spent on.
     The last loss is the mean over the last tenth of the steps (at most 50); the first is that of the run
@@ -60,7 +60,7 @@ class Summary:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the numbers should know."""
+        """Notes on the numbers."""
         found = []
         evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
         if evaluation > EVALUATION_LIMIT:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one step time means.
+    """Work of one step, to turn its time into rates.
 
     `flops_per_second_per_device` are the model's FLOPs, all products of the attention counted; `mfu` is their
     fraction of the stated peak, None where there is none, `mfu_causal` the same with only the products that the

@@ -1,4 +1,4 @@
-"""Where the time of each optimizer step went, without ever making the step wait for the device.
+"""Phase times of each optimizer step, without making the step wait for the device.
 
 On a CPU a span is the host's time. On an accelerator each span is bracketed by two events on the current stream and
 its length is read from them later: a data span that the device's work hides is then short, as it should be.

@@ -38,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """What stands along an axis. On a logarithmic one, values that are not positive are left out."""
+    """An axis of a chart. On a logarithmic one, values that are not positive are left out."""
 
     label: str
     form: Form = short_number

@@ -55,7 +55,7 @@ def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a policy names an element by its text."""
+    """Return the CSP hash source of an element's text."""
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -1,4 +1,4 @@
-"""What a report says of its runs in rows of text: results, settings, notes."""
+"""Rows of text of a report: results, settings, notes."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _is_chosen(run: Run, name: str) -> bool:
-    """Whether somebody decided on this option; one that the run's version did not have yet was not."""
+    """True if somebody decided on this option; one that the run's version did not have yet was not."""
     known = name in (run.record.get("config") or {})
     return known and not (run.record.get("sources") or {}).get(name, "").startswith(_DERIVED)
 
 
 def verdict(found: dict[str, list[str]]) -> str:
-    """What the differences mean for a comparison of the curves, in one sentence."""
+    """Return in one sentence what differing settings mean for comparing the curves."""
     if not found:
         return "The runs have the same settings."
     if len(found) == 1:
@@ -124,7 +124,7 @@ def describe_batch(run: Run) -> str:
 
 
 def describe_device(run: Run) -> str:
-    """What kind of device the ranks ran on."""
+    """Return the kind of device that the ranks ran on."""
     device = (run.record.get("environment") or {}).get("device") or {}
     return str(device.get("name") or device.get("type") or "-")
 

@@ -99,7 +99,7 @@ def _load(path: Path, name: str, now: float) -> Run:
     record = read_record(run_dir)
     if not record and not run_dir.metrics.exists():
         inside = sorted(path.glob("*/metrics.jsonl")) if path.is_dir() else []
-        raise UserError("this is no run directory: it has neither run.json nor metrics.jsonl", where=str(path),
+        raise UserError("this is not a run directory: it has neither run.json nor metrics.jsonl", where=str(path),
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
     rows = read_history(run_dir)
     layout = read_layout(run_dir.layout) or {}
@@ -118,7 +118,7 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 
 def _state(record: dict[str, Any], rows: History, silent_s: float) -> str:
-    """How the run stands. What run.json says of an end counts only if it is of the latest attempt."""
+    """Return the state of the run. What run.json says of an end counts only if it is of the latest attempt."""
     planned = (record.get("config") or {}).get("steps")
     last = int(rows.steps[-1]) if len(rows) else 0
     reached = f"step {last} of {planned}" if planned else f"step {last}"

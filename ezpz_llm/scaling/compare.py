@@ -11,7 +11,7 @@ from ezpz_llm.observe.progress import short_number
 from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.efficiency import Measured
 from ezpz_llm.scaling.findings import Findings
-from ezpz_llm.scaling.sample import Origin
+from ezpz_llm.scaling.sample import Provenance
 from ezpz_llm.scaling.tables import STEPS_ONLY, Table, interval_text
 
 _NO_BEARING = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_SECRET", "EZPZ_LLM_ENDS_AT",
@@ -31,7 +31,7 @@ class Pair:
 
     @property
     def verdict(self) -> str:
-        """What the interval allows to be said."""
+        """Verdict that the interval allows."""
         if self.faster.interval is None:
             return "error not known"
         low, high = self.faster.interval
@@ -106,7 +106,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
 
 
 def comparison_remarks(comparison: Comparison) -> list[str]:
-    """What to know of the comparison."""
+    """Notes on the comparison."""
     found = [f"only in {name}: {', '.join(points)}"
              for name, points in zip(comparison.names, comparison.alone, strict=True) if points]
     if any(pair.faster.basis == "steps" for pair in comparison.pairs):
@@ -134,7 +134,7 @@ def _differences(first: Findings, second: Findings, names: list[tuple[str, str]]
         found["command"] = (ours, theirs)
     for name, other in names:
         one, two = (_environment(origins.get(key)) for origins, key in
-                    ((first.origins, name), (second.origins, other)))
+                    ((first.provenance, name), (second.provenance, other)))
         for key in dict.fromkeys((*one, *two)):
             values = (one.get(key, "-"), two.get(key, "-"))
             if values[0] != values[1] and key not in _NO_BEARING:
@@ -142,5 +142,5 @@ def _differences(first: Findings, second: Findings, names: list[tuple[str, str]]
     return found
 
 
-def _environment(origin: Origin | None) -> Mapping[str, str]:
+def _environment(origin: Provenance | None) -> Mapping[str, str]:
     return origin.environment if origin else {}

@@ -1,4 +1,4 @@
-"""How sure a measured time is, and a ratio of two: Student's t on logarithms (no torch).
+"""Confidence intervals of a measured time and of a ratio of two: Student's t on logarithms (no torch).
 
 A run's step time is the median of its steady steps. The runs of a point differ by more than their steps do (another
 placement, another neighbour on the network), so that with several runs *runs* are what is counted: the steps of one

@@ -111,7 +111,7 @@ class Measured:
 
     @property
     def learnt(self) -> bool:
-        """Whether the loss fell in every run: the speed of one where it did not says nothing."""
+        """True if the loss fell in every run: the speed of one where it did not says nothing."""
         return all(finite(one.first_loss) and finite(one.last_loss) and one.last_loss < one.first_loss
                    for one in self.good)
 
@@ -134,7 +134,7 @@ class Curve:
 
     @property
     def unit(self) -> Unit:
-        """What the points are sizes in: nodes, if there are several and all have equally many ranks."""
+        """Unit of the sizes: nodes, if there are several and all have equally many ranks."""
         per_node = {point.ranks / point.nodes for point in self.points}
         return "nodes" if len(per_node) == 1 and self.points[-1].nodes > 1 else "ranks"
 
@@ -156,7 +156,7 @@ class Curve:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What makes the curve less than its name says."""
+        """Notes where the curve is less than its name says."""
         found = []
         per_rank = {point.first.step_tokens * self.base.ranks / point.ranks for point in self.points}
         batches = {point.first.step_tokens for point in self.points}

@@ -1,4 +1,4 @@
-"""All that a study says, put together from its finished runs (no torch)."""
+"""Findings of a study, from its finished runs (no torch)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ezpz_llm.scaling.fit import (
     shape_of,
     sizes_to_speak_of,
 )
-from ezpz_llm.scaling.sample import Origin, Repeat, origin_of, read_repeats
+from ezpz_llm.scaling.sample import Provenance, Repeat, provenance_of, read_repeats
 from ezpz_llm.scaling.study import read_study
 
 DEFAULT_TARGET = 0.8
@@ -52,7 +52,7 @@ class Findings:
     typed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     missing: int = 0
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    provenance: Mapping[str, Provenance] = field(default_factory=dict)
 
 
 def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> Findings:
@@ -65,7 +65,7 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
     if not any(one.error is None for one in repeats):
         why = next((f": {one.error}" for one in repeats if one.error), "")
         raise UserError(f"no run of the study has finished well{why}", where=str(folder),
-                        instead=f"ezpz-llm scale --study {folder} goes on with it")
+                        instead=f"ezpz-llm scale --study {folder} continues it")
     good = {one.ds_config: folder / one.run_dir for one in reversed(repeats) if one.error is None}
     shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
     gone = [f"the run directories of {name} are gone: it is fitted as ddp would be" for name in good
@@ -73,14 +73,14 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
     runs = {one.point: [folder / other.run_dir for other in repeats
                         if other.point == one.point and other.error is None]
             for one in repeats if one.error is None}
-    origins = {name: origin_of(run_dirs) for name, run_dirs in runs.items()}
+    provenance = {name: provenance_of(run_dirs) for name, run_dirs in runs.items()}
     return put_together(folder.name, repeats, shapes, target, at, typed=study.typed, notes=(*study.notes, *gone),
-                        missing=len(study.points) * study.repeats - len(repeats), origins=origins)
+                        missing=len(study.points) * study.repeats - len(repeats), provenance=provenance)
 
 
 def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shape], target: float = DEFAULT_TARGET,
                  at: Sequence[int] = (), *, typed: Sequence[str] = (), notes: Sequence[str] = (), missing: int = 0,
-                 origins: Mapping[str, Origin] | None = None) -> Findings:
+                 provenance: Mapping[str, Provenance] | None = None) -> Findings:
     """The findings of finished runs; `shapes` by layout, that of DDP where one is missing.
 
     Raises:
@@ -93,7 +93,7 @@ def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shap
     extrapolations = [_extrapolate(name, [one for one in curves if one.ds_config == name],
                                    shapes.get(name, Shape()), target, at) for name in layouts]
     return Findings(name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
-                    tuple(typed), tuple(notes), missing, origins or {})
+                    tuple(typed), tuple(notes), missing, provenance or {})
 
 
 def _smaller_that_failed(curve: Curve, points: Sequence[Measured]) -> list[str]:
@@ -143,15 +143,15 @@ def _chosen(curve: Curve) -> list[int]:
     return [size for size in (2 * largest, REACH * largest) if size in possible]
 
 
-# Why an efficiency is above 100 %: more devices did not make each of them faster (no torch).
+# Superlinear speed-up, an efficiency above 100 %: more devices did not make each of them faster.
 _LESS = 0.9
 """Memory of a rank that counts as less."""
 _SPREAD = 1.2
 """The slowest tenth of steps over the median that counts as unsteady."""
 
 
-def explain_above(curve: Curve, point: Measured) -> tuple[str, ...]:
-    """The causes, the likeliest first; empty where the efficiency is not above 100 %, and never otherwise."""
+def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
+    """Return the causes of a superlinear speed-up, the likeliest first; empty only if there is none."""
     efficiency = curve.efficiency(point)
     if point is curve.base or efficiency.value <= 1:
         return ()
@@ -172,7 +172,7 @@ def explain_above(curve: Curve, point: Measured) -> tuple[str, ...]:
 
 
 def explain_predicted(fit: Fit, one: Prediction) -> str | None:
-    """Why a prediction is above 100 %; None where it is not."""
+    """Return the cause of a superlinear prediction; None if it is not above 100 %."""
     if one.efficiency <= 1:
         return None
     if one.efficiency_band[0] <= 1:

@@ -1,6 +1,6 @@
-"""A fit of step time over size: every law that the points can tell apart, weighed (no torch).
+"""A fit of step time over size: every model that the points can tell apart, weighed (no torch).
 
-A few points cannot say which terms there are. So each combination of terms (law.py) is fitted, with coefficients
+A few points cannot say which terms there are. So each combination of terms is fitted, with coefficients
 that are not negative, and weighed by Akaike's criterion; the best one is shown, and all of them make the band. What
 noise does to them is seen by fitting them again to studies drawn with the measured errors.
 """
@@ -21,11 +21,11 @@ from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate
 from ezpz_llm.scaling.efficiency import Curve, Measured
 
 
-# What a step's time is made of as a run grows: the terms of the law that is fitted (no torch).
+# The step-time model: its terms and their inputs.
 @dataclass(frozen=True)
 class Shape:
-    """What the law asks of a layout: pipeline stages; whether gradients go round once a micro-step; whether the
-    optimizer's state is divided over data-parallel ranks."""
+    """Features of a layout in the step-time model: pipeline stages; are gradients reduced once a micro-step; is
+    the optimizer state sharded over data-parallel ranks?"""
 
     pp: int = 1
     per_micro_step: bool = False
@@ -67,7 +67,7 @@ class Setting:
 
 
 def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
-    """What the law sees of a measured point."""
+    """Return the model's inputs at a measured point."""
     one = point.first
     alone = curve.unit == "nodes" and point.nodes == 1
     return Setting(curve.size(point), one.global_batch / (one.micro_batch * one.accumulation),
@@ -75,7 +75,7 @@ def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
 
 
 def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
-    """What the law sees of the curve at another size: a fixed batch per device, or a fixed global batch."""
+    """Return the model's inputs at another size of the curve: a fixed batch per device, or a fixed global batch."""
     base = setting_of(curve, curve.base, shape)
     grown = size / base.size
     divided = grown if curve.mode == "strong" else 1.0
@@ -112,18 +112,18 @@ TERMS: dict[str, Term] = {
     "latency, tree": lambda at: at.rounds * math.log2(at.size),
     "latency, ring": lambda at: at.rounds * (at.size - 1),
 }
-"""By name; at most one of the two latencies is in a law."""
+"""By name; at most one of the two latencies is in a model."""
 
 
 LEAST_SIZES = 3
 _DRAWS = 1000
 _FLOOR = 1e-3
-"""The least relative error of a point: no law is truer than this."""
+"""The least relative error of a point: no model is truer than this."""
 _ALIKE = 1e-6  # of singular values: terms that cannot be told apart at these points
 
 
 @dataclass(frozen=True)
-class _Law:
+class _Model:
     """One combination of terms. `coefficients` (k) fit the data, `drawn` (k, draws) the drawn studies; `weights`
     (draws) are relative, 0 where a coefficient would be negative."""
 
@@ -139,7 +139,7 @@ class _Law:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A measured point against the best law: seconds measured, and by term."""
+    """A measured point against the best model: seconds measured, and by term."""
 
     curve: Curve
     point: Measured
@@ -152,19 +152,19 @@ class Fitted:
 
     @property
     def deviation(self) -> float:
-        """Of the law from the measurement, as a fraction of it."""
+        """Of the model from the measurement, as a fraction of it."""
         return self.seconds / self.measured - 1
 
 
 class Fit:
-    """The laws fitted to all points of one layout, weak and strong together.
+    """The models fitted to all points of one layout, weak and strong together.
 
     Attributes:
         curves: what was fitted.
-        rows: each point against the best law.
-        error: root mean square deviation of the best law from the points, as a fraction.
+        rows: each point against the best model.
+        error: root mean square deviation of the best model from the points, as a fraction.
         noise: mean relative standard error of a point, from its runs or steps.
-        free: points less terms of the best law; with 0 nothing tests the form, and `error` says nothing.
+        free: points less terms of the best model; with 0 nothing tests the form, and `error` says nothing.
     """
 
     def __init__(self, curves: Sequence[Curve], shape: Shape, seed: int = 0) -> None:
@@ -185,14 +185,14 @@ class Fit:
         scale = np.sqrt(freedom / rng.chisquare(freedom, _DRAWS))
         normal = rng.standard_normal((len(pairs), _DRAWS)) * scale
 
-        laws = self._fit_all(times, errors, normal)
-        best = laws[0]
+        models = self._fit_all(times, errors, normal)
+        best = models[0]
         self.free = len(pairs) - len(best.terms)
         if self.free > 0 and (misfit := _misfit(best, self._settings, times, errors) / self.free) > 1:
-            # What no law explains is taken for noise: the band has to hold it.
+            # What no model explains is taken for noise: the band has to hold it.
             errors = errors * np.sqrt(misfit)
-            laws = self._fit_all(times, errors, normal)
-        self._laws = laws
+            models = self._fit_all(times, errors, normal)
+        self._models = models
         self._measured = {id(point): seconds * np.exp(errors[i] * normal[i])
                           for i, ((_, point), seconds) in enumerate(zip(pairs, times, strict=True))}
         self.noise = float(np.sqrt(np.mean(errors**2)))
@@ -202,42 +202,44 @@ class Fit:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Those of the best law."""
-        return self._laws[0].terms
+        """Those of the best model."""
+        return self._models[0].terms
 
     @property
     def rivals(self) -> tuple[tuple[str, ...], ...]:
-        """Other laws that the points support about as well (within 2 of Akaike's criterion)."""
-        return tuple(law.terms for law in self._laws[1:] if law.score < self._laws[0].score + 2)
+        """Other models that the points support about as well (within 2 of Akaike's criterion)."""
+        return tuple(model.terms for model in self._models[1:] if model.score < self._models[0].score + 2)
 
     def parts(self, setting: Setting) -> dict[str, float]:
-        """Seconds by term under the best law, a pipeline's bubble apart from the work."""
-        law = self._laws[0]
-        parts = dict(zip(law.terms, map(float, law.coefficients * law.at(setting)), strict=True))
+        """Seconds by term under the best model, a pipeline's bubble apart from the work."""
+        model = self._models[0]
+        parts = dict(zip(model.terms, map(float, model.coefficients * model.at(setting)), strict=True))
         if setting.shape.pp > 1 and "work" in parts:
             parts["bubble"] = parts["work"] * setting.bubble / (1 + setting.bubble)
             parts["work"] -= parts["bubble"]
         return parts
 
     def seconds(self, setting: Setting) -> float:
-        """Step time under the best law."""
-        law = self._laws[0]
-        return float(law.coefficients @ law.at(setting))
+        """Step time under the best model."""
+        model = self._models[0]
+        return float(model.coefficients @ model.at(setting))
 
     def band(self, setting: Setting, over: Measured | None = None) -> tuple[float, float]:
         """The band of the step time at CONFIDENCE; of its ratio to the time measured at `over`, if given."""
-        values = [law.at(setting) @ law.drawn for law in self._laws]
+        values = [model.at(setting) @ model.drawn for model in self._models]
         if over is not None:
             values = [one / self._measured[id(over)] for one in values]
-        return _quantiles(np.concatenate(values), np.concatenate([law.weights for law in self._laws]))
+        return _quantiles(np.concatenate(values), np.concatenate([model.weights for model in self._models]))
 
-    def _fit_all(self, times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> list[_Law]:
-        """All laws that can be fitted, the best first."""
+    def _fit_all(self, times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> list[_Model]:
+        """All models that can be fitted, the best first."""
         drawn = times[:, None] * np.exp(errors[:, None] * normal)
-        fitted = [law for terms in _combinations() if (law := self._fit(terms, times, errors, drawn)) is not None]
-        return sorted(fitted, key=lambda law: (not np.isfinite(law.score), round(law.score, 6), len(law.terms)))
+        fitted = [self._fit(terms, times, errors, drawn) for terms in _combinations()]
+        return sorted((one for one in fitted if one is not None),
+                      key=lambda one: (not np.isfinite(one.score), round(one.score, 6), len(one.terms)))
 
-    def _fit(self, terms: tuple[str, ...], times: np.ndarray, errors: np.ndarray, drawn: np.ndarray) -> _Law | None:
+    def _fit(self, terms: tuple[str, ...], times: np.ndarray, errors: np.ndarray,
+             drawn: np.ndarray) -> _Model | None:
         if len(terms) > len(times):
             return None
         weight = 1 / (times * errors)
@@ -253,7 +255,7 @@ class Fit:
             return np.where((coefficients >= 0).all(axis=0), misfit + 2 * len(terms), np.inf)
 
         scores = score(several, drawn * weight[:, None])
-        return _Law(terms, values, float(score(values, times * weight)), several, np.exp(-scores / 2))
+        return _Model(terms, values, float(score(values, times * weight)), several, np.exp(-scores / 2))
 
 
 def _combinations() -> list[tuple[str, ...]]:
@@ -287,8 +289,8 @@ def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> np.ndarray:
     return np.maximum(np.sqrt(of_one / np.array(runs, float)), _FLOOR)
 
 
-def _misfit(law: _Law, settings: Sequence[Setting], times: np.ndarray, errors: np.ndarray) -> float:
-    fitted = np.array([law.coefficients @ law.at(setting) for setting in settings])
+def _misfit(model: _Model, settings: Sequence[Setting], times: np.ndarray, errors: np.ndarray) -> float:
+    fitted = np.array([model.coefficients @ model.at(setting) for setting in settings])
     return float((((fitted - times) / (times * errors)) ** 2).sum())
 
 
@@ -309,7 +311,7 @@ Band = tuple[float, float]
 
 @dataclass(frozen=True)
 class Prediction:
-    """A curve at another size by the fit. Bands are those of the mean over runs, at interval.CONFIDENCE; a single
+    """A curve at another size by the fit. Bands are those of the mean over runs, at confidence.CONFIDENCE; a single
     run scatters around it. `efficiency` is against the smallest point as measured."""
 
     curve: Curve
@@ -383,7 +385,7 @@ def sizes_to_speak_of(curve: Curve) -> list[int]:
 
 
 def find_target(fit: Fit, curve: Curve, target: float) -> Target:
-    """Where efficiency falls under `target`, among the sizes at which the curve could be measured.
+    """Find the size at which efficiency falls under `target`, among the sizes at which the curve could be measured.
 
     Raises:
         UserError: the target is no fraction between 0 and 1.
@@ -394,7 +396,7 @@ def find_target(fit: Fit, curve: Curve, target: float) -> Target:
     found = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
 
     def last(values: list[float]) -> int:
-        # The first failure counts: a law may rise again where fewer micro-steps are left. At the smallest size
+        # The first failure counts: a model may rise again where fewer micro-steps are left. At the smallest size
         # efficiency is 1 by definition, whatever the band of the fit there.
         under = next((i for i, value in enumerate(values[1:], 1) if value < target), len(values))
         return sizes[under - 1]

@@ -1,4 +1,4 @@
-"""What a finished run of a study came to, read from its run directory."""
+"""Measurements of a finished run of a study, read from its run directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ezpz_llm.scaling.sample import Repeat
 from ezpz_llm.scaling.study import Point, run_dir_of
 
 _LEAST_STEPS = 3
-"""Fewer steady steps than that are no measurement."""
+"""Fewer steady steps are too few to measure."""
 _WRITING_STEPS = 2
 _TRACES = "trace-rank*.json.gz"
 
@@ -38,7 +38,7 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     rows = list(read_lines(run_dir.metrics))
     kept = untraced(rows, run_dir)
     if len(kept) < _LEAST_STEPS:
-        return failed(study, point, repeat, f"{len(kept)} steady steps are no measurement: it needs more --steps")
+        return failed(study, point, repeat, f"{len(kept)} steady steps are too few to measure: give more --steps")
     mfu = _mfu(kept)
     if mfu is not None and mfu > 1:
         return failed(study, point, repeat, "more than half of its steps give an MFU above 100 %, which cannot be "
@@ -111,7 +111,7 @@ def _mfu(kept: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _split(run_dir: RunDir, ranks: int) -> Split | None:
-    """Where the time of the traced steps went; None where it was not traced on all ranks."""
+    """Step-time breakdown of the traced steps; None where it was not traced on all ranks."""
     if not any(run_dir.profile.glob(_TRACES)):
         return None
     try:

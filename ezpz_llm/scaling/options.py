@@ -1,4 +1,4 @@
-"""What the user typed: the study's options, and the training command that every point runs."""
+"""Command line of a study: its options, and the training command that every point runs."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _check_layouts(found: dict[str, object]) -> None:
 
 
 def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...]]:
-    """How launch will read the command, and the user's own words for launch."""
+    """Parse the command as launch will, and the user's own words for launch."""
     starts = [start for start in _STARTS if (os.path.basename(words[0]), *words[1:len(start)]) == start]
     arguments = words[len(starts[0]):] if starts else words
     launch = parse_launch(arguments) if starts else LaunchOptions(command=words)

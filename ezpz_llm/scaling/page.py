@@ -14,7 +14,7 @@ from ezpz_llm.rundir.secrets import redact_words
 from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.findings import Extrapolation, Findings
 from ezpz_llm.scaling.fit import Fit, line
-from ezpz_llm.scaling.sample import Origin
+from ezpz_llm.scaling.sample import Provenance
 from ezpz_llm.scaling.tables import (
     STEPS_ONLY,
     Table,
@@ -46,12 +46,12 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
         sections.append(("Layouts compared", "".join(
             _table(contest_table(contest)) + _list([STEPS_ONLY] * any(
                 point.step_time.basis == "steps" for point in contest)) for contest in findings.contests)))
-    sections.append(("Where a step goes", _where([point for point in findings.points if point.good])))
+    sections.append(("Step-time breakdown", _where([point for point in findings.points if point.good])))
     if findings.extrapolations:
         sections.append(("Beyond what was measured", "".join(map(_extrapolation, findings.extrapolations))))
     if failed := failed_table(findings):
-        sections.append(("What failed", _table(failed)))
-    sections.append(("What made each point", _origins(findings)))
+        sections.append(("Failed runs", _table(failed)))
+    sections.append(("Provenance of each point", _provenance(findings)))
     return page(f"Scaling study {findings.name}", intro + _list(study_remarks(findings)), sections)
 
 
@@ -117,10 +117,10 @@ def _extrapolation(one: Extrapolation) -> str:
             + _list(f"{target.curve.name}: {target.describe()}" for target in one.targets))
 
 
-def _origins(findings: Findings) -> str:
-    common = _common(list(findings.origins.values()))
+def _provenance(findings: Findings) -> str:
+    common = _common(list(findings.provenance.values()))
     text = _table(Table("The same for all points", ("", "value"), tuple(common.items()))) if common else ""
-    for name, origin in findings.origins.items():
+    for name, origin in findings.provenance.items():
         own = tuple((key, value) for key, value in origin.environment.items() if key not in common)
         words = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
         rows = _table(Table(f"Environment of {name} that others have not", ("", "value"), own)) if own else ""
@@ -128,10 +128,10 @@ def _origins(findings: Findings) -> str:
     return text or '<p class="empty">No record of the runs was found.</p>'
 
 
-def _common(origins: Sequence[Origin]) -> dict[str, str]:
-    first = origins[0].environment if origins else {}
+def _common(provenance: Sequence[Provenance]) -> dict[str, str]:
+    first = provenance[0].environment if provenance else {}
     return {key: value for key, value in first.items()
-            if all(origin.environment.get(key) == value for origin in origins)}
+            if all(origin.environment.get(key) == value for origin in provenance)}
 
 
 def _table(one: Table) -> str:

@@ -1,4 +1,4 @@
-"""From what was asked to the points of a study, each checked before anything starts."""
+"""Points of a study, each checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ezpz_llm.scaling.sizes import Size, find_sizes
 from ezpz_llm.scaling.study import Point, Study
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "tp2", "pp2")
-"""What `--what layouts` compares where nothing is named, as far as it can run."""
+"""Layouts that `--what layouts` compares if none are named, as far as they can run."""
 
 MEASURING = {"--steps": "60", "--trace-steps": "5", "--profile": "false", "--save-every": "-1", "--eval-every": "0",
              "--eval-tokens": "4096", "--sample-tokens": "0"}
-"""What a study adds to the command where it says nothing: few steps, of which some are traced, and nothing between
-them. The times leave the traced ones out."""
+"""Options that a study adds to the command if it does not set them: few steps, some of them traced, and nothing
+between them. The times leave the traced ones out."""
 
 _AT_ONCE = 4
 """Checks at the same time: each is a Python of half a second."""
@@ -62,7 +62,7 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
     sizes = find_sizes(options, env)
     commands, notes = _commands(options, sizes, directory)
     if options.what == "layouts" and len(commands) < 2:
-        raise UserError(f"one layout ({', '.join(commands)}) is no comparison", where="--what layouts",
+        raise UserError(f"one layout ({', '.join(commands)}) is not a comparison", where="--what layouts",
                         instead="--ds-config zero1,zero3, or none, also in the command, for all that can run")
     mode = options.mode or ("strong" if options.what == "layouts" else "weak")
     wanted: list[_Wanted] = []

@@ -21,7 +21,7 @@ from ezpz_llm.rundir import write_atomic
 from ezpz_llm.scaling.compare import compare, comparison_remarks, comparison_tables
 from ezpz_llm.scaling.confidence import CONFIDENCE
 from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, explain_above, find
+from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, explain_superlinear, find
 from ezpz_llm.scaling.fit import Prediction, line
 from ezpz_llm.scaling.page import findings_page
 from ezpz_llm.scaling.sample import SPLIT
@@ -94,7 +94,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 16,32") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 16,32") from error
 
 
 # A study's findings as JSON and CSV, in the base units: seconds, tokens, bytes, fractions (no torch).
@@ -111,8 +111,8 @@ def as_record(findings: Findings) -> dict[str, Any]:
     return {
         "study": findings.name, "typed": list(findings.typed), "notes": list(findings.notes),
         "confidence": CONFIDENCE, "runs_missing": findings.missing,
-        "points": [{**row, "origin": asdict(findings.origins[row["point"]]) if row["point"] in findings.origins
-                    else None} for row in _rows(findings)],
+        "points": [{**row, "origin": asdict(made) if (made := findings.provenance.get(row["point"])) else None}
+                   for row in _rows(findings)],
         "curves": [{"mode": curve.mode, "ds_config": curve.ds_config, "unit": curve.unit,
                     "points": [point.name for point in curve.points], "notes": list(curve.notes)}
                    for curve in findings.curves],
@@ -157,7 +157,7 @@ def _row(point: Measured, curve: Curve | None) -> dict[str, Any]:
         return row
     efficiency = curve.efficiency(point)
     low, high = efficiency.interval or (None, None)
-    remarks = [*point.errors, *explain_above(curve, point)]
+    remarks = [*point.errors, *explain_superlinear(curve, point)]
     return row | {"speed_up": curve.speed_up(point), "efficiency": efficiency.value, "efficiency_low": low,
                   "efficiency_high": high, "interval_basis": efficiency.basis, "remark": "; ".join(remarks) or None}
 

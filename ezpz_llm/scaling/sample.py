@@ -77,7 +77,7 @@ class Repeat:
 
 
 def points_file(study: Path) -> Path:
-    """Where a study's finished repeats are."""
+    """Path of a study's finished repeats."""
     return study / "points.jsonl"
 
 
@@ -114,7 +114,7 @@ def read_repeats(study: Path) -> list[Repeat]:
     """
     path = points_file(study)
     if not path.exists():
-        raise UserError("this is no study, or none of its runs has finished: it has no points.jsonl",
+        raise UserError("this is not a study, or none of its runs has finished: it has no points.jsonl",
                         where=str(study), instead="the folder that ezpz-llm scale named (runs/scale-…)")
     found: dict[tuple[str, int], Repeat] = {}
     try:
@@ -128,18 +128,17 @@ def read_repeats(study: Path) -> list[Repeat]:
     return list(found.values())
 
 
-# What made a point: its exact command and the environment it ran in, from run.json (standard library only).
+# Provenance of a point: its exact command and the environment it ran in, from run.json.
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """`commands`: what was typed, and what that started. `environment`: versions, device, hosts, variables."""
 
     commands: tuple[str, ...]
     environment: dict[str, str]
 
 
-def origin_of(run_dirs: Sequence[Path]) -> Origin:
-    """The origin of a point's runs, as the first one has it, with the hosts of each; parts that records lack are
-    left out."""
+def provenance_of(run_dirs: Sequence[Path]) -> Provenance:
+    """Return the provenance of a point's runs: the first one's, with the nodes of each; without missing parts."""
     records = [read_record(RunDir(run_dir)) for run_dir in run_dirs]
     record = records[0]
     launch, environment = record.get("launch") or {}, record.get("environment") or {}
@@ -158,7 +157,7 @@ def origin_of(run_dirs: Sequence[Path]) -> Origin:
         **{name: value for name, value in {**(environment.get("variables") or {}),
                                            **(launch.get("env") or {})}.items()},
     }
-    return Origin(tuple(commands), {name: str(value) for name, value in found.items() if value is not None})
+    return Provenance(tuple(commands), {name: str(value) for name, value in found.items() if value is not None})
 
 
 def _hosts(record: dict[str, Any]) -> str:

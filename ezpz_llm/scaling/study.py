@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """What was asked.
+    """Request of a study.
 
     `what` is scaling or layouts; `unit`, of the sizes, nodes or ranks; `hosts` the user's --hosts; `directory`
     where the command is to run, absolute; `threads` each rank's at every size: as many as at the largest, since a
@@ -84,7 +84,7 @@ class Study:
 
 
 def study_file(folder: Path) -> Path:
-    """Where a study keeps what was asked."""
+    """Path of a study's request."""
     return folder / "study.json"
 
 
@@ -102,7 +102,7 @@ def read_study(folder: Path) -> Study:
     try:
         stored = read_json(study_file(folder))
     except NoFile:
-        raise UserError("this is no study: it has no study.json", where=str(folder),
+        raise UserError("this is not a study: it has no study.json", where=str(folder),
                         instead="the folder that ezpz-llm scale named (runs/scale-…)") from None
     if not isinstance(stored, dict) or stored.pop("version", None) != _VERSION:
         raise UserError("study.json is none of this version", where=str(study_file(folder)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ezpz_llm.observe.progress import short_number
 from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.findings import Extrapolation, Findings, explain_above, explain_predicted
+from ezpz_llm.scaling.findings import Extrapolation, Findings, explain_predicted, explain_superlinear
 from ezpz_llm.scaling.fit import TERMS, Fit
 from ezpz_llm.scaling.sample import SPLIT
 
@@ -41,7 +41,7 @@ def curve_table(curve: Curve) -> Table:
 
 
 def title_of(curve: Curve) -> str:
-    """What the curve is, truthfully: what was held fixed."""
+    """Return the curve's title: what was held fixed."""
     one = curve.base.first
     if curve.mode == "weak":
         fixed = f"{one.global_batch / curve.base.ranks:g} sequences a step and device at every size"
@@ -51,7 +51,7 @@ def title_of(curve: Curve) -> str:
 
 
 def split_table(title: str, points: Sequence[Measured]) -> Table:
-    """Where a step goes, memory, and the slowest rank."""
+    """Table of the step-time breakdown, memory and the slowest rank."""
     rows = []
     for point in points:
         split = point.split
@@ -83,7 +83,7 @@ def contest_table(contest: Sequence[Measured]) -> Table:
 
 
 def fit_table(ds_config: str, fit: Fit) -> Table:
-    """The best law term by term at each point, against what was measured."""
+    """The best model term by term at each point, against what was measured."""
     names = [name for name in ("work", "bubble", *list(TERMS)[1:]) if any(name in row.parts for row in fit.rows)]
     rows = [(row.point.name, *(f"{row.parts.get(name, 0.0) * 1e3:.1f}" for name in names),
              f"{row.seconds * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.deviation:+.1%}") for row in fit.rows]
@@ -92,7 +92,7 @@ def fit_table(ds_config: str, fit: Fit) -> Table:
 
 
 def fit_notes(extrapolation: Extrapolation) -> list[str]:
-    """What to know of a fit: its error, what it cannot tell, and what else would fit."""
+    """Notes on a fit: its error, what it cannot tell, and what else would fit."""
     fit = extrapolation.fit
     if fit is None:
         return [f"{extrapolation.ds_config}: {extrapolation.why}"]
@@ -170,7 +170,7 @@ def curve_remarks(curve: Curve) -> list[str]:
     """Notes of a curve; every efficiency above 100 % with its causes."""
     found = [*curve.notes]
     for point in curve.points:
-        if causes := explain_above(curve, point):
+        if causes := explain_superlinear(curve, point):
             found.append(f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}")
     if any(curve.efficiency(point).basis == "steps" for point in curve.points):
         found.append(STEPS_ONLY)
@@ -179,5 +179,5 @@ def curve_remarks(curve: Curve) -> list[str]:
 
 def study_remarks(findings: Findings) -> list[str]:
     """Notes of the whole study."""
-    left = f"{findings.missing} run(s) are still to be made: ezpz-llm scale --study goes on with them"
+    left = f"{findings.missing} run(s) are still to be made: ezpz-llm scale --study continues them"
     return [*findings.notes, *([left] if findings.missing > 0 else [])]

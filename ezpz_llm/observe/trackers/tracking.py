@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a tracker is opened with.
+    """Arguments of a tracker.
 
     Args:
         folder: where it writes; it exists, inside the run directory.
@@ -78,7 +78,7 @@ def flat(settings: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
 
 
 CLOSE_WITHIN_S = 60.0
-"""How long the end of a run waits for trackers that are still sending."""
+"""Seconds that the end of a run waits for trackers still sending."""
 
 _SETTINGS = ("config", "model", "parameters", "precision", "data", "environment")
 
@@ -213,7 +213,7 @@ class Choice:
 
 
 def choose(text: str | None, env: Mapping[str, str]) -> tuple[Choice, ...]:
-    """What `--track` says: names with commas between them, each alone or as `NAME:online`.
+    """Parse `--track`: names with commas between them, each alone or as `NAME:online`.
 
     Raises:
         UserError: an unknown tracker, one that is not installed, or one with no server to send to.
@@ -231,7 +231,7 @@ def _choice(word: str, env: Mapping[str, str]) -> Choice:
     if name not in _NEEDS:
         raise unknown("tracker", name, _NEEDS, where="--track")
     if colon and how != _ONLINE:
-        raise UserError(f"{how!r} is no way to track", where=f"--track {word}",
+        raise UserError(f"{how!r} is not a way to track", where=f"--track {word}",
                         instead=f"{name} (into the run directory alone) or {name}:{_ONLINE}")
     online = bool(colon)
     if online and name == "tensorboard":
