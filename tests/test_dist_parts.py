@@ -23,7 +23,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, refuse_idle_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.mesh import AXES, Degrees
-from ezpz_llm.dist.rendezvous import _named, meet_on_node, raise_together
+from ezpz_llm.dist.rendezvous import _named, meet_on_node, raise_before_group
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -161,7 +161,7 @@ def test_two_ranks_on_one_device_are_both_told():
             claim_device(store, devices[rank][0], "cuda", devices[rank][1], rank)
         except UserError as found:
             error = found
-        raise_together(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
+        raise_before_group(store, RankInfo(rank, 4, 0, 2, 0, "test"), error, SECRET)
 
     outcomes = in_threads(4, work)
     assert outcomes == ["ranks 2 and 3 on n2 share one device (GPU-a)"] * 4
@@ -170,7 +170,7 @@ def test_two_ranks_on_one_device_are_both_told():
 def test_ranks_on_devices_of_their_own_pass():
     def work(store, rank):
         claim_device(store, "n1", "cuda", f"GPU-{rank}", rank)
-        raise_together(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
+        raise_before_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), None, SECRET)
 
     assert in_threads(2, work) == ["", ""]
 
@@ -181,7 +181,7 @@ def test_an_error_in_the_store_counts_only_with_the_runs_signature():
         def work(store, rank):
             if planted is not None:
                 store.set("setup/error", planted)
-            raise_together(store, RankInfo(rank, 2, rank, 2, 0, "test"), error if rank else None, secret)
+            raise_before_group(store, RankInfo(rank, 2, rank, 2, 0, "test"), error if rank else None, secret)
 
         return in_threads(2, work)
 

@@ -147,9 +147,12 @@ def _own_address(world: Intracomm) -> str:
         return probe.getsockname()[0]
 
 
-def raise_together(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
-    """Raise one rank's error on every rank, as far as they share a secret, if any rank has one: none is left
-    waiting. Collective."""
+def raise_before_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
+    """Raise one rank's error on every rank before there is a process group, through the store, so that no rank waits.
+
+    With a process group use `agree.raise_together`. Ranks that share no secret raise without its text: whoever
+    reaches the store can write there. Collective.
+    """
     if error is not None:
         store.set("setup/error", _signed(str(error), secret))
     if store.add("setup/arrived", 1) == info.world_size:

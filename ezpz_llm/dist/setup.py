@@ -20,7 +20,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
 from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.dist.rendezvous import meet, raise_together
+from ezpz_llm.dist.rendezvous import meet, raise_before_group
 from ezpz_llm.launch.interfaces import own_interfaces, require_interfaces
 from ezpz_llm.launch.owner import Ownership, own
 from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
@@ -194,7 +194,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
             claim_device(met.store, socket.gethostname(), device.type, device_identity(device), info.rank)
         except UserError as found:
             error = found
-    raise_together(met.store, info, error, met.secret)
+    raise_before_group(met.store, info, error, met.secret)
     _make_group(device, met.store, info.rank, info.world_size, timeout)
     return device
 
