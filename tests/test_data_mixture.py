@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.mixture import BLOCK, draw, shares
+from ezpz_llm.data.order import BLOCK, draw, shares
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import IGNORED, Batches, sample_windows, validation_windows
 from ezpz_llm.data.shards import Mixture, TokenData, TokenStream

@@ -387,7 +387,7 @@ def test_help_is_fast_and_torch_free() -> None:
     assert "--val-fraction" in data("prepare", "--help").stdout
     assert cpu_seconds() - began < 1
     found = subprocess.run(
-        [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.commands;"
+        [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.__main__;"
          "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
         capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == "[]", found.stderr

@@ -32,7 +32,7 @@ from ezpz_llm.data.tokenizers import get_tokenizer
 HASTY = [sys.executable, "-c", """
 import functools, sys
 from ezpz_llm.data import making
-from ezpz_llm.data.commands import main
+from ezpz_llm.data.__main__ import main
 from ezpz_llm.base.errors import run_command
 making._SECONDS_BETWEEN_SAVES = 0.0
 making.tasks = functools.partial(making.tasks, size=1 << 14)

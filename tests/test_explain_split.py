@@ -9,7 +9,7 @@ import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.explain.flight import kind_of
+from ezpz_llm.explain.events import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
 from ezpz_llm.explain.text import collectives_text
 from ezpz_llm.explain.trace import rank_trace

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     info = find_rank(os.environ)
     if info.source != ALONE or RUN_DIR_VARIABLE in os.environ:
         work = plan(options, info.world_size)
-        from ezpz_llm.certify.ranks import follow
+        from ezpz_llm.certify.worker import follow
 
         return follow(work, options, argv, began)
     return _lead(plan(options), options, argv, began)

@@ -1,10 +1,11 @@
-"""The ranks that certify starts: does the job in a file."""
+"""Ranks of certify: those that it starts, which do the job in a file, and those that a launcher started."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 from ezpz_llm.base.errors import run_command
 from ezpz_llm.certify.case import certify_case
 from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.lead import Job, results_file
+from ezpz_llm.certify.lead import Job, references_of, results_file
+from ezpz_llm.certify.options import Work
 from ezpz_llm.certify.reference import make_reference
+from ezpz_llm.certify.report import all_passed, conclude
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.launch.variables import EVALUATING, TRAINING
 from ezpz_llm.rundir import append_line, write_json
@@ -29,7 +32,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.check:
         return 0
-    from ezpz_llm.certify.lead import Job
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.observe import run_environment
     from ezpz_llm.rundir import update_record
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 # A job of ranks at work: cases one after the other in one process group.
 COLLECTIVE_TIMEOUT_S = 240.0
-"""How long a rank waits for another; a whole reference is computed in that time."""
+"""Seconds that a rank waits for another; a whole reference is computed in that time."""
 
 
 def work(job: Job, dist: Dist, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -71,6 +73,22 @@ def work(job: Job, dist: Dist, say: Callable[[str], None]) -> list[dict[str, Any
     return found
 
 
+def follow(todo: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
+    """Do what fits these ranks; every rank returns the same exit code. Collective."""
+    from ezpz_llm.dist.setup import setup
+    from ezpz_llm.observe import run_environment
+
+    with setup(device=options.device, run_dir=options.run_dir, name="certify",
+               timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
+        environment = run_environment(dist)
+        job = Job(dist.run_dir.path, references_of(todo.cases), todo.cases, todo.steps, options.device)
+        found = work(job, dist, say=lambda line: print(line, flush=True) if dist.is_main else None)
+        if dist.is_main:
+            conclude(todo, options, argv, began, dist.run_dir, environment)
+        dist.barrier()
+    return 0 if all_passed(found, todo.skipped) else 1
+
+
 def _guarded(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
     try:
         return certify_case(case, job.root, job.steps, dist)
@@ -82,7 +100,6 @@ def _guarded(case: Case, job: Job, dist: Dist) -> dict[str, Any]:
                    {"case": asdict(case), "rank": dist.rank, "error": f"{type(error).__name__}: {error}",
                     "traceback": traceback.format_exc()})
         raise
-
 
 
 if __name__ == "__main__":

@@ -1,7 +1,143 @@
 """Turn text into token shards; verify and show them; provide a tokenizer's file."""
 
-from ezpz_llm.base.errors import run_command
-from ezpz_llm.data.commands import main
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ezpz_llm.base.errors import UserError, run_command, show
+
+# The rooms are imported where they are used: `--help` needs none of them.
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`; returns the exit code.
+
+    Raises:
+        UserError: see the functions called.
+    """
+    args = _parser().parse_args(list(argv))
+    return args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    add = commands.add_parser("prepare", help="text to token shards; prints the folder")
+    add.add_argument("corpus", metavar="CORPUS",
+                     help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), "
+                          "or the path of a file of text, JSON lines or parquet, plain, gzipped or zst, of a "
+                          "folder of such, or of shards of build-nanogpt or nanoGPT; or several with weights, as "
+                          "A=0.7,B=0.3")
+    add.add_argument("--tokenizer", metavar="T",
+                     help="bytes, char, gpt2, or a folder that has one of these: token shards, a checkpoint or a "
+                          "tokenizer.json (default: char for shakespeare, gpt2 for data sets, else bytes)")
+    add.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: one in the cache)")
+    source = add.add_mutually_exclusive_group()
+    source.add_argument("--file", type=Path, metavar="F", help="shakespeare only: its text, as a local file")
+    source.add_argument("--download", action="store_true",
+                        help="fetch the corpus from its public address: shakespeare and data sets of the hub")
+    val = add.add_mutually_exclusive_group()
+    val.add_argument("--val-fraction", type=float, metavar="X",
+                     help="the last part of the tokens to validate on (default: 0.1 of one file, 0.02 of many)")
+    val.add_argument("--val-tokens", type=int, metavar="N",
+                     help="or so many tokens at the beginning (default for data sets: 100 million)")
+    add.add_argument("--workers", type=int, metavar="N",
+                     help="processes (default: one for each 16 MB, at most the cores there are)")
+    add.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N",
+                     help="tokens a shard file (default: %(default)s)")
+    add.add_argument("--text-key", default="text", metavar="K",
+                     help="the member of a JSON object, or the column of parquet or a data set, that has a "
+                          "document's text (default: %(default)s)")
+    add.add_argument("--max-broken", type=int, default=0, metavar="N",
+                     help="leave out up to N documents that cannot be read, and count them (default: the first one "
+                          "is an error)")
+    add.add_argument("--check", action="store_true", help="only check that the corpus and the tokenizer are there")
+    # launch passes it with --check to every command; shards do not depend on it.
+    add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
+    add.set_defaults(run=_prepare)
+
+    add = commands.add_parser("verify", help="check the sha256 of every shard of a folder")
+    add.add_argument("folder", type=Path, metavar="DIR")
+    add.set_defaults(run=_verify)
+
+    add = commands.add_parser("show", help="what a folder of shards holds")
+    add.add_argument("folder", type=Path, metavar="DIR")
+    add.set_defaults(run=_show)
+
+    add = commands.add_parser("tokenizer", help="provide the file that the gpt2 tokenizer needs")
+    add.add_argument("name", choices=["gpt2"])
+    source = add.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from-folder", type=Path, metavar="DIR",
+                        help="copy it from a folder that has vocab.bpe, or from a cache folder of tiktoken's")
+    source.add_argument("--download", action="store_true", help="fetch it from its public address")
+    add.set_defaults(run=_tokenizer)
+    return parser
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.corpora import SHAKESPEARE
+    from ezpz_llm.data.prepare import check_corpus, prepare
+
+    if args.corpus == "shakespeare" and args.file:
+        SHAKESPEARE.copy_from(args.file.expanduser())
+    elif args.corpus == "shakespeare" and args.download:
+        SHAKESPEARE.download()
+    elif args.file:
+        raise UserError(f"--file is for shakespeare, not {args.corpus}", where="command line",
+                        instead="prepare another text by its path: python3 -m ezpz_llm.data prepare PATH")
+    if args.check:
+        check_corpus(args.corpus, args.tokenizer, text_key=args.text_key)
+        return 0
+    print(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
+                  val_tokens=args.val_tokens, workers=args.workers, shard_tokens=args.shard_tokens,
+                  download=args.download, text_key=args.text_key, max_broken=args.max_broken))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.manifest import verify
+
+    show(f"{verify(args.folder)} shards, each as its manifest says: {args.folder}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.shards import TokenData
+    from ezpz_llm.data.tokenize_corpus import remarks
+
+    data = TokenData.open(args.folder)
+    facts = data.manifest
+    source = facts["source"]
+    python = f", {source['python']}" if "python" in source else ""
+    show(f"corpus       {source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})")
+    show(f"tokenizer    {facts['tokenizer']['name']}, vocabulary {facts['vocab_size']:,}, "
+         f"fingerprint {facts['tokenizer']['fingerprint'][:12]}")
+    show(f"documents    {facts['documents']:,}")
+    for name, split in facts["splits"].items():
+        shards = f" in {len(split['shards'])} shards of {facts['dtype']}" if not data.parts else ""
+        show(f"{name:12} {split['tokens']:,} tokens{shards}")
+    if data.parts:
+        counts = data.split("train").counts
+        for (part, weight), count in zip(data.parts, counts, strict=True):
+            show(f"part         {weight:g} ({count} of {sum(counts)} samples): {part.folder}")
+    show(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "
+         f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}")
+    for remark in remarks(source):
+        show(f"note         {remark}")
+    show(f"made by      {facts['command']}")
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.tokenizers import GPT2_VOCAB, provide_gpt2
+
+    print(provide_gpt2(args.from_folder.expanduser()) if args.from_folder else GPT2_VOCAB.download())
+    return 0
+
 
 if __name__ == "__main__":
     raise SystemExit(run_command(main))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST
-from ezpz_llm.data.mixture import BLOCK, shares
+from ezpz_llm.data.order import BLOCK, shares
 from ezpz_llm.data.request import cached_folder
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import entropy

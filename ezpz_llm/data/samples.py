@@ -1,7 +1,7 @@
 """Which tokens a step takes. Letters: B micro batch, T block size, n windows an epoch.
 
 Sample i is a pure function of (seed, i) and the stream: windows of T + 1 tokens at stride T, in an order shuffled
-anew each epoch; in a mixture each stream has an order of its own (see `ezpz_llm.data.mixture`). A step takes
+anew each epoch; in a mixture each stream has an order of its own (see `ezpz_llm.data.order`). A step takes
 samples [consumed, consumed + global batch), so `consumed` is the whole position: ranks, micro batch and
 accumulation only divide those samples, and any of them may change on resume.
 """
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.mixture import BLOCK, draw, part_seed
-from ezpz_llm.data.permute import keys, mix, permute
+from ezpz_llm.data.order import BLOCK, draw, keys, mix, part_seed, permute
 from ezpz_llm.data.shards import Mixture, TokenStream
 
 IGNORED = -100

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.explain.flight import Flight
+from ezpz_llm.explain.events import Flight
 from ezpz_llm.explain.intervals import Interval, intersect, subtract, total, union, within
 from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
 from ezpz_llm.explain.waits import Wait, waits

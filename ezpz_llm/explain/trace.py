@@ -18,15 +18,16 @@ from typing import Any, TextIO
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import first_json, shown
 from ezpz_llm.explain.events import (
+    Flight,
     awaited,
     collective_calls,
     device_flights,
     device_work,
     host_flights,
+    named,
     operators,
     phase_of_launches,
 )
-from ezpz_llm.explain.flight import Flight, named
 from ezpz_llm.explain.intervals import Interval, bridge, union
 from ezpz_llm.observe.history import PHASES
 

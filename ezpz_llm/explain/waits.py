@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.explain.flight import Flight
+from ezpz_llm.explain.events import Flight
 from ezpz_llm.explain.intervals import Interval, subtract, union, within
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
 
 # One clock for traces of several hosts, whose own clocks may differ by more than a collective takes.
 if TYPE_CHECKING:
-    from ezpz_llm.explain.flight import Flight
     from ezpz_llm.explain.trace import RankTrace
 
 Meeting = Sequence[tuple[int, "Flight"]]

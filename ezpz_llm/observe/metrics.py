@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ezpz_llm.observe.history import finite, trim_history
-from ezpz_llm.observe.progress import Progress
-from ezpz_llm.observe.throughput import StepWork
+from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.timeline import Bubble, BubbleMeter, StepTimeline, StepTimes, Straggler, StragglerMeter
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir

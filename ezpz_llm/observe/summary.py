@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.observe.history import History, Spread, finite, known, last_loss, read_history, spread, steady
-from ezpz_llm.observe.progress import short_number
 from ezpz_llm.observe.tables import percentages, table
-from ezpz_llm.observe.throughput import StepWork
+from ezpz_llm.observe.throughput import StepWork, short_number
 from ezpz_llm.observe.timeline import OTHER, PHASES, Bubble, Straggler
 from ezpz_llm.rundir import RunDir
 

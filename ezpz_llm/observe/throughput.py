@@ -1,9 +1,11 @@
-"""The one place that says what a step's work is and what a rate means."""
+"""Throughput: the work of a step, its rates, and the progress line printed while a run trains."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ezpz_llm.observe.peaks import Ceiling, Peak
@@ -67,3 +69,70 @@ class StepWork:
 
 def _share(flops: float | None, of: float | None) -> float | None:
     return None if flops is None or of is None else flops / of
+
+
+def short_number(value: float) -> str:
+    """Three digits and a unit: 23.2k, 1.04M."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+class Progress:
+    """Prints one aligned line for the last step of a flush and for every step that evaluated.
+
+    Loss, learning rate and norm are that step's; the time is the median since the previous line, and the rates are
+    those of that median.
+    """
+
+    def __init__(self, total_steps: int, work: StepWork) -> None:
+        self._total_steps = total_steps
+        self._work = work
+        self._step_width = max(len("step"), 2 * len(str(total_steps)) + 1)
+        self._times: list[float] = []
+        self._legend_shown = False
+
+    def show(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Print what the metrics lines of a flush have to say."""
+        if not self._legend_shown:
+            self._legend_shown = True
+            print(self._legend(), flush=True)
+        for line in lines:
+            self._times.append(line["step_time_s"])
+            if line is lines[-1] or "val_loss" in line:
+                print(self._format(line), flush=True)
+                self._times.clear()
+
+    def _legend(self) -> str:
+        names = ["step".rjust(self._step_width), "loss".rjust(8), "lr".rjust(8), "grad norm", "ms/step".rjust(8),
+                 "tok/s".rjust(7), "tok/s/dev"]
+        if self._work.peak is not None:
+            names.append("MFU".rjust(6))
+        return "  ".join([*names, "val loss"])
+
+    def _format(self, line: dict[str, Any]) -> str:
+        seconds = statistics.median(self._times)
+        rates = self._work.rates(seconds)
+        cells = [
+            f"{line['step']}/{self._total_steps}".rjust(self._step_width),
+            _fixed(line["loss"], 8, 4),
+            f"{line['lr']:.2e}".rjust(8),
+            _fixed(line["grad_norm"], 9, 3),
+            f"{seconds * 1e3:.1f}".rjust(8),
+            short_number(rates.tokens_per_second).rjust(7),
+            short_number(rates.tokens_per_second_per_device).rjust(9),
+        ]
+        if rates.mfu is not None:
+            cells.append((f"{rates.mfu:.1%}" if rates.mfu <= 1 else "error").rjust(6))
+        if "val_loss" in line:
+            cells.append(_fixed(line["val_loss"], 8, 4))
+        return "  ".join(cells)
+
+
+def _fixed(value: float | None, width: int, digits: int) -> str:
+    if value is None:
+        return "inf/nan".rjust(width)
+    # A value too large for its column (an exploding norm) keeps its order of magnitude instead of its decimals.
+    text = f"{value:.{digits}f}"
+    return (text if len(text) <= width else f"{value:.2e}").rjust(width)

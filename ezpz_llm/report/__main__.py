@@ -7,12 +7,25 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, run_command
-from ezpz_llm.observe.plots import terminal_width, wants_colour
+import numpy as np
+
+from ezpz_llm.base.errors import UserError, cleaned, run_command
+from ezpz_llm.observe.history import steady
+from ezpz_llm.observe.plots import Curve, curves_plot, terminal_width, wants_colour
+from ezpz_llm.observe.tables import table
 from ezpz_llm.report.document import report_page
-from ezpz_llm.report.runs import load_runs
-from ezpz_llm.report.terminal import DRAWABLE, report_text
+from ezpz_llm.report.results import RESULTS, comments, differences, result_row, verdict
+from ezpz_llm.report.runs import Run, load_runs
 from ezpz_llm.rundir import newest_run, write_atomic
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
+"""Of the terminal's 256: apart from each other on black and on white."""
+
+_LONGEST = 31  # characters of a setting's value
+
+DRAWABLE = len(_LETTERS)
+"""Runs that a plot can tell apart."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,6 +50,48 @@ def main(argv: Sequence[str]) -> int:
         _write(options.html, report_page(runs))
         print(f"\npage: {options.html}")
     return 0
+
+
+def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
+    """The report as text, with escape codes only if `colour`."""
+    found = differences(runs)
+    parts = [table("Runs", RESULTS, [result_row(run) for run in runs], rich=colour),
+             "".join(cleaned(f"{name}: {text}\n") for name, text in comments(runs))]
+    if len(runs) > 1:
+        columns = ("setting", *(run.name for run in runs))
+        rows = [[name, *(_short(value) for value in values)]
+                for name, values in found.items()]
+        parts.append((table("What differs", columns, rows) if found else "") + cleaned(verdict(found)) + "\n")
+    parts += [_plot(runs, "loss", "loss", "nats/token", width, colour),
+              _plot(runs, "tokens_per_second", "tokens/s", "", width, colour)]
+    return "\n".join(parts)
+
+
+def _short(value: str) -> str:
+    half = _LONGEST // 2
+    return value if len(value) <= _LONGEST else f"{value[:half]}…{value[-half:]}"
+
+
+def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, colour: bool) -> str:
+    """A metric over tokens; speeds without the first and last steps, whose scale they would take."""
+    drawn = [run for run in runs if len(run.rows)]
+    curves = []
+    for i, run in enumerate(drawn):
+        timed = metric != "loss"
+        x, y = (steady(values) if timed else values for values in (run.tokens, run.column(metric)))
+        lettered = len(drawn) > 1 and not colour
+        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=_LETTERS[i] if lettered else "",
+                            lettered=lettered, colour=_COLOURS[i % len(_COLOURS)] if len(drawn) > 1 else -1))
+    if len(drawn) == 1 and metric == "loss" and drawn[0].validation:
+        curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark="o"))
+        title += ", o: validation"
+    reduce = np.median if metric != "loss" else np.mean
+    text = curves_plot(curves, title, "million tokens", unit, width, colour=colour, reduce=reduce)
+    if len(drawn) < 2:
+        return text
+    keys = (f"\x1b[38;5;{curve.colour}m━━\x1b[0m {curve.name}" if colour else f"{curve.mark} {curve.name}"
+            for curve in curves)
+    return text + "".join(f"  {key}\n" for key in keys)
 
 
 def _write(path: Path, text: str) -> None:

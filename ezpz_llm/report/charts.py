@@ -15,7 +15,7 @@ from html import escape
 import numpy as np
 
 from ezpz_llm.observe.plots import Reduce, Values, downsample, round_ticks
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 
 _UNITS = 1000
 _POINTS = 300

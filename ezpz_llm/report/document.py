@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ezpz_llm.observe.history import steady
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.report.charts import Axis, Series, bars, chart, table
 from ezpz_llm.report.results import (
     RESULTS,

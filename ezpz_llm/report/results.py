@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.observe.history import OTHER, PHASES, steady
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.observe.trackers.tracking import flat
 from ezpz_llm.report.runs import Run
 

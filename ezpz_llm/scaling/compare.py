@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.efficiency import Measured
 from ezpz_llm.scaling.findings import Findings

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.report.charts import Axis, Series, bars, chart, table
 from ezpz_llm.report.document import page, views
 from ezpz_llm.rundir.secrets import redact_words

@@ -15,7 +15,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.failures.live import look
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 from ezpz_llm.scaling.measure import failed, measure
 from ezpz_llm.scaling.options import value_of

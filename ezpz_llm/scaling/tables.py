@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
 from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.findings import Extrapolation, Findings, explain_predicted, explain_superlinear

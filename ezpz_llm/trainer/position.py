@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ezpz_llm.data.permute import mix
+from ezpz_llm.data.order import mix
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

@@ -14,7 +14,7 @@ from ezpz_llm.model.flops import FlopCount, flops_per_token, product_flops_per_t
 from ezpz_llm.model.gpt import GPT, CausalProduct
 from ezpz_llm.model.head import configure_head
 from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops
-from ezpz_llm.observe.progress import short_number
+from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.trainer.plan import RunPlan
 
 
