@@ -148,7 +148,7 @@ def _own_address(world: Intracomm) -> str:
 
 
 def raise_before_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
-    """Raise one rank's error on every rank before there is a process group, through the store, so that no rank waits.
+    """Raise one rank's error on every rank before there is a process group, so that none is left waiting.
 
     With a process group use `agree.raise_together`. Ranks that share no secret raise without its text: whoever
     reaches the store can write there. Collective.
