@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.launch.devices import has_none
-from ezpz_llm.launch.precheck import read_places
+from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.rank_map import Places
 from ezpz_llm.trainer.check_report import account, remarks, warning
 from ezpz_llm.trainer.options import Options, dump, parse
@@ -19,31 +21,50 @@ from ezpz_llm.trainer.resume import find_beginning
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code. torch is imported only once there is something to train."""
+    if {"--check", "--json"} <= set(argv):
+        return _check_as_json(argv)
     options = parse(argv)
     if options.print_config:
         print(dump(options.config), end="")
         return 0
     if options.check:
-        return _check(options)
+        report = _check(options)
+        print(report.explanation)
+        for text in report.warnings:
+            print(text, file=sys.stderr)
+        return 0
     from ezpz_llm.trainer.run import run
 
     return run(options)
 
 
-def _check(options: Options) -> int:
-    """Find what is wrong; say what will be on standard output, and what one may not want on standard error."""
+def _check_as_json(argv: Sequence[str]) -> int:
+    """Print a check's result, also of one that fails, as JSON; return the check's exit code."""
+    code = 0
+    try:
+        report = _check(parse(argv))
+    except UserError as error:
+        report, code = CheckReport(error=error.found, where=error.where, instead=error.instead), error.exit_code
+    print(json.dumps(asdict(report)))
+    return code
+
+
+def _check(options: Options) -> CheckReport:
+    """Return what will run and what to be warned of.
+
+    Raises:
+        UserError: the run cannot start.
+    """
     begins = find_beginning(options)
     if begins.complete:
-        print(begins.complete)
-        return 0
+        return CheckReport(explanation=begins.complete)
     options = begins.options
     places = read_places(os.environ)
     plan = check_run(options, options.world_size or 1, _device(places), puts_aside=begins.puts_aside)
-    print(account(plan, places))
-    for text in (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan))):
-        if text:
-            print(text, file=sys.stderr)
-    return 0
+    resolved, batch = plan.resolved, plan.resolved.batch
+    warnings = (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan)))
+    return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
+                       batch.accumulation, account(plan, places), tuple(filter(None, warnings)))
 
 
 def _device(places: Places) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.launch.precheck import CheckReport
 from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
 from ezpz_llm.trainer.options import dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
@@ -160,3 +164,19 @@ def test_a_file_that_never_ends_is_refused_at_once(path, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="not a regular file"):
         parse(["--config", str(tmp_path / path)])
+
+
+def test_a_check_prints_its_result_as_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ds-config", "zero1", "--check", "--json", "--world-size", "2", "--device", "cpu"]
+    assert train.main([*words, "--warmup-steps", "0", "--steps", "4", "--decay-steps", "9"]) == 0
+    report = as_dataclass(CheckReport, json.loads(capsys.readouterr().out), "train")
+    assert (report.layout, report.global_batch, report.error) == ("zero1", 8, None)
+    assert report.explanation.startswith("layout ")
+    assert [warning.split(":")[0] for warning in report.warnings] == ["warning"]
+    assert train.main([*words, "--tp", "3"]) == train.main([*words, "--no-such-option"]) == 2
+    refused, unread = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert all((refused["error"], refused["instead"]))
+    assert refused["layout"] is None
+    assert unread["error"] == "unknown option '--no-such-option'"
+    with pytest.raises(UserError, match="no check to print"):
+        train.main(["--json"])

@@ -36,6 +36,30 @@ class Checked:
     explanation: str = ""
 
 
+@dataclass(frozen=True)
+class CheckReport:
+    """Result of a training command's check: the one JSON object that `--check --json` prints.
+
+    Attributes:
+        layout, precision: names; they and the batch are None if the run cannot start, or is complete already.
+        global_batch, micro_batch, accumulation: of a step; the first two in sequences.
+        explanation: every decision with its source, as `--check` alone prints it.
+        warnings: what `--check` alone prints on standard error.
+        error, where, instead: why the run cannot start, as in `UserError`.
+    """
+
+    layout: str | None = None
+    precision: str | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    explanation: str = ""
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+    where: str | None = None
+    instead: str | None = None
+
+
 def check_first(target: Target, command: tuple[str, ...], world_size: int, env: Mapping[str, str],
                 places: Sequence[tuple[str, int]] = ()) -> Checked:
     """Run `command --check --world-size N` once, where it is one of our own commands.

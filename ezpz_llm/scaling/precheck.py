@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.precheck import TIMEOUT_S
+from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.launch.precheck import TIMEOUT_S, CheckReport
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.rundir.secrets import has_secret
 from ezpz_llm.scaling.options import Options, value_of, without
@@ -143,7 +144,7 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
 
 
 def _checked(wanted: Sequence[_Wanted], directory: Path) -> tuple[Point, ...]:
-    def asked(one: _Wanted) -> Answer:
+    def asked(one: _Wanted) -> CheckReport:
         return ask(one.command, one.size.ranks, directory, one.what)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -153,27 +154,16 @@ def _checked(wanted: Sequence[_Wanted], directory: Path) -> tuple[Point, ...]:
                  for one, answer in zip(wanted, answers, strict=True))
 
 
-# The training command's own check, asked for one number of ranks: may it run so, and with which batch?
-@dataclass(frozen=True)
-class Answer:
-    """What a run would be. The batch is in sequences."""
-
-    layout: str
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-
-
-def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answer:
-    """What `command` would be on so many ranks. Starts no rank and imports no torch.
+def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> CheckReport:
+    """Check `command` for so many ranks with its own `--check --json`. Starts no rank and imports no torch.
 
     Args:
         what: names the command in the message.
 
     Raises:
-        UserError: its check refuses it; the check's own words are passed on.
+        UserError: the check fails; its own words are passed on.
     """
-    words = [*command, "--check", "--world-size", str(ranks)]
+    words = [*command, "--check", "--json", "--world-size", str(ranks)]
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
     try:
         done = subprocess.run(words, env=env, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True,
@@ -182,20 +172,11 @@ def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answe
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to study") from error
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the check of {what} took longer than {TIMEOUT_S} s", where=" ".join(words)) from error
-    if done.returncode:
-        raise _refused(done.stderr or done.stdout, what)
-    return _read(done.stdout)
-
-
-def _read(said: str) -> Answer:
-    # As Resolved.explain writes it: name, value, where the value came from.
-    found = dict(re.findall(r"^(layout|global_batch|micro_batch|accumulation) +([^\s:]+)", said, re.MULTILINE))
-    return Answer(found["layout"], *(int(found[name]) for name in ("global_batch", "micro_batch", "accumulation")))
-
-
-def _refused(said: str, what: str) -> UserError:
-    """The check's message, with what it is about."""
-    found = re.search(r"^error: (.*?)(?=\n {2}(?:where|instead): |\Z)", said, re.MULTILINE | re.DOTALL)
-    rest = {name: re.search(rf"^ {{2}}{name}: +(.*)$", said, re.MULTILINE) for name in ("where", "instead")}
-    return UserError(f"{what} cannot run: {found[1].strip() if found else said.strip()}",
-                     **{name: match[1] for name, match in rest.items() if match})
+    try:
+        report = as_dataclass(CheckReport, json.loads(done.stdout), " ".join(words))
+    except ValueError as error:  # it ended before it could say anything
+        raise UserError(f"{what} cannot run: {(done.stderr or done.stdout).strip()}") from error
+    if done.returncode or report.layout is None:
+        raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,
+                        instead=report.instead)
+    return report

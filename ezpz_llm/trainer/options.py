@@ -37,6 +37,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--config", type=str, help="a YAML file with any of the options below")
     parser.add_argument("--print-config", action="store_true", help="print the resulting YAML and stop")
     parser.add_argument("--check", action="store_true", help="find configuration errors and stop, without torch")
+    parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
     parser.add_argument("--world-size", type=int, help="ranks to check for")
     for name, field in FIELDS.items():
         parser.add_argument("--" + name.replace("_", "-"), type=hints[name], default=field.default,
@@ -56,7 +57,10 @@ def parse(argv: Sequence[str]) -> Options:
         given = vars(parser.parse_args(list(argv), defaults=False).clone())
     except ArgumentError as error:
         raise _unreadable(parser, argv, error) from error
-    bulk = {name: given.pop(name, None) for name in ("preset", "config", "print_config", "check", "world_size")}
+    bulk = {name: given.pop(name, None)
+            for name in ("preset", "config", "print_config", "check", "json", "world_size")}
+    if bulk["json"] and not bulk["check"]:
+        raise UserError("there is no check to print", where="--json", instead="--check --json")
     layers: list[tuple[str, Mapping[str, Any]]] = []
     from_file = _from_yaml(parser, Path(bulk["config"])) if bulk["config"] else {}
     preset_name = bulk["preset"] or from_file.pop("preset", None)
