@@ -44,9 +44,9 @@ def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
         drawn.add_column(name, justify="left" if number == 0 else "right")
     for row, one in zip(rows, results, strict=True):
         drawn.add_row(*row, style=None if one["passed"] else "red")
-    console = Console(file=io.StringIO(), force_terminal=True, width=_WIDTH)
-    console.print(drawn)
-    return console.file.getvalue()
+    text = io.StringIO()
+    Console(file=text, force_terminal=True, width=_WIDTH).print(drawn)
+    return text.getvalue()
 
 
 def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
@@ -56,8 +56,8 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
         if not one["passed"]:
             lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
     reasons: dict[tuple[str, str, bool], list[int]] = {}
-    for one in skipped:
-        reasons.setdefault((one.case.layout, one.reason, one.illegal), []).append(one.case.world)
+    for left in skipped:
+        reasons.setdefault((left.case.layout, left.reason, left.illegal), []).append(left.case.world)
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")

@@ -30,7 +30,7 @@ def shard_name(rank: int) -> str:
 
 def step_of(folder: Path) -> int:
     """The step of a checkpoint, from its name."""
-    return int(re.search(r"step-(\d+)", folder.name)[1])
+    return int(re.findall(r"step-(\d+)", folder.name)[0])
 
 
 

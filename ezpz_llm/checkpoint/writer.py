@@ -49,7 +49,7 @@ def read_shard(training: EngineState, rank: int, device: torch.device) -> Shard:
     """What `rank` has to write: the tensors that it answers for, and its random states as they are now."""
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
-    pieces = []
+    pieces: list[tuple[str, Piece]] = []
     extents = list(training.extents())
     for _, part in owned(extents, extents):
         if part is None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.atomic_dir import building
@@ -62,9 +63,9 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         raise UserError(f"{workers} workers", where="--workers", instead="give 1 or more")
     if parts := find_mixture(corpus):
         _check_no_choice(corpus, replace(options, text_key=TEXT, max_broken=0))
+        reading: dict[str, Any] = {"text_key": text_key, "max_broken": max_broken}
         prepared = [(prepare(part, tokenizer, workers=workers, download=download, progress=progress,
-                             **({} if _is_prepared(part) else {"text_key": text_key, "max_broken": max_broken})),
-                     weight) for part, weight in parts]
+                             **({} if _is_prepared(part) else reading)), weight) for part, weight in parts]
         folder, fingerprint = mixture_folder(prepared)
         return _made(folder, fingerprint, progress,
                      lambda hidden: write_mixture(corpus, prepared, fingerprint, hidden))

@@ -102,7 +102,8 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
             yield Task([documents], {"dataset": state}, reading)
         return
     pieces: list[Piece | Documents | Unreadable] = []
-    held, place = 0, {}
+    held = 0
+    place: dict[str, Any] = {}
     for piece, place in _located(corpus, after or {}, size, reading):
         pieces.append(piece)
         held += _content_bytes(piece)
@@ -237,8 +238,8 @@ def _unreadable(file: SourceFile, form: Format) -> Unreadable | None:
             try:
                 decoder.decode(block, final=len(block) < PIECE_BYTES)
             except UnicodeDecodeError as error:
-                error = _not_utf8(file.path, error.object, error.start, offset - kept + error.start)
-                return Unreadable(error.found, str(error.where), file.size)
+                said = _not_utf8(file.path, error.object, error.start, offset - kept + error.start)
+                return Unreadable(said.found, str(said.where), file.size)
             if len(block) < PIECE_BYTES:
                 return None
             offset += len(block)

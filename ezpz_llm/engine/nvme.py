@@ -53,7 +53,7 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
         _check_locked_memory(_locked_bytes(blocks, zero, held))
         folder = _make_folder(base, dist.rank, named is None)
         remove = weakref.finalize(owner, _remove, folder, _lock(folder), base if named is None else None)
-        _take_room(folder / _ROOM, sum(map(_FILES.get, blocks)) * held)
+        _take_room(folder / _ROOM, sum(_FILES[name] for name in blocks) * held)
     except OSError as failure:
         error = UserError(f"offloaded state cannot be kept in {base}: {failure.strerror}", where=_here(dist.rank),
                           instead="--nvme-path DIR, a writable folder on each node's own disk", exit_code=1)

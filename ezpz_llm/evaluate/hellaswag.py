@@ -78,7 +78,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     Raises:
         UserError: no such file, or a line that is no item.
     """
-    items = []
+    items: list[Item] = []
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE + 1), ""), 1):

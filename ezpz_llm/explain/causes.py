@@ -250,7 +250,7 @@ def against_optimizer(run: dict[str, Any]) -> list[str]:
     return [*found, f"--accumulation {2 * batch.accumulation}: fewer steps for as many tokens"]
 
 
-def against_waiting(run: dict[str, Any]) -> list[str]:
+def against_waiting(run: Mapping[str, Any]) -> list[str]:
     """Against ranks that wait for each other."""
     layout: Layout = run["layout"]
     if layout.pp > 1:

@@ -180,7 +180,7 @@ def device_flights(events: Sequence[Event], span: Span) -> list[Flight]:
             # Such as ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
             name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event["name"])
             elements = max(args.get("In msg nelems") or 0, args.get("Out msg nelems") or 0)
-            width = _BYTES.get(args.get("dtype"))
+            width = _BYTES.get(args.get("dtype", ""))
             lasted = span(event)
             flight = Flight(kind_of(name.lstrip("_")), *lasted, ranks=_ranks(str(args.get("Process Group Ranks"))),
                             size=elements * width if elements and width else None)
@@ -193,7 +193,7 @@ def _ranks(written: str) -> tuple[int, ...]:
     return () if "..." in written else tuple(map(int, re.findall(r"\d+", written)))
 
 
-def _launches(events: Sequence[Event], span: Span) -> dict[int, float]:
+def _launches(events: Sequence[Event], span: Span) -> dict[Any, float]:
     """When the host launched what, by the number that the profiler has for it."""
     return {event["args"]["correlation"]: span(event)[0] for event in events
             if event.get("cat") in ("cuda_runtime", "cuda_driver", "xpu_runtime")

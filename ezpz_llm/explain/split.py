@@ -182,9 +182,10 @@ def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
     waited_for: dict[int, float] = defaultdict(float)
     waited = []
     for piece, wait in zip(pieces, known, strict=True):
-        waited.append(0.0 if wait is None else total(intersect(piece, wait.spans)))
-        if waited[-1]:
-            waited_for[wait.last] += waited[-1]
+        seconds = 0.0 if wait is None else total(intersect(piece, wait.spans))
+        waited.append(seconds)
+        if wait is not None and seconds:
+            waited_for[wait.last] += seconds
     busy = [one for name in ("forward", "backward", "optimizer") for one in trace.phases[name]]
     host = subtract(subtract(union(busy), trace.operators), in_flight) if trace.device == "cpu" else []
     by_step = tuple({name: total(within(found, start, end))
@@ -211,9 +212,9 @@ def _by_label(flights: Sequence[Flight], pieces: Sequence[list[Interval]],
         groups[flight.label].append(i)
     found = []
     for label, members in groups.items():
-        sizes = [flights[i].size for i in members]
+        sizes = [size for i in members if (size := flights[i].size) is not None]
         found.append(Exposed(label, len(members), sum(total(pieces[i]) for i in members),
                              sum(waited[i] for i in members),
                              total(union((flights[i].start, flights[i].end) for i in members)),
-                             None if None in sizes else sum(sizes), flights[members[0]].ranks))
+                             sum(sizes) if len(sizes) == len(members) else None, flights[members[0]].ranks))
     return tuple(sorted(found, key=lambda one: -one.seconds))

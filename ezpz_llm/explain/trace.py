@@ -76,7 +76,7 @@ def _load(text: _Text, where: str) -> dict[str, Any]:
 
 
 def _needed(event: dict[str, Any], where: str) -> dict[str, Any]:
-    kept = {name: event.get(name) for name in ("name", "ts", "dur", "tid", "cat")}
+    kept: dict[str, Any] = {name: event.get(name) for name in ("name", "ts", "dur", "tid", "cat")}
     for name, kinds in (("name", str), ("ts", (int, float)), ("dur", (int, float)), ("tid", (int, str)),
                         ("cat", (str, type(None)))):
         if not isinstance(kept[name], kinds) or (name in ("ts", "dur") and not abs(kept[name]) < _MOST_US):
@@ -130,7 +130,7 @@ class _Text:
         self._at += 1
 
     def _next(self) -> str:
-        while (found := _BETWEEN.match(self._text, self._at)).end() == len(self._text):
+        while (found := _BETWEEN.match(self._text, self._at)) is None or found.end() == len(self._text):
             if not self._more():
                 raise ValueError("it ends before its end")
         self._at = found.end()

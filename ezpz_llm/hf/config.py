@@ -86,7 +86,7 @@ class _Keys:
                             instead=f"a checkpoint with {name} {' or '.join(map(repr, allowed))}")
 
 
-def _vocabulary(keys: _Keys) -> dict[str, int]:
+def _vocabulary(keys: _Keys) -> dict[str, Any]:
     """Padded only where that is a small part: the rows that are added take part in the softmax."""
     size = keys.get("vocab_size")
     return {"vocab_size": size, "vocab_multiple": 128 if size >= _LARGE else 1}
@@ -170,7 +170,7 @@ def stored_tensors(config: ModelConfig) -> list[Stored]:
     family = family_of(config)
     shapes = parameter_shapes(replace(config, bias=True) if family == "gpt2" else config)
     tensors = _gpt2 if family == "gpt2" else _llama
-    found = []
+    found: list[Stored] = []
     for name, shape in shapes.items():
         if name in (TABLE, HEAD):
             shape = (config.vocab_size, config.n_embd)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ezpz_llm.base.outside import shown
 from ezpz_llm.base.schema import as_type
 from ezpz_llm.rundir import RunDir, read_lines, write_atomic
 
-Rows = TypeVar("Rows", bound="Sequence[Any] | History")
+Rows = TypeVar("Rows", "list[Any]", "Sequence[Any]", "np.ndarray", "History")
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Phases of a step; collectives overlap with them and cannot be told apart by spans."""
@@ -99,12 +99,12 @@ def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
     for name, found in of_some.items():
         columns[name] = np.full(len(steps), math.nan)
         columns[name][list(found)] = list(found.values())
-    found = History(np.asarray(steps), columns)
-    if np.all(found.steps[1:] > found.steps[:-1]):
-        return found
-    order = np.argsort(found.steps, kind="stable")
-    last = np.append(np.diff(found.steps[order]) > 0, True)
-    return found[order[last]]
+    history = History(np.asarray(steps), columns)
+    if np.all(history.steps[1:] > history.steps[:-1]):
+        return history
+    order = np.argsort(history.steps, kind="stable")
+    last = np.append(np.diff(history.steps[order]) > 0, True)
+    return history[order[last]]
 
 
 def _number(value: Any) -> float:
@@ -169,6 +169,6 @@ def known(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def finite(value: float | None) -> bool:
+def finite(value: float | None) -> TypeGuard[float]:
     """True if `value` is a number that can be drawn or averaged (metrics.jsonl has null for NaN and infinities)."""
     return value is not None and math.isfinite(value)

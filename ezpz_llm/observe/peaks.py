@@ -91,10 +91,9 @@ def find_peak(name: str, precision: str, units: int | None = None) -> Peak | Non
     for part in _PARTS:
         if not re.search(part.pattern, name) or "MIG" in name:
             continue
-        whole = units is None or units == part.units
-        if precision not in part.teraflops or not (whole or part.scales):
+        share = 1.0 if units is None else units / part.units
+        if precision not in part.teraflops or not (share == 1.0 or part.scales):
             return None
-        share = 1.0 if whole else units / part.units
         return Peak(name, precision, part.teraflops[precision] * 1e12 * share, part.source)
     return None
 

@@ -96,8 +96,9 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
     heading = f"{title} ({ylabel}) over {xlabel}" if ylabel else f"{title} over {xlabel}"
     drawn = []
     for curve in curves:
-        x, y = _drawable(curve.x, curve.y)
-        x, y = downsample(x, y, _DOTS_PER_COLUMN * width if curve.is_line else len(x), reduce)
+        usable_x, usable_y = _drawable(curve.x, curve.y)
+        points = _DOTS_PER_COLUMN * width if curve.is_line else len(usable_x)
+        x, y = downsample(usable_x, usable_y, points, reduce)
         if len(x):
             drawn.append((curve, x, y))
     if not drawn:
@@ -116,8 +117,8 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
         if curve.is_line:
             signal.lines()
         figure.draw(signal)
-    for axis, column in (("x", 1), ("y", 2)):
-        values = list(itertools.chain.from_iterable(one[column] for one in drawn))
+    for axis, values in (("x", [value for _, x, _ in drawn for value in x]),
+                         ("y", [value for _, _, y in drawn for value in y])):
         ticks = round_ticks(min(values), max(values))
         figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
     text = figure.build().string(colorless=not colour)

@@ -189,4 +189,4 @@ def _loss(value: float | None) -> str:
 
 
 def _milliseconds(values: Spread) -> tuple[str, str, str]:
-    return tuple(f"{value * 1e3:.1f}" for value in (values.median, values.low, values.high))
+    return f"{values.median * 1e3:.1f}", f"{values.low * 1e3:.1f}", f"{values.high * 1e3:.1f}"

@@ -60,6 +60,6 @@ def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], foo
         drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right")
     for row in rows:
         drawn.add_row(*row)
-    console = Console(file=io.StringIO(), force_terminal=True, width=TABLE_WIDTH)
-    console.print(drawn)
-    return f"{title}\n{console.file.getvalue()}"
+    text = io.StringIO()
+    Console(file=text, force_terminal=True, width=TABLE_WIDTH).print(drawn)
+    return f"{title}\n{text.getvalue()}"

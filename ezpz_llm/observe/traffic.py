@@ -154,7 +154,9 @@ def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
     """The measurements by kind and ranks, in order of their sizes."""
     table = measured(backend)
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for row in sorted(table["rows"], key=lambda row: row["bytes"]) if table else ():
+    if table is None:
+        return found
+    for row in sorted(table["rows"], key=lambda row: row["bytes"]):
         found.setdefault((row["kind"], row["ranks"]), []).append({**row, **_times(row, table["goodput"])})
     return found
 

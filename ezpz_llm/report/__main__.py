@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,7 +97,7 @@ def _write(path: Path, text: str) -> None:
     try:
         write_atomic(path, text)
     except OSError as error:
-        raise UserError(f"cannot write the page: {os.strerror(error.errno)}", where=f"--html {path}",
+        raise UserError(f"cannot write the page: {error.strerror}", where=f"--html {path}",
                         instead="a file in a folder that exists and is yours") from error
 
 

@@ -30,7 +30,7 @@ class Series:
     """One series. Values of None or NaN leave a gap; `number` chooses colour and dashes; `dots` are not joined."""
 
     name: str
-    x: Values
+    x: Sequence[float] | np.ndarray
     y: Values
     number: int
     dots: bool = False
@@ -119,8 +119,8 @@ def _thinned(one: Series, log: bool, reduce: Reduce) -> Series:
         values = values[np.isfinite(values)]
         return reduce(values) if len(values) else math.nan
 
-    x, y = downsample(x[part], np.where(usable, y, math.nan)[part], _POINTS, reduced)
-    return Series(one.name, x, [None if math.isnan(value) else value for value in y], one.number, one.dots)
+    at, values = downsample(x[part], np.where(usable, y, math.nan)[part], _POINTS, reduced)
+    return Series(one.name, at, [None if math.isnan(value) else value for value in values], one.number, one.dots)
 
 
 def _path(one: Series, x: _Scale, y: _Scale) -> str:

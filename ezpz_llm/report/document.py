@@ -74,7 +74,7 @@ def views(name: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
             + "".join(f'<div class="panel">{body}</div>' for _, body in panels) + "</fieldset>")
 
 
-X = Callable[[Run], Sequence[float]]
+X = Callable[[Run], np.ndarray]
 
 _SHOWN = 6  # settings that differ; more are folded away
 _LOSS = Axis("nats a token", lambda value: f"{value:.4g}")

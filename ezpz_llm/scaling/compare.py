@@ -83,9 +83,10 @@ def compare(first: Findings, second: Findings) -> Comparison:
                   for mine, yours in ((ours, theirs), (theirs, ours)))
     settings = _differences(first, second, [(ours[key].name, theirs[key].name) for key in common])
     for pair in pairs:
-        batches = tuple(f"{one.first.global_batch} x {one.first.block_size}" for one in (pair.first, pair.second))
-        if batches[0] != batches[1]:
-            settings[f"tokens of a step at {pair.first.name}"] = batches
+        ours_batch, theirs_batch = (f"{one.first.global_batch} x {one.first.block_size}"
+                                    for one in (pair.first, pair.second))
+        if ours_batch != theirs_batch:
+            settings[f"tokens of a step at {pair.first.name}"] = (ours_batch, theirs_batch)
     return Comparison((first.name, second.name), tuple(pairs), alone, settings)
 
 

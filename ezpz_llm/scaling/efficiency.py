@@ -104,7 +104,7 @@ class Measured:
         return {key: statistics.fmean(one[key] for one in known) for key in SPLIT} if known else None
 
     @property
-    def slowest(self) -> tuple[int, str, int]:
+    def slowest(self) -> tuple[int | None, str | None, int]:
         """Rank and host that were the slowest in most runs, and in how many; ties go to the earlier run."""
         (rank, host), times = Counter((one.slowest_rank, one.slowest_host) for one in self.good).most_common(1)[0]
         return rank, host, times

@@ -51,7 +51,7 @@ def failed(study: Path, point: Point, repeat: int, why: str) -> Repeat:
     return _repeat(study, point, repeat, error=why)
 
 
-def untraced(rows: Sequence[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
+def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
     """The steady steps: without those that were traced, all before them, and those in which ranks wait for each
     other's traces to be written."""
     traces = sorted(run_dir.profile.glob(_TRACES))

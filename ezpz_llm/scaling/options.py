@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import MOST_RANKS, MOST_REPEATS
@@ -164,7 +165,7 @@ def parse(words: Sequence[str]) -> Options:
                    hosts=launch.hosts)
 
 
-def _going_on(found: dict[str, object]) -> Options:
+def _going_on(found: dict[str, Any]) -> Options:
     """The options for a study that is there already: what it is stands in its folder."""
     if "folder" not in found:
         raise UserError("no command to study", instead=EXAMPLE)
@@ -175,7 +176,7 @@ def _going_on(found: dict[str, object]) -> Options:
     return Options(**found)
 
 
-def _check_layouts(found: dict[str, object]) -> None:
+def _check_layouts(found: dict[str, Any]) -> None:
     if found.get("what") != "layouts":
         return
     if len(found.get("nodes") or found.get("ranks")) > 1:

@@ -131,8 +131,9 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
     if typed is not None and value_of(first, "--accumulation") is not None:
         raise UserError("accumulation is what a strong study solves", where="--accumulation in the command",
                         instead="leave --accumulation out, or give --micro-batch in its place")
-    global_batch, note = typed, f"strong: every step has {typed} sequences, as the command says"
-    if typed is None:
+    if typed is not None:
+        global_batch, note = typed, f"strong: every step has {typed} sequences, as the command says"
+    else:
         most = [ask(command, sizes[-1].ranks, directory, f"strong-{layout}-{sizes[-1].label}")
                 for layout, command in commands.items()]
         global_batch = str(max(answer.global_batch for answer in most))

@@ -6,7 +6,6 @@ import argparse
 import csv
 import io
 import json
-import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -54,7 +53,7 @@ def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ())
         for name, content in contents.items():
             write_atomic(folder / name, content)
     except OSError as error:
-        raise UserError(f"cannot write the report: {os.strerror(error.errno)}", where=str(folder)) from error
+        raise UserError(f"cannot write the report: {error.strerror}", where=str(folder)) from error
     print(f"page: {folder / 'report.html'}\nnumbers: {folder / 'report.csv'}, {folder / 'report.json'}")
 
 
