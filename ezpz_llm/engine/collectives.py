@@ -33,12 +33,13 @@ class CollectiveCounter(TorchDispatchMode):
     """While entered, counts what this rank issues.
 
     Bytes are those of the whole buffer: what is reduced, what is gathered, what is divided, what is sent. Single
-    numbers (norms, overflow flags) are counted apart, under the kind "scalars".
+    numbers (norms, overflow flags) are counted apart, under the kind "scalars". Calls are counted by kind and
+    by the number of ranks in their group.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -51,13 +52,25 @@ class CollectiveCounter(TorchDispatchMode):
         if name in MOVE_NOTHING:
             return
         kind, elements, size = issued(name, args)
-        entry = self.found["scalars" if elements == 1 else kind]
+        entry = self.found["scalars" if elements == 1 else kind][len(group_ranks(args))]
         entry[0] += 1
         entry[1] += size
 
-    def totals(self) -> dict[str, dict[str, int]]:
-        """By kind, in alphabetical order: the count and the bytes."""
-        return {kind: {"count": count, "bytes": size} for kind, (count, size) in sorted(self.found.items())}
+    def totals(self) -> dict[str, dict[str, Any]]:
+        """By kind, in alphabetical order: the count, the bytes, and `groups`, the same by ranks in the group."""
+        return {kind: {"count": sum(count for count, _ in groups.values()),
+                       "bytes": sum(size for _, size in groups.values()),
+                       "groups": {str(ranks): {"count": count, "bytes": size}
+                                  for ranks, (count, size) in sorted(groups.items())}}
+                for kind, groups in sorted(self.found.items())}
+
+
+def group_ranks(args: tuple[Any, ...]) -> list[int]:
+    """The ranks of the process group among an operator's arguments; empty if there is none."""
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(leaf))
+    return []
 
 
 def issued(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:

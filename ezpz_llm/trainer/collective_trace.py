@@ -17,7 +17,7 @@ from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.dist.links import measure_links
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.collectives import MOVE_NOTHING, issued
+from ezpz_llm.engine.collectives import MOVE_NOTHING, group_ranks, issued
 from ezpz_llm.engine.live_memory import buckets, state_storages, taken
 
 
@@ -85,8 +85,7 @@ class _CollectiveLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: tuple[Any, ...]) -> None:
-        group = _group(args)
-        ranks = torch.distributed.get_process_group_ranks(group) if group is not None else []
+        ranks = group_ranks(args)
         kind, size = (name, 0) if name in MOVE_NOTHING else issued(name, args)[::2]
         call = {"kind": kind, "axes": self._axes(ranks), "ranks": ranks, "bytes": size}
         if name in ("send", "recv_"):
@@ -101,14 +100,6 @@ class _CollectiveLog(TorchDispatchMode):
                 if mesh.size(*axes) > 1 and mesh.degrees.peers(mesh.rank, *axes) == ranks:
                     return " ".join(axes)
         return "alone" if len(ranks) == 1 else ""
-
-
-def _group(args: tuple[Any, ...]) -> torch.distributed.ProcessGroup | None:
-    """The group among an operator's arguments."""
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return torch.distributed.ProcessGroup.unbox(leaf)
-    return None
 
 
 def _transient(profiler: torch.profiler.profile, device: torch.device) -> int:
