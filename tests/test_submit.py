@@ -13,10 +13,10 @@ import pytest
 from launch_runs import clean_env
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.schedulers import pbs, slurm
+from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days, read_duration
 from ezpz_llm.rundir import RunDir, update_record
-from ezpz_llm.submit import pbs, slurm
 from ezpz_llm.submit.options import parse
-from ezpz_llm.submit.request import Request, clock, clock_with_days, read_duration
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, outside_a_job, request_lines
 from ezpz_llm.submit.state import find_state
 

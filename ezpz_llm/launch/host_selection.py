@@ -12,7 +12,7 @@ from ezpz_llm.base.outside import read_text
 from ezpz_llm.base.schema import MOST_HOSTS
 from ezpz_llm.launch.allocation import Allocation, Host, count_repeats, short_name
 from ezpz_llm.launch.hostlist import ACCEPTED, expand_hosts
-from ezpz_llm.launch.schedulers import local, slurm, started
+from ezpz_llm.launch.schedulers import local, scheduler_of, started
 
 _SHOWN = 8
 
@@ -93,8 +93,8 @@ def _members(allocation: Allocation, names: Sequence[str], source: str) -> list[
 
 
 def _in_order(allocation: Allocation, found: list[Host]) -> list[Host]:
-    # srun numbers the hosts of a step in the job's order, whatever the order of its --nodelist.
-    if allocation.scheduler != slurm.NAME:
+    scheduler = scheduler_of(allocation)
+    if scheduler is None or not scheduler.KEEPS_HOST_ORDER:
         return found
     place = {host.name: number for number, host in enumerate(allocation.hosts)}
     return sorted(found, key=lambda host: place[host.name])
@@ -103,7 +103,8 @@ def _in_order(allocation: Allocation, found: list[Host]) -> list[Host]:
 def _order_noted(allocation: Allocation, found: list[Host], ordered: list[Host]) -> Allocation:
     if found == ordered:
         return allocation
-    return allocation.noting(f"Slurm numbers hosts in the job's order: ranks begin on {ordered[0].name}, not on "
+    title = getattr(scheduler_of(allocation), "TITLE", allocation.scheduler)
+    return allocation.noting(f"{title} numbers hosts in the job's order: ranks begin on {ordered[0].name}, not on "
                              f"{found[0].name}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError, nearest
 from ezpz_llm.base.schema import MOST_HOSTS, MOST_RANKS, MOST_RANKS_ON_A_HOST, MOST_SECONDS, whole_number
+from ezpz_llm.launch.schedulers import schedulers, step_launchers
 
 
 # Reading options off the front of a command line whose rest belongs to another command.
@@ -134,8 +135,19 @@ def command_line(text: str) -> tuple[str, ...]:
 
 LAUNCHERS = ("auto", "mpiexec", "srun", "torchrun")
 SCHEDULERS = ("auto", "slurm", "pbs", "none")
+"""Without those of other packages, which are not looked for unless one is named."""
 BINDINGS = ("auto", "none")
 TEES = ("0", "all", "none")
+
+
+def scheduler_choices() -> tuple[str, ...]:
+    """What --scheduler takes."""
+    return ("auto", *schedulers(), "none")
+
+
+def launcher_choices() -> tuple[str, ...]:
+    """What --launcher takes: also the own launchers of schedulers that other packages bring."""
+    return tuple(dict.fromkeys((*LAUNCHERS, *step_launchers())))
 
 
 @dataclass(frozen=True)
@@ -175,9 +187,9 @@ _OPTIONS = (
     Option(("--hosts",), "hosts", "use these hosts of the reservation only: n1,n3 or n[1-4]", "LIST"),
     Option(("--hostfile",), "hostfile", "hosts to use, one a line: host, host slots=N or host:N", "F", Path),
     Option(("--scheduler",), "scheduler", f"whose reservation this is: {', '.join(SCHEDULERS)}", "NAME",
-            one_of(SCHEDULERS)),
+            lambda text: one_of(scheduler_choices())(text)),
     Option(("--launcher",), "launcher", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME",
-            one_of(LAUNCHERS)),
+            lambda text: one_of(launcher_choices())(text)),
     Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "NAME"),
     Option(("--interface",), "interface", "the network interface that ranks meet and talk on, e.g. hsn0", "NAME"),
     Option(("--bind",), "binding", "ranks to cores: auto (from the topology) or none", "HOW", one_of(BINDINGS)),

@@ -27,6 +27,7 @@ from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.private import PrivateFolder, make_private, open_private
 from ezpz_llm.base.schema import Epoch, as_dataclass
 from ezpz_llm.launch.node.processes import is_alive, place, started_at
+from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.launch.schedulers.asking import ask_command
 from ezpz_llm.rundir.paths import RunDir
 
@@ -40,11 +41,6 @@ _ASK_S = 10.0
 _WIDTH = 512
 _MOST_BYTES = 4096
 _NAME = re.compile(r"owner-(\d{6,})")
-_JOBS = {
-    "SLURM_JOB_ID": (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", "code 0,")),
-    "PBS_JOBID": (("qstat",), ("Unknown Job Id", "has finished")),
-}
-"""By the variable that names a job: what asks for it, and what a scheduler says of one that is over."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,10 @@ def _gone(owner: Owner, env: Mapping[str, str]) -> str | None:
         # Slurm ends every process of a job before it starts it again.
         again = owner.restarts < _restarts(env)
         return "its job has been started again" if again else None
-    words, over = _JOBS[variable]
+    queries = {scheduler.JOB_VARIABLE: scheduler.JOB_QUERY for scheduler in schedulers().values()}
+    if variable not in queries:
+        return None
+    words, over = queries[variable]
     answer = ask_command([*words, job], env, _ASK_S, 1)
     is_over = answer.text is None and any(said in answer.complaint for said in over)
     return f"job {job} is over" if is_over else None
@@ -232,7 +231,7 @@ def _silent(folder: PrivateFolder, number: int, owner: Owner | None) -> str | No
 
 
 def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
-    job = next((f"{name} {env[name]}" for name in _JOBS if env.get(name)), None)
+    job = f"{here.JOB_VARIABLE} {env[here.JOB_VARIABLE]}" if (here := scheduler_here(env)) else None
     return Owner(socket.gethostname(), os.getpid(), started_at(os.getpid()), place(), job, _restarts(env), launch,
                  time.time())
 

@@ -21,7 +21,7 @@ from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
-from ezpz_llm.launch.schedulers.slurm import cancellations
+from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.launch.teardown import Ending, die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir.files import write_atomic
@@ -132,8 +132,9 @@ class _Watch:
         ended_at = time.time()
         self.ending.clear()
         self.relay.settle()
-        if stopped is not None and stopped.kind == "signal":
-            self.relay.keep(cancellations(os.environ, time.time() - time.monotonic() + self.started))
+        if stopped is not None and stopped.kind == "signal" and (scheduler := scheduler_here(os.environ)):
+            since = time.time() - time.monotonic() + self.started
+            self.relay.keep(scheduler.cancellations(os.environ, since))
         facts = RunFacts(
             world_size=len(self.plan.ranks), hosts=tuple(place.host for place in self.plan.ranks),
             launcher=self.plan.launcher.kind, launcher_status=self.launcher.returncode, ended=ended_at,

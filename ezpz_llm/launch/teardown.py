@@ -21,6 +21,7 @@ from ezpz_llm.launch.node.processes import Process, marked, started_at
 from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, control_interval_s, read_reports
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import warn
+from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir.paths import RunDir
 
 _POLL_S = 0.1
@@ -31,7 +32,6 @@ _LAUNCHER_S = 2.0
 _NODES_WITHIN_S = 12.0
 """How long nodes may take to report that they are clear, besides the time they take to look for orders."""
 _ASK_SLURM_AFTER_S = 2.0
-_SLURM_TIMEOUT_S = 10.0
 _AGENTS_COME_S = 3.0
 """How long ranks that have just been started may take to get their agent."""
 
@@ -43,6 +43,7 @@ class Ending:
         self._plan = plan
         self._launcher = launcher
         self._life = life
+        self._scheduler = scheduler_here(os.environ)
         self._order_s = control_interval_s(len(plan.hosts))
 
     def stop(self, grace_s: float, is_urgent: Callable[[], bool]) -> None:
@@ -116,22 +117,21 @@ class Ending:
             time.sleep(_POLL_S)
 
     def _steps(self) -> list[str]:
-        """The Slurm steps in which the agents ran: ours, but for one that launch itself stands in."""
-        own = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        """The scheduler's steps in which the agents ran: ours, but for one that launch itself stands in."""
+        own = self._scheduler.own_step(os.environ) if self._scheduler else None
         return sorted({report.slurm_step for report in self._life.nodes} - {None, own})
 
     def _cancel_step(self) -> None:
-        if steps := self._steps():
-            _slurm("scancel", "--signal=KILL", *steps)
+        if self._scheduler and (steps := self._steps()):
+            self._scheduler.kill_steps(steps)
 
     def _step_is_over(self) -> bool:
         """Slurm ends all processes of a step, agents too, when it is cancelled or out of time: no report comes
-        then, but Slurm lists a step until the last of them has gone."""
+        then, and only the scheduler knows when the last of them has gone."""
         steps = self._steps()
-        if not steps or any(report.slurm_step is None for report in self._unclear()):
+        if not self._scheduler or not steps or any(report.slurm_step is None for report in self._unclear()):
             return False
-        # A step of an array's task is listed by another name than it is asked for.
-        return _slurm("squeue", "--noheader", f"--steps={','.join(steps)}") == ""
+        return self._scheduler.steps_are_over(steps)
 
 
 def end_killed(run_dir: RunDir, run_id: str) -> None:
@@ -152,16 +152,6 @@ def _awaited(report: NodeReport) -> str:
     if report.state == RANKS_ENDED:
         return "the launcher's own processes"
     return f"rank(s) {', '.join(map(str, report.ranks))}" if report.ranks else "its ranks"
-
-
-def _slurm(program: str, *words: str) -> str | None:
-    """What the program says; None where it is not here or fails."""
-    try:
-        done = subprocess.run([program, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=_SLURM_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 # Nothing of a run outlives it: its processes are known by the run's own marker in their environment and by their

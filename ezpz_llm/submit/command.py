@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from ezpz_llm.base.errors import EXIT_USAGE
 from ezpz_llm.launch.precheck import check_first
+from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
 from ezpz_llm.submit.job import Job, plan_job, write_script
 from ezpz_llm.submit.options import help_text, parse
-from ezpz_llm.submit.request import clock
 from ezpz_llm.submit.script import RefusedError, outside_a_job, queue_chain
 
 

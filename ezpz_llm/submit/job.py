@@ -9,7 +9,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
@@ -17,15 +16,14 @@ from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.placement import Placement, place
-from ezpz_llm.launch.schedulers import local
+from ezpz_llm.launch.schedulers import local, schedulers
+from ezpz_llm.launch.schedulers.scheduler import Request, Scheduler
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.target import Target, read_command, run_dir_of
 from ezpz_llm.launch.variables import SITE_VARIABLE
 from ezpz_llm.rundir import RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import has_secret, redact_words
-from ezpz_llm.submit import pbs, slurm
 from ezpz_llm.submit.options import Options
-from ezpz_llm.submit.request import Request
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, request_lines
 
 _RESUMES = ("ezpz_llm.train",)
@@ -34,12 +32,12 @@ _RESUMES = ("ezpz_llm.train",)
 
 @dataclass(frozen=True)
 class Job:
-    """`scheduler` is the module that speaks to it; `placement` the ranks as launch will place them, so far as that
+    """`placement` the ranks as launch will place them, so far as that
     can be known here; `is_default` tells a run directory that nobody named."""
 
     options: Options
     site: Site
-    scheduler: ModuleType
+    scheduler: Scheduler
     target: Target
     run_dir: RunDir
     is_default: bool
@@ -82,11 +80,10 @@ def _site(options: Options, env: Mapping[str, str]) -> Site:
     return find_site(ours or of_launch, {"PBS_O_HOST": socket.gethostname(), **env})
 
 
-def _scheduler(site: Site, env: Mapping[str, str]) -> ModuleType:
+def _scheduler(site: Site, env: Mapping[str, str]) -> Scheduler:
     if site.scheduler:
-        return {"slurm": slurm, "pbs": pbs}[site.scheduler]
-    # Slurm first: it can come with a qsub of its own.
-    for scheduler in (slurm, pbs):
+        return schedulers()[site.scheduler]
+    for scheduler in schedulers().values():
         if shutil.which(scheduler.PROGRAM, path=env.get("PATH", os.defpath)):
             return scheduler
     raise UserError("there is neither sbatch nor qsub here", where="PATH",
@@ -117,7 +114,7 @@ def write_script(job: Job, typed: list[str]) -> str:
     needs_run_dir = job.options.launch.run_dir is None and not job.options.launches
     words = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
     go_on = ["--resume", run_dir] if job.target.module in _RESUMES else []
-    again = job.scheduler.AGAIN if request.requeue else {}
+    again = dict(job.scheduler.AGAIN) if request.requeue else {}
     named = {run_dir: '"$run_dir"'}
     introduction = (f"# Written by: {shlex.join(redact_words(typed))}".replace("\n", "\n# ")
                     + "\n# It may be changed, and queued again by hand.")
@@ -133,9 +130,9 @@ def write_script(job: Job, typed: list[str]) -> str:
 
 def _values(job: Job) -> dict[str, str | None]:
     request = job.request
-    return {"nodes": str(request.nodes), "time": job.scheduler.time(request.time_s), "account": request.account,
-            "queue": request.queue, "reservation": request.reservation,
-            "devices": None if request.devices is None else str(request.devices)}
+    return {"nodes": str(request.nodes), "time": job.scheduler.time_limit(request.time_s),
+            "account": request.account, "queue": request.queue,
+            "reservation": request.reservation, "devices": None if request.devices is None else str(request.devices)}
 
 
 def _setup(job: Job) -> tuple[str, ...]:

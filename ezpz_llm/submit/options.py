@@ -13,7 +13,7 @@ from ezpz_llm.base.schema import MOST_HOSTS, MOST_REPEATS
 from ezpz_llm.launch.option_parsing import Option, option_lines, split_options, whole
 from ezpz_llm.launch.option_parsing import Options as LaunchOptions
 from ezpz_llm.launch.option_parsing import parse as parse_launch
-from ezpz_llm.submit.request import ACCEPTED, read_duration
+from ezpz_llm.launch.schedulers.scheduler import ACCEPTED, read_duration
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
 _LAUNCH = (("launch",), ("ezpz-llm", "launch"), ("-m", "ezpz_llm.launch"))

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.base.private import SECRET_VARIABLE
 from ezpz_llm.launch.devices import MASKS
+from ezpz_llm.launch.schedulers.scheduler import Scheduler
 from ezpz_llm.launch.variables import (
     ENDS_AT_VARIABLE,
     FORWARDED,
@@ -100,7 +100,7 @@ class RefusedError(UserError):
     """The scheduler did not take the job, for certain."""
 
 
-def queue_chain(scheduler: ModuleType, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
+def queue_chain(scheduler: Scheduler, script: Path, count: int, env: Mapping[str, str]) -> Iterator[str]:
     """Queue the script `count` times, each job to begin when the one before has ended; the ids, one after another.
 
     Raises:
@@ -113,7 +113,7 @@ def queue_chain(scheduler: ModuleType, script: Path, count: int, env: Mapping[st
         yield after
 
 
-def _queue(scheduler: ModuleType, words: list[str], number: int, env: Mapping[str, str]) -> str:
+def _queue(scheduler: Scheduler, words: list[str], number: int, env: Mapping[str, str]) -> str:
     program = words[0]
     earlier = f" (job {number} of the chain; the earlier ones are queued)" if number > 1 else ""
     try:

@@ -12,15 +12,11 @@ from ezpz_llm.launch.binding.topology import Topology, site_topology, system_top
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
 from ezpz_llm.launch.placement import Placement
-from ezpz_llm.launch.schedulers import pbs, slurm
+from ezpz_llm.launch.schedulers import scheduler_of
 from ezpz_llm.launch.sites import Site
 
 _GIVES_DEVICES = ("--gpus-per-task", "--gpu-bind")
 """Options of srun by which it chooses each rank's device itself."""
-
-
-_ITS_NETWORK = "disable_rdzv_get"
-"""OLCF's "PyTorch on Frontier" asks for both or for neither. Slurm puts a job's --network into SLURM_NETWORK."""
 
 
 def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
@@ -67,11 +63,8 @@ def _more(found: Sequence[object]) -> str:
 def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mapping[str, str]) -> tuple[str, ...]:
     """Where the site file contradicts what is here, or has a key that is no longer read."""
     notes = list(site.notes)
-    protocol = env.get("FI_CXI_RDZV_PROTO", site.env.get("FI_CXI_RDZV_PROTO"))
-    if protocol == "alt_read" and allocation.scheduler == slurm.NAME and (
-            _ITS_NETWORK not in env.get("SLURM_NETWORK", "")):
-        notes.append(f"FI_CXI_RDZV_PROTO=alt_read goes with a job of --network={_ITS_NETWORK}, and this is none:"
-                     " ask for it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default")
+    if scheduler := scheduler_of(allocation):
+        notes += scheduler.site_notes(env, site.env)
     if site.scheduler and allocation.job_id and allocation.scheduler != site.scheduler:
         notes.append(f"site {site.name} has {site.scheduler}, and this is a job of {allocation.scheduler}")
     count = site.devices_per_host
@@ -130,8 +123,8 @@ def _topology(site: Site, devices: Devices, is_host: bool, launcher: str) -> Top
 def _allotted(allocation: Allocation, placement: Placement, site: Site) -> int | None:
     """The CPUs that the scheduler gave on a host. On hosts that differ, or of which it tells of some only, so many
     that ranks of the fullest get what they get where they have least: launchers take one number of CPUs a rank."""
-    # A site that lists its cores gives whole hosts, whatever number its PBS writes there.
-    if allocation.scheduler == pbs.NAME and site.cores:
+    scheduler = scheduler_of(allocation)
+    if scheduler and scheduler.SITE_CORES_COUNT and site.cores:
         return None
     known = _cores_and_ranks(allocation, placement)
     if not known:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import partial
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.dialects import hydra, openmpi, pals, srun, torchrun, work
+from ezpz_llm.launch.dialects import hydra, openmpi, pals, torchrun, work
 from ezpz_llm.launch.dialects.work import Launcher
-from ezpz_llm.launch.schedulers import slurm
+from ezpz_llm.launch.schedulers import schedulers
+from ezpz_llm.launch.schedulers.scheduler import StepLauncher
 
 _VERSION_TIMEOUT_S = 20
 
@@ -35,16 +36,18 @@ SITE_DIALECTS = {"pals": ("Cray PALS", pals.build)}
 
 def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
            site_dialect: str | None = None) -> Launcher:
-    """The launcher that the user asked for, or (`auto`): srun in a Slurm job, else mpiexec, else for one rank none
-    at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says nothing known. PBS's own
-    wrapper of that name is passed over, and a note says so.
+    """The launcher that the user asked for, or (`auto`): the scheduler's own in its job (srun), else mpiexec,
+    else for one rank none at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says
+    nothing known. PBS's own wrapper of that name is passed over, and a note says so.
 
     Raises:
         UserError: it is not there, or an mpiexec of unknown make.
     """
-    if wanted == "srun" or (wanted == "auto" and scheduler == slurm.NAME):
-        source = "--launcher" if wanted == "srun" else "a Slurm job"
-        return Launcher("srun", "Slurm", _need("srun", source, env), source, srun.build)
+    if wanted == "auto" and (own := _step_launcher(scheduler)):
+        return _stepping(own, f"a {schedulers()[scheduler].TITLE} job", env)
+    for own in filter(None, map(_step_launcher, schedulers())):
+        if own.program == wanted:
+            return _stepping(own, "--launcher", env)
     starter = partial(_starter, scheduler, env, site_dialect)
     if wanted == "torchrun":
         return _torchrun(_need("torchrun", "--launcher", env), "--launcher", starter)
@@ -65,9 +68,18 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
 def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
     """What starts one torchrun on each of several hosts."""
     source = "--launcher torchrun on other hosts"
-    if scheduler == slurm.NAME:
-        return Launcher("srun", "Slurm", _need("srun", source, env), source, srun.build)
+    if own := _step_launcher(scheduler):
+        return _stepping(own, source, env)
     return _mpiexec(source, env, site_dialect)
+
+
+def _step_launcher(scheduler: str) -> StepLauncher | None:
+    found = schedulers().get(scheduler)
+    return found.step_launcher() if found else None
+
+
+def _stepping(own: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
+    return Launcher(own.program, own.dialect, _need(own.program, source, env), source, own.build)
 
 
 def _need(program: str, source: str, env: Mapping[str, str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ezpz_llm.launch.devices import expand
 from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, mask, refuse_unspeakable
-from ezpz_llm.launch.schedulers import slurm
 
 _OVERLAP = "--overlap --export=ALL"
 _WHY_OVERLAP = "the proxies' own srun must not wait for the step that launch may stand in"
@@ -43,7 +42,7 @@ def build_intel(program: str, work: Work) -> Built:
 
 
 def _starts_by_srun(work: Work) -> bool:
-    return not work.here and work.scheduler == slurm.NAME and not any(work.env.get(name) for name in _USERS_OWN)
+    return not work.here and work.starts_daemons_by_srun and not any(work.env.get(name) for name in _USERS_OWN)
 
 
 def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tuple[str, str]]) -> Built:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ezpz_llm.launch.devices import core_ranges, expand
 from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, logical_cores, refuse_unspeakable
-from ezpz_llm.launch.schedulers import slurm
 
 _WHY_OVERLAP = "the daemons' own srun must not wait for the step that launch may stand in"
 
@@ -25,7 +24,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
     bind by itself, since it would put each of two ranks on one core whatever their threads."""
     refuse_unspeakable(program, work)
     # A host of a Slurm job is not found in it by another name.
-    is_alone = work.here and work.scheduler != slurm.NAME
+    is_alone = work.here and not work.starts_daemons_by_srun
     ranks = tuple(("localhost", count) for _, count in work.placement.ranks) if is_alone else work.placement.ranks
     argv = [program, "-n", str(work.placement.world_size)]
     files = {}
@@ -45,7 +44,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
     if not work.here:
         # Ranks on other hosts get none of this environment but what is named.
         argv += [word for name in work.variables for word in ("-x", name)]
-        if work.scheduler == slurm.NAME:
+        if work.starts_daemons_by_srun:
             env[slurm_words] = ("--overlap --export=ALL", _WHY_OVERLAP)
     if work.as_root:
         why = "Open MPI refuses root without it"

@@ -12,6 +12,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.devices import expand
 from ezpz_llm.launch.placement import Placement
+from ezpz_llm.launch.schedulers import schedulers
 
 HOSTS_ON_THE_LINE = 8
 """Longer host lists go into a file in the run directory."""
@@ -50,6 +51,12 @@ class Work:
     def hosts(self) -> tuple[str, ...]:
         """The names of the hosts, in the order in which ranks are numbered."""
         return tuple(name for name, _ in self.placement.ranks)
+
+    @property
+    def starts_daemons_by_srun(self) -> bool:
+        """Does an mpiexec start its daemons by srun, as in Slurm's jobs?"""
+        scheduler = schedulers().get(self.scheduler)
+        return scheduler is not None and scheduler.STARTS_MPI_DAEMONS
 
     def hosts_lines(self) -> str:
         """One host a line."""

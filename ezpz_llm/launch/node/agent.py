@@ -37,6 +37,7 @@ from ezpz_llm.launch.node.report import (
     write_report,
 )
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.launch.teardown import detach, end_marked, kill
 from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.paths import RunDir
@@ -228,10 +229,10 @@ class _Node:
 
     def _write(self, state: str, ranks: dict[int, RankReport] | None = None, left: list[int] | None = None) -> None:
         self.written_at = time.monotonic()
-        step = [os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        scheduler = scheduler_here(os.environ)
         report = NodeReport(self.run_id, self.host, self.info.rank, state, self.interval_s, ranks or {},
-                            tuple(left or ()), ".".join(step) if all(step) else None, self.error, self.mpi.found,
-                            self.builds.names)
+                            tuple(left or ()), scheduler.own_step(os.environ) if scheduler else None, self.error,
+                            self.mpi.found, self.builds.names)
         # A full or absent file system must not end the agent: it still has the node to clear.
         with contextlib.suppress(OSError):
             write_report(self.run_dir, report)

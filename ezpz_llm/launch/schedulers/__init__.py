@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import cast
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.allocation import Allocation, short_name
 from ezpz_llm.launch.ranks import leftovers
 from ezpz_llm.launch.schedulers import local, pbs, slurm, started
+from ezpz_llm.launch.schedulers.scheduler import Scheduler
 
-_WITH_JOBS = {slurm.NAME: slurm, pbs.NAME: pbs}
-"""In order of precedence."""
+SCHEDULERS: tuple[Scheduler, ...] = (cast(Scheduler, slurm), cast(Scheduler, pbs))
+"""In order of precedence, before those of other packages. Slurm first: it can come with a qsub of its own."""
+
+ENTRY_POINTS = "ezpz_llm.schedulers"
 
 QUICK, PATIENT = (1.0, 1), (5.0, 2)
 """Seconds for a try of a scheduler's command, and tries: for a plan that is only shown, and for one that runs."""
+
+
+@cache
+def schedulers() -> Mapping[str, Scheduler]:
+    """All schedulers by name: ours, and those that installed packages name under `ENTRY_POINTS`."""
+    found = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
+    if _is_named_somewhere():
+        points = import_module("importlib.metadata").entry_points(group=ENTRY_POINTS)
+        for scheduler in (point.load() for point in points):
+            found.setdefault(scheduler.NAME, scheduler)
+    return found
+
+
+def _is_named_somewhere() -> bool:
+    # importlib.metadata takes 40 ms to import and to look through an environment, a plan 150 ms in all.
+    for folder in sys.path:
+        for path in Path(folder or os.curdir).glob("*-info/entry_points.txt"):
+            try:
+                if f"[{ENTRY_POINTS}]" in path.read_text(encoding="utf-8", errors="replace"):
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+def step_launchers() -> tuple[str, ...]:
+    """The programs by which schedulers start ranks themselves."""
+    return tuple(own.program for one in schedulers().values() if (own := one.step_launcher()))
+
+
+def scheduler_of(allocation: Allocation) -> Scheduler | None:
+    """The scheduler whose job it is; None for one without a job."""
+    return schedulers().get(allocation.scheduler)
+
+
+def scheduler_here(env: Mapping[str, str]) -> Scheduler | None:
+    """The first scheduler in a job of which this process is, whatever --scheduler says."""
+    return next((one for one in schedulers().values() if env.get(one.JOB_VARIABLE)), None)
 
 
 def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: str | None = None) -> Allocation:
@@ -38,11 +85,11 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
         return _of(wanted, env)
     if found := started.detect(env):
         return found
-    in_jobs = [name for name, scheduler in _WITH_JOBS.items() if env.get(scheduler.JOB_VARIABLE)]
+    in_jobs = [name for name, scheduler in schedulers().items() if env.get(scheduler.JOB_VARIABLE)]
     if len(in_jobs) > 1:
         return _settle(env)
     if in_jobs:
-        return _WITH_JOBS[in_jobs[0]].detect(env)
+        return schedulers()[in_jobs[0]].detect(env)
     if hosts_from is None:
         local.refuse(env)
         return local.detect(env)
@@ -52,12 +99,12 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
 def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
     """`allocation` with what only the scheduler's own command knows (`ends_at`), within the seconds and tries of
     `effort`; with a note where it does not answer or says otherwise. Never an error."""
-    scheduler = _WITH_JOBS.get(allocation.scheduler)
+    scheduler = scheduler_of(allocation)
     return allocation if scheduler is None else scheduler.supplement(allocation, env, *effort)
 
 
 def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
-    others = [f"{scheduler.JOB_VARIABLE}={env[scheduler.JOB_VARIABLE]}" for name, scheduler in _WITH_JOBS.items()
+    others = [f"{scheduler.JOB_VARIABLE}={env[scheduler.JOB_VARIABLE]}" for name, scheduler in schedulers().items()
               if name != wanted and env.get(scheduler.JOB_VARIABLE)]
     if rank := _rank_here(env):
         others.append(f"the rank variables of {rank}")
@@ -65,9 +112,9 @@ def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
     if wanted == local.NAME:
         notes += local.left_aside(env, "--scheduler none")
         return replace(local.detect(env), source="--scheduler none").noting(*notes)
-    found = _WITH_JOBS[wanted].detect(env)
+    found = schedulers()[wanted].detect(env)
     if found is None:
-        raise UserError(f"--scheduler {wanted}, but {_WITH_JOBS[wanted].JOB_VARIABLE} is not set",
+        raise UserError(f"--scheduler {wanted}, but {schedulers()[wanted].JOB_VARIABLE} is not set",
                         where="the environment", instead="start launch inside a job, or leave --scheduler out")
     return found.noting(*notes)
 
@@ -81,26 +128,30 @@ def _rank_here(env: Mapping[str, str]) -> str | None:
 
 
 def _settle(env: Mapping[str, str]) -> Allocation:
-    """The one of two jobs that can be read, or either if both have the same hosts."""
-    names = [scheduler.JOB_VARIABLE for scheduler in _WITH_JOBS.values()]
-    both = " and ".join(f"{name}={env[name]}" for name in names)
+    """The one of several jobs that can be read, or the first if all have the same hosts."""
+    within = [scheduler for scheduler in schedulers().values() if env.get(scheduler.JOB_VARIABLE)]
+    all_of_them = " and ".join(f"{one.JOB_VARIABLE}={env[one.JOB_VARIABLE]}" for one in within)
+    how = "both" if len(within) == 2 else "all"
     found: list[Allocation] = []
     errors: list[UserError] = []
-    for scheduler in _WITH_JOBS.values():
+    for scheduler in within:
         try:
-            found.append(scheduler.detect(env))
+            found += filter(None, [scheduler.detect(env)])
         except UserError as error:
             errors.append(error)
     if not found:
         raise errors[0]
+    first, *others = found
     if errors:
-        return found[0].noting(f"{both} are both set; {found[0].scheduler} counts, since {errors[0].found}")
-    first, second = ({short_name(host.name) for host in one.hosts} for one in found)
-    if first != second:
-        raise UserError(f"two reservations: {both}, with the hosts {_few(first)} and {_few(second)}",
-                        where=f"{found[0].source} and {found[1].source}",
-                        instead="--scheduler slurm or --scheduler pbs, or unset the other's variables")
-    return found[0].noting(f"{both} are both set, with the same hosts: {found[0].scheduler} counts")
+        return first.noting(f"{all_of_them} are {how} set; {first.scheduler} counts, since {errors[0].found}")
+    for other in others:
+        ours, theirs = ({short_name(host.name) for host in one.hosts} for one in (first, other))
+        if ours != theirs:
+            choices = " or ".join(f"--scheduler {one.scheduler}" for one in (first, other))
+            raise UserError(f"two reservations: {all_of_them}, with the hosts {_few(ours)} and {_few(theirs)}",
+                            where=f"{first.source} and {other.source}",
+                            instead=f"{choices}, or unset the other's variables")
+    return first.noting(f"{all_of_them} are {how} set, with the same hosts: {first.scheduler} counts")
 
 
 def _few(hosts: set[str]) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +16,15 @@ from ezpz_llm.base.schema import epoch, whole_number
 from ezpz_llm.launch.allocation import Allocation, Host, short_name
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
 from ezpz_llm.launch.schedulers.asking import ask_command
+from ezpz_llm.launch.schedulers.scheduler import Request, StepLauncher, clock_with_days
 
 NAME = "slurm"
+TITLE = "Slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
+JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", "code 0,"))
+KEEPS_HOST_ORDER = STARTS_MPI_DAEMONS = True
+SITE_CORES_COUNT = False
+COPIER = "sbcast"
 
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
 
@@ -237,3 +246,139 @@ def _epoch(stamp: str) -> float:
         return time.mktime(time.strptime(stamp, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return 0.0
+
+
+# Steps: srun starts them, scancel ends them, sbcast brings them files.
+_STEP_TIMEOUT_S = 10.0
+_ITS_NETWORK = "disable_rdzv_get"
+"""OLCF's "PyTorch on Frontier" asks for both or for neither. Slurm puts a job's --network into SLURM_NETWORK."""
+
+
+def step_launcher() -> StepLauncher | None:
+    """srun."""
+    from ezpz_llm.launch.dialects import srun
+
+    return StepLauncher("srun", "Slurm", srun.build)
+
+
+def site_notes(env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
+    """Where a site's variables want a network option that the job was not asked with."""
+    protocol = env.get("FI_CXI_RDZV_PROTO", of_site.get("FI_CXI_RDZV_PROTO"))
+    if protocol != "alt_read" or _ITS_NETWORK in env.get("SLURM_NETWORK", ""):
+        return ()
+    return (f"FI_CXI_RDZV_PROTO=alt_read goes with a job of --network={_ITS_NETWORK}, and this is none:"
+            " ask for it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default",)
+
+
+def own_step(env: Mapping[str, str]) -> str | None:
+    """"JOB.STEP", as scancel and squeue take it."""
+    job, step = env.get(JOB_VARIABLE), env.get("SLURM_STEP_ID")
+    return f"{job}.{step}" if job and step else None
+
+
+def kill_steps(steps: Sequence[str]) -> None:
+    """Send SIGKILL to all processes of these steps, agents too."""
+    _said("scancel", "--signal=KILL", *steps)
+
+
+def steps_are_over(steps: Sequence[str]) -> bool:
+    """Slurm lists a step until the last of its processes has gone."""
+    # A step of an array's task is listed by another name than it is asked for.
+    return _said("squeue", "--noheader", f"--steps={','.join(steps)}") == ""
+
+
+def _said(program: str, *words: str) -> str | None:
+    """What the program says; None where it is not here or fails."""
+    try:
+        done = subprocess.run([program, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              errors="replace", timeout=_STEP_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def copy_to_nodes(source: Path, target: str) -> bool:
+    """Copy by sbcast; what it complains of goes to stderr."""
+    done = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True, errors="replace", check=False)
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    return done.returncode == 0
+
+
+# For submit: the lines that ask for a job, and the words that queue it.
+PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
+
+AGAIN = {"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'}
+"""The words by which a running job asks to be queued again, and what stands for them in the script."""
+
+_SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
+          "-p": "--partition", "-q": "--qos", "-t": "--time"}
+_HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),
+          (r"node count|node configuration|[Nn]odes", "--nodes"), (r"reservation", "--reservation"))
+
+
+def time_limit(seconds: int) -> str:
+    """The limit as `--time` takes it."""
+    return clock_with_days(seconds)
+
+
+def directives(request: Request) -> list[str]:
+    """The lines of a job that no site has anything to add to. Whole nodes: with --nodes alone Slurm may give one
+    core of each."""
+    # sbatch takes quotes off as a shell does, but has no way to write a control character.
+    for value in (request.name, str(request.output)):
+        if not value.isprintable():
+            raise UserError(f"a job name or run directory with a control character: {value!r}",
+                            instead="--name or --run-dir with printable characters only")
+    output = str(request.output).replace("%", "%%")
+    words = [
+        f"--job-name={shlex.quote(request.name)}",
+        f"--nodes={request.nodes}",
+        "--exclusive",
+        f"--time={time_limit(request.time_s)}",
+        # A job that is started again adds to what it printed before.
+        f"--output={shlex.quote(output + '/job-%j.log')}",
+        "--open-mode=append",
+        "--requeue" if request.requeue else "--no-requeue",
+    ]
+    words += [f"--{option}={value}" for option, value in (
+        ("account", request.account), ("partition", request.queue), ("reservation", request.reservation)) if value]
+    return [f"{DIRECTIVE} {word}" for word in words]
+
+
+def subjects(line: str) -> set[str]:
+    """What a directive line decides: of two lines with the same subject only one may stay."""
+    word = re.split(r"[=\s]", line.split()[1])[0]
+    return {_SHORT.get(word, word)}
+
+
+def submission(script: str, after: str | None) -> list[str]:
+    """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+    dependency = [f"--dependency=afterany:{after}"] if after else []
+    return [PROGRAM, "--parsable", *dependency, script]
+
+
+def job_id(line: str) -> str | None:
+    """The id in what sbatch printed (`123`, `123;cluster`); None where it is none."""
+    match = re.fullmatch(r"(\d+)(;[\w.-]+)?", line, re.ASCII)
+    return match[1] if match else None
+
+
+def watch(ids: list[str]) -> str:
+    """How to look at the jobs."""
+    return f"squeue -j {','.join(ids)}"
+
+
+def cancel(ids: list[str]) -> str:
+    """How to end the jobs."""
+    return f"scancel {' '.join(ids)}"
+
+
+def output_file(request: Request, job: str) -> str:
+    """Where that job's output goes."""
+    return str(request.output / f"job-{job}.log")
+
+
+def hint(words: str) -> str | None:
+    """The option of ours that sbatch's complaint is about, where it can be told."""
+    return next((option for pattern, option in _HINTS if re.search(pattern, words, re.IGNORECASE)), None)

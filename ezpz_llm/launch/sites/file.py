@@ -12,6 +12,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError, nearest, unknown
 from ezpz_llm.base.outside import parse_toml, read_text
 from ezpz_llm.base.package_data import data_dir, user_path
+from ezpz_llm.launch.schedulers import schedulers, step_launchers
 from ezpz_llm.launch.sites.site import Job, Site
 from ezpz_llm.launch.variables import SITE_VARIABLE
 
@@ -144,7 +145,7 @@ def _variables(value: Any) -> dict[str, str]:
 
 
 def _words(value: Any) -> dict[str, tuple[str, ...]]:
-    _need(isinstance(value, dict) and value.keys() <= {"mpiexec", "srun"})
+    _need(isinstance(value, dict) and value.keys() <= {"mpiexec", *step_launchers()})
     return {launcher: _texts(words) for launcher, words in value.items()}
 
 
@@ -161,14 +162,24 @@ def _one_of(*names: str) -> Key:
     return Key(f"one of {', '.join(map(repr, names))}", convert)
 
 
+def _scheduler(value: Any) -> str:
+    _need(value in schedulers())
+    return value
+
+
+def _launcher(value: Any) -> str:
+    _need(value in ("mpiexec", *step_launchers()))
+    return value
+
+
 _TEXT = Key("a text on one line", _text)
 _COUNT = Key("a whole number, 1 or more", _count)
 _LINES = Key("a list of lines", _texts)
 
 KEYS: Mapping[str, Key] = {
     "description": _TEXT,
-    "scheduler": _one_of("pbs", "slurm"),
-    "launcher": _one_of("mpiexec", "srun"),
+    "scheduler": Key("one of 'pbs', 'slurm', or a scheduler of another package's", _scheduler),
+    "launcher": Key("one of 'mpiexec', 'srun', or a scheduler's own", _launcher),
     "dialect": _one_of("pals"),
     "devices_per_host": _COUNT,
     "cores": Key('a list with the cores of each NUMA domain: ["0-51", "52-103"]', _domains),

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, build_plan
-from ezpz_llm.launch.schedulers import slurm
+from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
 from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
 from ezpz_llm.launch.staging.receive import mover
 from ezpz_llm.launch.supervise import run
@@ -64,7 +63,8 @@ def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
         return "file"
     if plan.site.stage:
         return plan.site.stage
-    if plan.allocation.scheduler == slurm.NAME and shutil.which("sbcast", path=env.get("PATH")):
+    scheduler = scheduler_of(plan.allocation)
+    if scheduler and scheduler.COPIER and shutil.which(scheduler.COPIER, path=env.get("PATH")):
         return "sbcast"
     has_mpi = plan.launcher.kind in ("mpiexec", "srun") and importlib.util.find_spec("mpi4py") is not None
     return "mpi" if has_mpi else "file"
@@ -91,7 +91,7 @@ def _bring(plan: LaunchPlan, options: Options, archives: Sequence[Archive], way:
     if way == "sbcast":
         paths = _local_archives(archives, folder)
         for archive, path in zip(archives, paths, strict=True):
-            if not _sbcast(archive.path, path):
+            if not _copied(plan, archive.path, path):
                 # Slurm names the host, but not always what is wrong with it.
                 needed = str(sum(archive.bytes for archive in archives))
                 _on_every_host(plan, options, (*_RECEIVE, "room", str(folder), needed), "room")
@@ -109,11 +109,10 @@ def _local_archives(archives: Sequence[Archive], folder: Path) -> list[str]:
     return [f"{folder}.{number}.tar" for number, _ in enumerate(archives)]
 
 
-def _sbcast(source: Path, target: str) -> bool:
-    done = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True, errors="replace", check=False)
-    print(done.stderr, end="", file=sys.stderr, flush=True)
-    return done.returncode == 0
+def _copied(plan: LaunchPlan, source: Path, target: str) -> bool:
+    # A site's "sbcast" holds for --scheduler none inside a job too.
+    scheduler = scheduler_of(plan.allocation) or scheduler_here(os.environ)
+    return scheduler is not None and scheduler.copy_to_nodes(source, target)
 
 
 def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> int:

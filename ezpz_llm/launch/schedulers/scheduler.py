@@ -1,0 +1,177 @@
+"""What launch and submit ask of a scheduler.
+
+A scheduler is one module (or object) that has all of `Scheduler`: one of `SCHEDULERS`, or one that an installed
+package names in its entry points under "ezpz_llm.schedulers"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ezpz_llm.base.schema import MOST_SECONDS
+from ezpz_llm.launch.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class Request:
+    """`time_s` is the limit in seconds; `devices` the accelerators of a node, None where the site does not say;
+    `output` the folder for what the job prints."""
+
+    name: str
+    nodes: int
+    time_s: int
+    output: Path
+    account: str | None
+    queue: str | None
+    reservation: str | None
+    requeue: bool
+    devices: int | None
+
+
+# How long a job may take: what a user may type, and how the schedulers write it.
+_CLOCK = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<hours>\d{1,9}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)",
+                    re.ASCII)
+_UNITS = re.compile(r"(?:(?P<days>\d{1,9})d)?(?:(?P<hours>\d{1,9})h)?(?:(?P<minutes>\d{1,9})m)?", re.ASCII)
+
+ACCEPTED = "H:MM:SS, D-HH:MM:SS, or units such as 90m, 12h, 1d12h"
+
+
+def read_duration(text: str) -> int:
+    """Seconds. A lone number and `1:30` are refused: PBS and Slurm read them differently, and so do people.
+
+    Raises:
+        ValueError: with what is accepted.
+    """
+    match = _CLOCK.fullmatch(text) or _UNITS.fullmatch(text)
+    found = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
+    if "-" in text and found.get("hours", 0) > 23:
+        found = {}
+    total = (86400 * found.get("days", 0) + 3600 * found.get("hours", 0) + 60 * found.get("minutes", 0)
+             + found.get("seconds", 0))
+    if not 0 < total <= MOST_SECONDS:
+        raise ValueError(f"a time above 0: {ACCEPTED}")
+    return total
+
+
+def clock(seconds: int) -> str:
+    """H:MM:SS, as both schedulers read it; the hours may have any number of digits."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def clock_with_days(seconds: int) -> str:
+    """D-HH:MM:SS from one day on, which Slurm prefers to many hours; else H:MM:SS."""
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}" if days else clock(rest)
+
+
+# The protocol.
+@dataclass(frozen=True)
+class StepLauncher:
+    """A scheduler's own program that starts ranks: its name on PATH, which is also the launcher's kind, and `build`
+    from that program and `launch.dialects.work.Work` to a `Built` command line."""
+
+    program: str
+    dialect: str
+    build: Callable[[str, Any], Any]
+
+
+class Scheduler(Protocol):
+    """A scheduler, as launch (inside a job) and submit (outside of any) see it. A class that derives from this has
+    what fits a scheduler without steps of its own.
+
+    Attributes:
+        NAME: by which --scheduler and site files name it.
+        TITLE: its name in messages.
+        JOB_VARIABLE: set in its jobs, to the job's id.
+        JOB_QUERY: words that ask for the job whose id is appended, and what is answered of one that is over.
+        KEEPS_HOST_ORDER: its step launcher numbers nodes in the job's order, whatever order it is told.
+        STARTS_MPI_DAEMONS: mpiexec's daemons are started by srun in its jobs.
+        SITE_CORES_COUNT: where a site lists its cores, a job has them all, whatever number of CPUs it states.
+        COPIER: the program that `copy_to_nodes` needs on PATH; None where there is none.
+        PROGRAM, TEMPLATE, DIRECTIVE: what queues a script, the script's template (of `jobs/`, or an absolute path),
+            and how its directive lines begin.
+        AGAIN: words by which a running job asks to be queued again, and what stands for them in the script.
+    """
+
+    NAME: str
+    TITLE: str
+    JOB_VARIABLE: str
+    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]]
+    KEEPS_HOST_ORDER: bool = False
+    STARTS_MPI_DAEMONS: bool = False
+    SITE_CORES_COUNT: bool = False
+    COPIER: str | None = None
+    PROGRAM: str
+    TEMPLATE: str
+    DIRECTIVE: str
+    AGAIN: Mapping[str, str] = MappingProxyType({})
+
+    def detect(self, env: Mapping[str, str]) -> Allocation | None:
+        """The job that `env` is in, from the environment and files it names alone; None outside one.
+
+        Raises:
+            UserError: the variables cannot be understood.
+        """
+
+    def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+        """`allocation` with what only the scheduler's own command knows; a note, never an error, without it."""
+        return allocation
+
+    def step_launcher(self) -> StepLauncher | None:
+        """What `--launcher auto` takes in its jobs; None for an mpiexec or torchrun."""
+        return None
+
+    def site_notes(self, env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
+        """Where a site's variables contradict what the job was asked with."""
+        return ()
+
+    def own_step(self, env: Mapping[str, str]) -> str | None:
+        """The id of the step that this process is in, where steps can be ended by id."""
+        return None
+
+    def kill_steps(self, steps: Sequence[str]) -> None:
+        """Send SIGKILL to all processes of these steps."""
+
+    def steps_are_over(self, steps: Sequence[str]) -> bool:
+        """Has the last process of each of these steps gone, for certain?"""
+        return False
+
+    def cancellations(self, env: Mapping[str, str], since: float) -> str:
+        """What the scheduler wrote about the end of this job since that epoch time, which launch did not see."""
+        return ""
+
+    def copy_to_nodes(self, source: Path, target: str) -> bool:
+        """Copy a file to each node of the job; False, with the reason on stderr, where that failed."""
+        return False
+
+    def time_limit(self, seconds: int) -> str:
+        """A job's limit as its directives take it."""
+
+    def directives(self, request: Request) -> list[str]:
+        """The lines of a job that no site has anything to add to."""
+
+    def subjects(self, line: str) -> set[str]:
+        """What a directive line decides: of two lines with the same subject only one may stay."""
+
+    def submission(self, script: str, after: str | None) -> list[str]:
+        """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+
+    def job_id(self, line: str) -> str | None:
+        """The id in a line that `submission` printed; None where it is none."""
+
+    def watch(self, ids: list[str]) -> str:
+        """The command that shows these jobs."""
+
+    def cancel(self, ids: list[str]) -> str:
+        """The command that ends these jobs."""
+
+    def output_file(self, request: Request, job: str) -> str:
+        """Where that job's output goes."""
+
+    def hint(self, words: str) -> str | None:
+        """The option of ours that a complaint is about, where it can be told."""
+        return None
