@@ -132,7 +132,8 @@ def _values(job: Job) -> dict[str, str | None]:
     request = job.request
     return {"nodes": str(request.nodes), "time": job.scheduler.time_limit(request.time_s),
             "account": request.account, "queue": request.queue,
-            "reservation": request.reservation, "devices": None if request.devices is None else str(request.devices)}
+            "reservation": request.reservation,
+            "devices": None if request.devices is None else str(request.devices)}
 
 
 def _setup(job: Job) -> tuple[str, ...]:
