@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.precheck import TIMEOUT_S, CheckReport
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
@@ -174,8 +174,8 @@ def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Check
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the check of {what} took longer than {TIMEOUT_S} s", where=" ".join(words)) from error
     try:
-        report = as_dataclass(CheckReport, json.loads(done.stdout), " ".join(words))
-    except ValueError as error:  # it ended before it could say anything
+        report = as_dataclass(CheckReport, parse_json(done.stdout, " ".join(words)), " ".join(words))
+    except UserError as error:  # it ended before it could say anything
         raise UserError(f"{what} cannot run: {(done.stderr or done.stdout).strip()}") from error
     if done.returncode or report.layout is None:
         raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,
