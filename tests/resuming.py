@@ -21,7 +21,7 @@ from ezpz_llm.rundir import read_lines
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.position import Position
-from ezpz_llm.trainer.run import go_back, start
+from ezpz_llm.trainer.run import resume_from_checkpoint, start
 from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Session, WallClock
 from ezpz_llm.trainer.step_hooks import flush
@@ -73,7 +73,7 @@ def go_on_from_each(argv: Sequence[str]) -> int:
         session = begin(wanted, dist)
         for name, where in wanted["checkpoints"].items():
             plan = replace(session.plan, config=replace(session.config, resume=where))
-            state = go_back(plan, session.data, session.engine, dist)
+            state = resume_from_checkpoint(plan, session.data, session.engine, dist)
             session.step, session.position = state["step"], Position.at(state["consumed"], state["sample_hash"])
             states = everywhere(dist, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
             found[name] = {**take_steps(session, wanted["steps"]), "random_states": states}

@@ -29,7 +29,7 @@ from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
-from ezpz_llm.trainer.spike_detector import LEAST, Guard
+from ezpz_llm.trainer.spike_detector import LEAST, SpikeDetector
 
 SCRIPT = Path(__file__).with_name("poisoned_train.py")
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
@@ -76,14 +76,14 @@ def lines_of(run_dir: Path) -> list[dict]:
     return list(read_lines(RunDir(run_dir).metrics))
 
 
-def look(guard: Guard, step: int, loss: float | None = 3.0, norm: float | None = 1.0) -> dict:
+def look(guard: SpikeDetector, step: int, loss: float | None = 3.0, norm: float | None = 1.0) -> dict:
     line = {"step": step, "loss": loss, "grad_norm": norm}
-    guard.look(line)
+    guard.observe(line)
     return line
 
 
 def test_a_norm_far_above_the_usual_is_refused_once_there_is_a_usual():
-    guard = Guard(TrainConfig(log_every=10, spike_norm=10.0))
+    guard = SpikeDetector(TrainConfig(log_every=10, spike_norm=10.0))
     assert "skipped" not in look(guard, 1, norm=1e6)
     for step in range(2, LEAST + 8):
         look(guard, step)
@@ -97,48 +97,48 @@ def test_a_norm_far_above_the_usual_is_refused_once_there_is_a_usual():
 
 
 def test_every_skip_is_told_with_its_norm_and_none_is_made_unasked():
-    asked, unasked = (Guard(TrainConfig(log_every=1, **more)) for more in ({"spike_norm": 10.0}, {}))
+    asked, unasked = (SpikeDetector(TrainConfig(log_every=1, **more)) for more in ({"spike_norm": 10.0}, {}))
     for step in range(1, LEAST + 1):
         look(asked, step, norm=0.6)
         look(unasked, step, norm=0.6)
     assert look(asked, LEAST + 1, norm=8.6)["skipped"]
-    assert asked.untold == [f"step {LEAST + 1} was skipped and changed nothing: its gradient norm is 8.6, above "
-                            "the limit of 6 (--spike-norm)"]
+    assert asked.unreported == [f"step {LEAST + 1} was skipped and changed nothing: its gradient norm is 8.6, "
+                                "above the limit of 6 (--spike-norm)"]
     assert "skipped" not in look(unasked, LEAST + 1, norm=8.6), "published runs take such steps"
-    assert unasked.untold == []
+    assert unasked.unreported == []
     unasked.restore(asked.state())
     assert unasked.limit == math.inf
 
 
 def test_the_limit_is_one_that_the_device_can_hold():
-    guard = Guard(TrainConfig(log_every=1, spike_norm=3.3))
+    guard = SpikeDetector(TrainConfig(log_every=1, spike_norm=3.3))
     for step in range(1, LEAST + 1):
         look(guard, step, norm=0.7)
     assert guard.limit == torch.tensor(3.3 * 0.7, dtype=torch.float32).item()
 
 
 def test_without_factors_only_what_is_no_number_counts():
-    guard = Guard(TrainConfig(log_every=1, spike_norm=0, spike_loss=0, bad_steps=2))
+    guard = SpikeDetector(TrainConfig(log_every=1, spike_norm=0, spike_loss=0, bad_steps=2))
     for step in range(1, 100):
         look(guard, step)
     look(guard, 100, loss=50.0, norm=1e9)
     assert (guard.limit, guard.streak) == (math.inf, 0)
     assert "skipped" not in look(guard, 101, loss=None)
-    assert (guard.streak, guard.is_over, guard.ends_in_nothing) == (1, False, True)
+    assert (guard.streak, guard.should_stop, guard.last_loss_non_finite) == (1, False, True)
     assert look(guard, 102, norm=None)["skipped"]
-    assert (guard.is_over, guard.ends_in_nothing) == (True, False)
+    assert (guard.should_stop, guard.last_loss_non_finite) == (True, False)
     look(guard, 103)
-    assert not guard.is_over
+    assert not guard.should_stop
 
 
 def test_losses_far_above_the_usual_count_but_are_not_skipped():
-    guard = Guard(TrainConfig(log_every=1, spike_loss=1.0, bad_steps=3))
+    guard = SpikeDetector(TrainConfig(log_every=1, spike_loss=1.0, bad_steps=3))
     for step in range(1, LEAST + 1):
         look(guard, step)
     for step in range(LEAST + 1, LEAST + 4):
         assert "skipped" not in look(guard, step, loss=4.1)
-    assert guard.is_over
-    assert f"from step {LEAST + 1} on" in guard.why()
+    assert guard.should_stop
+    assert f"from step {LEAST + 1} on" in guard.reason()
 
 
 VALUES = st.one_of(st.none(), st.floats(0.1, 100.0))
@@ -148,11 +148,11 @@ VALUES = st.one_of(st.none(), st.floats(0.1, 100.0))
 @given(st.lists(st.tuples(VALUES, VALUES), min_size=60, max_size=200), st.integers(1, 59))
 def test_a_guard_goes_on_from_its_state_as_if_nothing_had_been(steps, cut):
     config = TrainConfig(log_every=7, spike_norm=2.0, spike_loss=1.0)
-    whole, part = Guard(config), Guard(config)
+    whole, part = SpikeDetector(config), SpikeDetector(config)
     for number, (loss, norm) in enumerate(steps, 1):
         if number == cut:
             state = json.loads(json.dumps(part.state()))
-            part = Guard(config)
+            part = SpikeDetector(config)
             part.restore(state)
         assert look(whole, number, loss, norm) == look(part, number, loss, norm)
         assert (whole.limit, whole.streak, whole.first_bad) == (part.limit, part.streak, part.first_bad)
@@ -171,7 +171,7 @@ def test_a_few_bad_steps_are_skipped_and_the_run_goes_on(alone, tmp_path):
     assert [line["step"] for line in lines if line.get("skipped")] == [5, 6]
     assert [line["loss"] is None for line in lines] == [step in (5, 6) for step in range(1, 13)]
     assert lines[-1]["loss"] < lines[3]["loss"]
-    told = [f"warning: step {step} was skipped and changed nothing: its gradient norm is no number\n"
+    told = [f"warning: step {step} was skipped and changed nothing: its gradient norm is NaN or Inf\n"
             for step in (5, 6)]
     assert [line for line in done.out.splitlines(keepends=True) if "skipped and" in line] == told
     assert "skipped steps   2: they changed nothing\n" in done.out
@@ -296,7 +296,7 @@ def test_a_resumed_run_has_the_limit_of_the_run_it_resumes(alone, tmp_path):
 
 
 def test_bad_steps_do_not_count_those_before_the_last_good_one():
-    guard = Guard(replace(TrainConfig(), bad_steps=2, log_every=1))
+    guard = SpikeDetector(replace(TrainConfig(), bad_steps=2, log_every=1))
     for step, norm in enumerate((None, 1.0, None, 1.0, None), 1):
         look(guard, step, norm=norm)
-        assert not guard.is_over
+        assert not guard.should_stop

@@ -52,7 +52,7 @@ def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
 
 def test_a_model_that_does_not_learn_fails_the_run(tmp_path, capsys):
     assert train(tmp_path / "run", "--steps", "10", "--overfit-one-batch", "true", "--lr", "1e-6") == 1
-    assert "one batch was not learnt by heart" in capsys.readouterr().err
+    assert "failed to overfit one batch" in capsys.readouterr().err
 
 
 def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
@@ -115,7 +115,7 @@ def test_a_first_step_that_was_refused_says_nothing_of_the_optimizer(tmp_path):
     plan = plan_run(parse(["--resume", str(tmp_path)]), 1)
     checks = SelfChecks(plan, first_step=5)
     checks.stepped(SimpleNamespace(elements=[0, 0], strangers=0, decays=[set(), set()]))
-    checks.look({"step": 6, "loss": 3.0, "grad_norm": 99.0, "skipped": True})
+    checks.observe({"step": 6, "loss": 3.0, "grad_norm": 99.0, "skipped": True})
     assert checks.conclude(SimpleNamespace(world_size=1)) == []
 
 

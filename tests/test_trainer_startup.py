@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from ezpz_llm.trainer.startup import stretches
+from ezpz_llm.trainer.startup import durations
 
 
 def test_stretches_follow_one_another() -> None:
     marks = [("imports", 12.0), ("data", 12.5), ("first step", 20.0)]
-    assert stretches(marks, 10.0, 9.0) == {"launching": 1.0, "imports": 2.0, "data": 0.5, "first step": 7.5}
-    assert stretches(marks, 10.0, None) == {"imports": 2.0, "data": 0.5, "first step": 7.5}
+    assert durations(marks, 10.0, 9.0) == {"launching": 1.0, "imports": 2.0, "data": 0.5, "first step": 7.5}
+    assert durations(marks, 10.0, None) == {"imports": 2.0, "data": 0.5, "first step": 7.5}
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What a run is, told before its first step: in run.json, layout.json and deepspeed.json, and on the console."""
+"""Description of a run before its first step: run.json, layout.json, deepspeed.json and the console."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
 
 
 def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
-    if plan.begins_with is None:
+    if plan.init_weights_source is None:
         return []
-    return [text] if (text := other_tokenizer(plan.begins_with, data.manifest["tokenizer"])) else []
+    return [text] if (text := other_tokenizer(plan.init_weights_source, data.manifest["tokenizer"])) else []
 
 
 def saves(plan: RunPlan, dist: Dist) -> str:

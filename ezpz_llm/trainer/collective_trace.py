@@ -1,4 +1,4 @@
-"""What one step issues and takes: the key with which the collectives of a trace are told apart, and its memory."""
+"""Trace of one step: its collectives in order, with kind, group and bytes, and the memory it allocates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ezpz_llm.engine.collectives import MOVE_NOTHING, group_ranks, issued
 from ezpz_llm.engine.live_memory import buckets, state_storages, taken
 
 
-class Census:
-    """Looks at one step, which the steps after it repeat.
+class StepTrace:
+    """Record the collectives and the transient memory of one step, which the steps after it repeat.
 
     A trace has the names and times of collectives alone. Counting makes every operator of the step a Python call,
     so that it is not done in the steps that are traced.
@@ -91,7 +91,7 @@ class _CollectiveLog(TorchDispatchMode):
         if name in ("send", "recv_"):
             call["peer"] = ranks[args[2]]
         self.calls.append(call)
-        self.buffers.look(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        self.buffers.observe(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
     def _axes(self, ranks: list[int]) -> str:
         mesh = self._mesh
@@ -118,7 +118,7 @@ class Size(NamedTuple):
 
 
 class BufferLog:
-    """Looks at memory whenever a collective is called."""
+    """Memory of communication buffers, measured at each collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -126,8 +126,8 @@ class BufferLog:
         self._buckets = Size(0, 0)
         self._moved: list[dict[int, Size]] = []
 
-    def look(self, tensors: Iterable[torch.Tensor]) -> None:
-        """At DeepSpeed's buckets, and at the tensors that the collective is about to move."""
+    def observe(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Measure DeepSpeed's buckets and the tensors that a collective is about to move."""
         self._buckets = max(self._buckets, _size(buckets(self._engine)))
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._moved.append({storage.data_ptr(): _size([storage]) for storage in storages})

@@ -1,4 +1,4 @@
-"""What a training run can be told, with every default and its meaning (imports no torch).
+"""Configuration of a training run: every option with its default and meaning (imports no torch).
 
 Values come, in falling precedence, from the command line, the user's own ds_config (batch numbers, clipping,
 precision; see layout/resolve.py), a YAML file, a preset, the model's published recipe, and the defaults below.
@@ -29,13 +29,13 @@ class TrainConfig:
     dropout: float | None = _value(None, "dropout probability, if not the model's own")
     bias: bool | None = _value(None, "biases in linear layers and norms, if not the model's own choice")
 
-    init_from: str | None = _value(None, "weights to begin with, which bring the model's shape: a folder or hub id "
-                                         "of Hugging Face's, a run directory or a checkpoint")
+    init_from: str | None = _value(None, "initial weights, which bring the model's shape: a Hugging Face folder or "
+                                         "hub id, a run directory or a checkpoint")
 
     corpus: str = _value("stdlib", "stdlib, shakespeare, fineweb-edu, or a path: text, jsonl, parquet, a folder of "
                                    "shards; or several with weights, as A=0.7,B=0.3")
     tokenizer: str | None = _value(None, "bytes, char, gpt2, or a folder that has one of these (default: that of "
-                                         "the weights to begin with, else the corpus's own)")
+                                         "the initial weights, else the corpus's own)")
     text_key: str = _value("text", "the member of a JSON object, or the column of parquet or a data set, that has "
                                    "a document's text")
 
@@ -55,7 +55,7 @@ class TrainConfig:
     lr: float = _value(4e-3, "peak learning rate")
     schedule: Literal["cosine", "linear", "wsd", "constant",
                       "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = _value(
-        "cosine", "how the learning rate goes on after the warm-up: cosine or linear decay, wsd (warm-up, stable, "
+        "cosine", "learning rate after the warm-up: cosine or linear decay, wsd (warm-up, stable, "
                   "decay), constant, or as DeepSpeed's scheduler of that name")
     min_lr: float | None = _value(None, "learning rate at the end of the decay (default: a tenth of the peak)")
     warmup_steps: int | None = _value(None, "steps of warm-up (default: 100, or a tenth of a shorter run)")
@@ -70,15 +70,16 @@ class TrainConfig:
     clip: float | None = _value(None, "largest gradient norm, 0 for no clipping (default: 1)")
 
     spike_norm: float = _value(0.0, "skip a step whose gradient norm is more than this many times the median of "
-                                    "the last 128; 0: only one that is no number")
+                                    "the last 128; 0: only one that is NaN or Inf")
     spike_loss: float = _value(1.0, "nats by which a step's loss may exceed the median of the last 128; a higher "
-                                    "one is bad, as a skipped step is; 0: only one that is no number")
+                                    "one is bad, like a skipped step; 0: only one that is NaN or Inf")
     bad_steps: int = _value(10, "bad steps in a row that are too many")
     on_bad_steps: Literal["stop", "rollback"] = _value(
-        "stop", "what then: stop with an error, or go back to the last checkpoint and on with other samples")
+        "stop", "what then: stop with an error, or roll back to the last checkpoint and continue with new "
+                "samples")
 
-    overfit_one_batch: bool = _value(False, "train on the first batch alone, which a model that works learns by "
-                                            "heart; the run fails if it does not")
+    overfit_one_batch: bool = _value(False, "train on the first batch alone, which a model that works overfits; "
+                                            "the run fails if it does not")
 
     eval_every: int = _value(250, "steps between validations; 0 for one at the end")
     eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
@@ -94,12 +95,12 @@ class TrainConfig:
     save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
     keep_last: int = _value(2, "checkpoints to keep")
     keep_every: int = _value(0, "keep those of every N-th step besides, for ever; 0 for none")
-    save_async: bool = _value(True, "write checkpoints while training goes on, from a copy in host memory")
+    save_async: bool = _value(True, "write checkpoints in the background, from a copy in host memory")
     log_every: int = _value(50, "steps between progress lines and flushes of metrics.jsonl")
 
     track: str | None = _value(None, "also feed tensorboard, wandb or mlflow (or several: a,b), in the "
                                      "run directory; wandb:online and mlflow:online send to your server")
-    profile: bool = _value(True, "profile the host side of the first steady steps on rank 0 (pyinstrument)")
+    profile: bool = _value(True, "profile Python on the CPU in the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on every rank with torch.profiler, after the warm-up, for "
                                  "ezpz-llm explain")
     counterfactual_steps: int = _value(0, "steps after the traced ones that are made with and without collectives "
@@ -116,7 +117,7 @@ class TrainConfig:
 
     seed: int = _value(1337, "fixes initialisation, data order, dropout and sampling")
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = _value("auto", "auto is the best there is")
-    resume: str | None = _value(None, "a run directory or a checkpoint to go on from, with its settings where no "
+    resume: str | None = _value(None, "a run directory or a checkpoint to continue, with its settings where no "
                                       "others are given; auto: --run-dir itself, or begin anew if it has none")
     run_dir: str | None = _value(None, "where everything this run writes goes (default: runs/<name>-<stamp>)")
 

@@ -1,4 +1,4 @@
-"""An end before the last step: the reservation runs out, or somebody sent a signal. All ranks agree on the step."""
+"""Early end of a run, because the reservation ends or a signal arrives. All ranks agree on the step."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class EarlyEnd:
         """A checkpoint was written in so many seconds: that much has to be left before the end."""
         self._save_s = seconds
 
-    def went_back(self) -> None:
-        """The run is at an earlier step again: ask after the next."""
+    def rolled_back(self) -> None:
+        """Ask again after the next step: a rollback has taken the run to an earlier one."""
         self._ask_after, self._asked_after = 0, None
 
     def agreed(self, step: int, busy: bool = False) -> Agreed | None:

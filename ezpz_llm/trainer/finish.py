@@ -24,7 +24,7 @@ from ezpz_llm.trainer.session import Session
 
 
 def finish(session: Session) -> int:
-    """Close the profiles, draw and print on rank 0; the exit code: 1 if the loss stopped being a number, or
+    """Close the profiles, draw and print on rank 0; return the exit code: 1 if the last loss is NaN or Inf, or
     the last checkpoint could not be written."""
     session.heartbeat.beat(ENDING, session.step)
     session.position = session.position.agree(session.dist)
@@ -37,18 +37,19 @@ def finish(session: Session) -> int:
     if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
-    not_learnt = session.checks.overfitted() if session.config.overfit_one_batch and not session.stopped else None
-    if not_learnt and session.dist.is_main:
-        print(f"error: {not_learnt}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault",
+    overfits = session.config.overfit_one_batch and not session.stopped
+    overfit_failure = session.checks.overfit_failure() if overfits else None
+    if overfit_failure and session.dist.is_main:
+        print(f"error: {overfit_failure}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault",
               file=sys.stderr, flush=True)
-    failed = session.failed or session.guard.ends_in_nothing
+    failed = session.failed or session.spikes.last_loss_non_finite
     if failed and session.dist.is_main:
         print(f"error: the run ends after step {session.step} of {session.config.steps}: "
-              f"{session.stopped or session.guard.why()}\n"
+              f"{session.stopped or session.spikes.reason()}\n"
               "  instead: a lower --lr, --clip 1, or --on-bad-steps rollback", file=sys.stderr, flush=True)
     if session.unsaved is not None and session.dist.is_main:
         print(f"error: {session.unsaved}", file=sys.stderr, flush=True)
-    return 1 if failed or not_learnt or session.unsaved is not None else 0
+    return 1 if failed or overfit_failure or session.unsaved is not None else 0
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory) -> None:

@@ -1,4 +1,4 @@
-"""What a run begins with: a named shape, or a model whose weights are there already (imports no torch)."""
+"""Initial weights of a run, and the shape of its model: by name, or from given weights (imports no torch)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS = "weights to begin with"
 
 
 def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
-    """The model, its name, and the weights it begins with: None for first values from the seed.
+    """Return the model, its name, and its initial weights: None for those that the seed gives.
 
     Args:
         named: whether the model's name was chosen, and is not the default.

@@ -10,11 +10,11 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.variables import COMPILING, TRAINING
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.trainer.position import hash_samples
-from ezpz_llm.trainer.rollback import goes_on
+from ezpz_llm.trainer.rollback import try_rollback
 from ezpz_llm.trainer.saving import go_on_saving
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.session import Session
-from ezpz_llm.trainer.startup import tell_startup
+from ezpz_llm.trainer.startup import print_startup
 from ezpz_llm.trainer.step_hooks import after_step, end_early
 
 
@@ -29,14 +29,14 @@ def train(session: Session) -> None:
                 profile.before_step(step)
         with session.clock.span("training"):
             train_step(session, step)
-        if step == session.first_step and session.dist.is_main and not session.went_back:
-            tell_startup(session)
+        if step == session.first_step and session.dist.is_main and not session.rollbacks:
+            print_startup(session)
         session.step = step + 1
         with session.clock.span("profiles"):
             for profile in session.profiles:
                 profile.after_step(step)
         after_step(session)
-        if session.guard.is_over and not goes_on(session):
+        if session.spikes.should_stop and not try_rollback(session):
             return
         if session.step == session.config.steps:
             return

@@ -1,4 +1,4 @@
-"""The memory of a rank: what arithmetic says beside what was measured."""
+"""Memory of a rank, estimated and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will be, decided and validated before anything starts (imports no torch)."""
+"""Plan of a run, resolved and validated before anything starts (imports no torch)."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class RunPlan:
     sources: dict[str, str]
     model: ModelConfig
     resolved: Resolved
-    begins_with: Source | None = None
-    """The weights it starts from; None for first values from the seed."""
+    init_weights_source: Source | None = None
+    """Initial weights; None for those that the seed gives."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -83,7 +83,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     config, sources = options.config, dict(options.sources)
     choose(config.track, os.environ)
     _check_ranges(config, sources)
-    model, name, begins_with = choose_model(config, named=sources["model"] != "default")
+    model, name, init_weights_source = choose_model(config, named=sources["model"] != "default")
     if name != config.model:
         config, sources["model"] = replace(config, model=name), WEIGHTS
     if vocab_size is not None:
@@ -107,7 +107,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         config = replace(config, recompute=resolved.recompute)
         sources["recompute"] = resolved.sources["recompute"]
     _check_numbers(replace(config, clip=resolved.clip), {**sources, "clip": resolved.sources["clip"]})
-    return RunPlan(_with_schedule(config, sources), sources, model, resolved, begins_with)
+    return RunPlan(_with_schedule(config, sources), sources, model, resolved, init_weights_source)
 
 
 def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:

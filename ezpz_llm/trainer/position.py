@@ -1,4 +1,4 @@
-"""How far a run has come in its data: the number of samples consumed, and a hash of the samples themselves."""
+"""Data position of a run: the number of samples consumed, and a hash of the samples themselves."""
 
 from __future__ import annotations
 

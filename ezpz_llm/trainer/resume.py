@@ -1,4 +1,4 @@
-"""What `--resume` comes to: a run goes on, begins anew, or is complete; and with which settings (imports no torch).
+"""Resume decision: continue a run, begin anew, or nothing left to do; and the settings (imports no torch).
 
 The command of a job that is queued again is the same each time: how far its run has come is found out here.
 """

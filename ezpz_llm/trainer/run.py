@@ -51,7 +51,7 @@ from ezpz_llm.trainer.profiling import profiles
 from ezpz_llm.trainer.resume import Beginning, find_beginning, put_aside
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session, WallClock
-from ezpz_llm.trainer.spike_detector import Guard
+from ezpz_llm.trainer.spike_detector import SpikeDetector
 from ezpz_llm.trainer.step_work import step_work
 
 
@@ -104,12 +104,12 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     clock.passed("measuring the device")
     engine = make_engine(plan, dist)
     clock.passed("engine")
-    first_step, position, guard = 0, Position(), Guard(config)
+    first_step, position, spikes = 0, Position(), SpikeDetector(config)
     if config.resume is not None:
-        state = go_back(plan, data, engine, dist)
+        state = resume_from_checkpoint(plan, data, engine, dist)
         first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
-        guard.restore(state.get("guard"))
-        engine.gate.limit = guard.limit
+        spikes.restore(state.get("guard"))
+        engine.gate.limit = spikes.limit
     tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
@@ -121,13 +121,13 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                    first_step, first_step, position,
                    Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                          in_background=config.save_async),
-                   guard, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
+                   spikes, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     """The model in the engine of the plan's layout."""
     config = plan.config
-    with first_weights(plan, dist) as weights:
+    with open_init_weights(plan, dist) as weights:
         model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
                          None if weights is None else weights.read)
     use_attention(model, config.attention, dist.device)
@@ -141,11 +141,11 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     return engine
 
 
-def first_weights(plan: RunPlan, dist: Dist) -> AbstractContextManager[Weights | None]:
-    """The weights that the run begins with; None where they come from the seed, or a checkpoint will bring them."""
-    if plan.begins_with is None or plan.config.resume is not None:
+def open_init_weights(plan: RunPlan, dist: Dist) -> AbstractContextManager[Weights | None]:
+    """Open the initial weights; None where they come from the seed or a checkpoint."""
+    if plan.init_weights_source is None or plan.config.resume is not None:
         return nullcontext()
-    return open_for_ranks(plan.begins_with, dist)
+    return open_for_ranks(plan.init_weights_source, dist)
 
 
 def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:
@@ -173,8 +173,8 @@ def dropout_seed(config: TrainConfig, dist: Dist) -> int:
     return seed_for(config.seed, "dropout", dist.mesh.place("pp", "dp", "sp")[0]) % 2**63
 
 
-def go_back(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
-    """Load the checkpoint to go on from; its state.
+def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist: Dist) -> dict[str, Any]:
+    """Load the checkpoint that the run resumes from; return its state.
 
     Raises:
         UserError: there is none that is not damaged, or it does not fit the run.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in progress: what they hold, when they are written, what becomes of one that is not.
+"""Saving of checkpoints in a run in progress, and of their cost and failures.
 
 All of it collective, at step boundaries.
 """
@@ -53,7 +53,7 @@ def _state(session: Session) -> dict[str, Any]:
     return {"step": session.step, "consumed": position.consumed, "sample_hash": position.sample_hash,
             "seed": session.config.seed, "data": session.data.fingerprint,
             "tokenizer": session.data.manifest.get("tokenizer"), "model": asdict(session.plan.model),
-            "guard": session.guard.state()}
+            "guard": session.spikes.state()}
 
 
 def _note(session: Session, saved: checkpoint.Saved | None) -> None:

@@ -1,4 +1,4 @@
-"""What a run checks of itself: its first loss, what its optimizer steps, whether it learns one batch by heart."""
+"""Self-checks of a run: its first loss, the parameters its optimizer steps, overfitting of one batch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ezpz_llm.trainer.plan import RunPlan
 
 BAND = 0.3
 """Nats by which a first loss may differ from the expected one; batches of a few thousand tokens do by 0.05."""
-LEARNT = 0.5
-"""The share of its first loss that a batch learnt by heart is well below."""
+OVERFITTED = 0.5
+"""Share of its first loss below which a batch counts as overfitted."""
 
 
 class SelfChecks:
-    """Of one run, the same on every rank. `look` is given every metrics line, `conclude` follows each flush."""
+    """Of one run, the same on every rank. `observe` is given every metrics line, `conclude` follows each flush."""
 
     def __init__(self, plan: RunPlan, first_step: int) -> None:
         self._config, self._model = plan.config, plan.model
         self._first = first_step == 0
-        self._loaded = plan.begins_with is not None
+        self._loaded = plan.init_weights_source is not None
         self._stepped: GroupNorms | None = None
         self._first_line: dict[str, Any] | None = None
         self._concluded = False
@@ -38,7 +38,7 @@ class SelfChecks:
         if not self._concluded and self._first_line is None:
             self._stepped = found
 
-    def look(self, line: dict[str, Any]) -> None:
+    def observe(self, line: dict[str, Any]) -> None:
         self._first_line = self._first_line or line
         self._losses = [*self._losses[:1], line["loss"]]
 
@@ -83,12 +83,12 @@ class SelfChecks:
         decays = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
         return check_stepped(self._model, elements, strangers, decays, self._config.weight_decay)
 
-    def overfitted(self) -> str | None:
-        """What became of `--overfit-one-batch`: None if the batch was learnt."""
+    def overfit_failure(self) -> str | None:
+        """Return the failure of `--overfit-one-batch`; None if the run overfitted its batch."""
         first, last = self._losses[0], self._losses[-1]
-        if first is not None and last is not None and last < LEARNT * first:
+        if first is not None and last is not None and last < OVERFITTED * first:
             return None
-        return (f"one batch was not learnt by heart: its loss was {_show(first)} at first and is {_show(last)} "
+        return (f"failed to overfit one batch: the loss was {_show(first)} at first and is {_show(last)} "
                 f"after {self._config.steps} steps")
 
 
@@ -96,7 +96,7 @@ def check_reached(without: list[str], is_new: bool) -> list[str]:
     """What to say of parameters whose gradients are all zero, or missing, on all ranks.
 
     Args:
-        is_new: the model has first values of ours, none of which keeps a gradient from another parameter. Given
+        is_new: the model has our initial weights, none of which keeps a gradient from another parameter. Given
             weights may: behind a projection of zeros nothing arrives.
 
     Raises:
@@ -162,4 +162,4 @@ def expected_first_loss(model: ModelConfig) -> float:
 
 
 def _show(loss: float | None) -> str:
-    return "no number" if loss is None else f"{loss:.4f}"
+    return "NaN or Inf" if loss is None else f"{loss:.4f}"

@@ -1,4 +1,4 @@
-"""Everything a run holds while it trains."""
+"""State of a training run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.selfcheck import SelfChecks
-from ezpz_llm.trainer.spike_detector import Guard
+from ezpz_llm.trainer.spike_detector import SpikeDetector
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Session:
     step: int
     position: Position
     saver: Saver
-    guard: Guard
+    spikes: SpikeDetector
     checks: SelfChecks
     memory: MemoryWatch
     taken: int = 0
@@ -100,13 +100,13 @@ class Session:
     """Why the run ended before its last step; None if it did not."""
     failed: bool = False
     """Whether that is a failure."""
-    went_back: list[int] = field(default_factory=list)
-    """The steps of the checkpoints that it went back to."""
+    rollbacks: list[int] = field(default_factory=list)
+    """The step of the checkpoint of each rollback, in order."""
 
-    def look(self, line: dict[str, Any]) -> None:
-        """Show a metrics line, on its way to the file, to those who judge it."""
-        self.guard.look(line)
-        self.checks.look(line)
+    def observe(self, line: dict[str, Any]) -> None:
+        """Pass a metrics line, before it is written, to the spike detector and the self-checks."""
+        self.spikes.observe(line)
+        self.checks.observe(line)
 
     @property
     def config(self) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""From `launch` to the end of the first step: what it was spent on."""
+"""Durations of the start-up, from `launch` to the end of the first step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Marks = Sequence[tuple[str, float]]
 """What has just ended, and the epoch time."""
 
 
-def stretches(marks: Marks, process: float, launched: float | None) -> dict[str, float]:
-    """Seconds by name, one after the other, from the first moment that is known to the last mark.
+def durations(marks: Marks, process: float, launched: float | None) -> dict[str, float]:
+    """Return the seconds of each part of the start-up, in order, from the first known moment to the last mark.
 
     Args:
         process: epoch time at which this process began.
@@ -47,15 +47,15 @@ def process_began() -> float:
     return time.time() - age
 
 
-def tell_startup(session: Session) -> None:
-    """After the first step, on rank 0: put the start-up into run.json, and print it."""
+def print_startup(session: Session) -> None:
+    """Print the durations of the start-up after the first step, and put them into run.json (rank 0)."""
     session.clock.passed("first step")
     launched = None
     if RUN_ID_VARIABLE in os.environ:  # else the record may be of an earlier launch into the same run directory
         with contextlib.suppress(UserError):  # a record that cannot be read
             record: dict[str, Any] = read_record(session.dist.run_dir).get("launch", {})
             launched = record.get("started")
-    found = stretches(session.clock.marks, process_began(), launched)
+    found = durations(session.clock.marks, process_began(), launched)
     if session.config.compile:
         found["compiling"] = seconds_compiling()
         found["first step"] -= found["compiling"]

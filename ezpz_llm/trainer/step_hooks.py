@@ -1,4 +1,4 @@
-"""What happens between steps: log lines, validation, samples, checkpoints. All of it collective."""
+"""Hooks after a step: log lines, validation, samples, checkpoints. All of it collective."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def after_step(session: Session) -> None:
             show_sample(session)
     # Not among bad steps: there has to be something good to go back to. The last one is written whatever it is,
     # unless the run goes back from there, or stops.
-    if saves and (not session.guard.streak or (last and not session.guard.is_over)):
+    if saves and (not session.spikes.streak or (last and not session.spikes.should_stop)):
         with session.clock.span("checkpoints"):
             save(session, at_once=last)
 
@@ -50,18 +50,18 @@ def end_early(session: Session, why: str) -> None:
 
 def flush(session: Session) -> None:
     """Write the lines that wait, look at them, and limit the gradient norm of the next steps accordingly."""
-    guard = session.guard
+    spikes = session.spikes
     with session.clock.span("logging"):
-        session.metrics.flush(session.timeline, session.look)
+        session.metrics.flush(session.timeline, session.observe)
         told = session.checks.conclude(session.dist)
     if told and session.dist.is_main:
         print("checks     " + "\n           ".join(told), flush=True)
         session.dist.side.update_record(session.dist.run_dir, checks=told)
-    session.engine.gate.limit = guard.limit
+    session.engine.gate.limit = spikes.limit
     if session.dist.is_main:
-        for skipped in guard.untold:
+        for skipped in spikes.unreported:
             print(f"warning: {skipped}", flush=True)
-    guard.untold = []
+    spikes.unreported = []
 
 
 def _due(step: int, every: int) -> bool:

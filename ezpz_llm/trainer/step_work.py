@@ -1,4 +1,4 @@
-"""What a step is, what it costs, and what the device could do."""
+"""Work of a step: its tokens and FLOPs, and the matmul peak of the device."""
 
 from __future__ import annotations
 
