@@ -30,7 +30,7 @@ def train(layout: str, steps: int, run_dir: Path) -> dict[str, Any]:
     ranks = next(world for world in natural_worlds(layout) if world > 1)
     done = subprocess.run(
         ["launch", "-n", str(ranks), "--run-dir", str(run_dir), "python3", "-m", "ezpz_llm.train", "--ds-config",
-         layout, "--global-batch", "8", "--steps", str(steps)],
+         layout, "--global-batch-size", "8", "--steps", str(steps)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise SystemExit(f"{layout} on {ranks} ranks ended with exit code {done.returncode}: see {run_dir}")

@@ -36,8 +36,8 @@ class Rung:
 
 
 GROUND = ("--ds-config", "ddp", "--corpus", "stdlib", "--tokenizer", "bytes", "--precision", "fp32", "--attention",
-          "explicit", "--optimizer", "adamw_unfused", "--loss-chunk", "0", "--clip", "0", "--vocab-multiple", "1",
-          "--lr", "6e-4", "--accumulation", "1")
+          "explicit", "--optimizer", "adamw_unfused", "--loss-chunk", "0", "--grad-clip", "0", "--vocab-multiple",
+          "1", "--lr", "6e-4", "--gradient-accumulation-steps", "1")
 RUNGS = (
     Rung("fp32", ()),
     Rung("tf32", ("--precision", "tf32")),
@@ -45,7 +45,7 @@ RUNGS = (
     Rung("compiled blocks", ("--compile", "true")),
     Rung("fused attention", ("--attention", "auto")),
     Rung("rows to a multiple of 128", ("--vocab-multiple", "128")),
-    Rung("fused AdamW, clipping", ("--optimizer", "adamw", "--clip", "1")),
+    Rung("fused AdamW, clipping", ("--optimizer", "adamw", "--grad-clip", "1")),
     Rung("chunked loss", ("--loss-chunk", "null")),
     Rung("without compilation", ("--compile", "false"), alone=True),
     Rung("FlashAttention-3", ("--attention", "flash3"), alone=True),
@@ -55,11 +55,11 @@ RUNGS = (
     Rung("recompute every block", ("--recompute", "1"), alone=True),
 )
 WORKS = {
-    "tiny": ("--model", "tiny-gpt2", "--n-layer", "2", "--block-size", "64", "--global-batch", "4"),
+    "tiny": ("--model", "tiny-gpt2", "--n-layer", "2", "--block-size", "64", "--global-batch-size", "4"),
     "small": ("--model", "gpt2-124m", "--n-layer", "6", "--n-head", "6", "--n-embd", "384", "--block-size", "256",
-              "--global-batch", "8"),
-    "gpt2-124m": ("--model", "gpt2-124m", "--global-batch", "16"),
-    "llama3-1b": ("--model", "llama3-1b", "--global-batch", "8"),
+              "--global-batch-size", "8"),
+    "gpt2-124m": ("--model", "gpt2-124m", "--global-batch-size", "16"),
+    "llama3-1b": ("--model", "llama3-1b", "--global-batch-size", "8"),
 }
 """Shapes and batches: one to try the benchmark with; six layers of 384, which a CPU can do; and those of the
 published tables."""

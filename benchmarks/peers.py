@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--programs", help=f"names, with commas between (the work's own), of {', '.join(PROGRAMS)}")
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--global-batch", type=int, help="sequences a step, in place of the work's own")
+    parser.add_argument("--global-batch-size", type=int, help="sequences a step, in place of the work's own")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     work = WORKS[given.work]

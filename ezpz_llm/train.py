@@ -62,7 +62,8 @@ def _check(options: Options) -> CheckReport:
     places = read_places(os.environ)
     plan = check_run(options, options.world_size or 1, _device(places), puts_aside=begins.puts_aside)
     resolved, batch = plan.resolved, plan.resolved.batch
-    warnings = (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan)))
+    warnings = (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan)),
+                *(f"note: {note}" for note in options.notes))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
                        batch.accumulation, account(plan, places), tuple(filter(None, warnings)))
 

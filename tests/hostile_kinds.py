@@ -577,7 +577,7 @@ def traincli(rng: Random, folder: Path) -> object:
         "1e-3",
         "--n-layer",
         "2",
-        "--global-batch",
+        "--global-batch-size",
         "8",
         "--ds-config",
         "zero1",

@@ -18,7 +18,7 @@ from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32", "--ds-config", "zero2",
-       "--precision", "fp32", "--global-batch", "8", "--micro-batch", "2", "--eval-every", "0",
+       "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2", "--eval-every", "0",
        "--eval-tokens", "512", "--sample-tokens", "0", "--profile", "false"]
 SIZE_MB = 11
 """Room for two checkpoints of 5 MB, but not for a third; a run keeps one, and needs room for two."""

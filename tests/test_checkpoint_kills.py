@@ -22,7 +22,7 @@ from ezpz_llm.rundir import RunDir, read_lines, write_json
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "kills.json"
 MOMENTS = ("training", "saving", "evaluating", "at any time", "publishing")
 RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "192", "--block-size", "32", "--dropout", "0.1",
-       "--ds-config", "zero2", "--precision", "fp32", "--global-batch", "8", "--micro-batch", "2",
+       "--ds-config", "zero2", "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2",
        "--save-every", "4", "--eval-every", "6", "--eval-tokens", "2048", "--log-every", "7",
        "--sample-tokens", "0", "--profile", "false"]
 

@@ -27,7 +27,7 @@ BLOCK = 32
 RUN = ["--n-layer", "4", "--n-head", "4", "--n-kv-head", "4", "--n-embd", "32", "--block-size", str(BLOCK),
        "--precision", "fp32", "--eval-tokens", "512", "--log-every", "100", "--sample-tokens", "0",
        "--profile", "false", "--steps", "1000", "--warmup-steps", "2", "--save-every", "-1"]
-BATCH = ["--global-batch", "8", "--micro-batch", "2"]
+BATCH = ["--global-batch-size", "8", "--micro-batch-size", "2"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one process": (1, ["--ds-config", "ddp"]),
     "zero0 on 1": (1, ["--ds-config", "zero0"]),
@@ -35,13 +35,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "zero3 on 2": (2, ["--ds-config", "zero3"]),
     "tp2 on 2": (2, ["--ds-config", "tp2"]),
     "pp2 on 2": (2, ["--ds-config", "pp2"]),
-    "zero1 on 3, global batch 6": (3, ["--ds-config", "zero1", "--global-batch", "6"]),
+    "zero1 on 3, global batch 6": (3, ["--ds-config", "zero1", "--global-batch-size", "6"]),
     "ddp": (4, ["--ds-config", "ddp"]),
     "fsdp2": (4, ["--ds-config", "fsdp2"]),
     "zero0": (4, ["--ds-config", "zero0"]),
     "zero1": (4, ["--ds-config", "zero1"]),
     "zero2": (4, ["--ds-config", "zero2"]),
-    "zero2, micro batch 1": (4, ["--ds-config", "zero2", "--micro-batch", "1"]),
+    "zero2, micro batch 1": (4, ["--ds-config", "zero2", "--micro-batch-size", "1"]),
     "zero3": (4, ["--ds-config", "zero3"]),
     "zero3_offload_optimizer": (4, ["--ds-config", "zero3_offload_optimizer"]),
     "zero3_offload_all": (4, ["--ds-config", "zero3_offload_all"]),
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_zero3": (4, ["--ds-config", "tp2_zero3"]),
     "tp4": (4, ["--ds-config", "tp2", "--tp", "4"]),
     "pp2": (4, ["--ds-config", "pp2"]),
-    "pp2, micro batch 1": (4, ["--ds-config", "pp2", "--micro-batch", "1"]),
+    "pp2, micro batch 1": (4, ["--ds-config", "pp2", "--micro-batch-size", "1"]),
     "pp4": (4, ["--ds-config", "pp2", "--pp", "4"]),
     "pp2_tp2": (4, ["--ds-config", "pp2_tp2"]),
     "sp2": (4, ["--ds-config", "sp2"]),
@@ -135,9 +135,9 @@ def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server
 def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Server, tmp_path: Path) -> None:
     """One run in four lives: other ranks, another layout, another global batch and micro batch each time."""
     run_dir, step = tmp_path / "run", 0
-    lives = [(2, "zero1 on 3, global batch 6", ["--global-batch", "8", "--micro-batch", "1"], 5),
-             (2, "tp2", ["--global-batch", "3", "--micro-batch", "3"], 9),
-             (1, "ddp", ["--global-batch", "20", "--micro-batch", "5"], 12), (4, "pp2", [], 14)]
+    lives = [(2, "zero1 on 3, global batch 6", ["--global-batch-size", "8", "--micro-batch-size", "1"], 5),
+             (2, "tp2", ["--global-batch-size", "3", "--micro-batch-size", "3"], 9),
+             (1, "ddp", ["--global-batch-size", "20", "--micro-batch-size", "5"], 12), (4, "pp2", [], 14)]
     consumed = 0
     for ranks, name, batch, until in lives:
         resume = ["--resume", str(run_dir)] if step else []
@@ -186,4 +186,4 @@ def test_every_pair_of_layouts(server: Server, tmp_path: Path, request: pytest.F
 
 def _global_batch(name: str) -> str:
     words = words_of(name)
-    return dict(zip(words[::2], words[1::2], strict=True))["--global-batch"]
+    return dict(zip(words[::2], words[1::2], strict=True))["--global-batch-size"]

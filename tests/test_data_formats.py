@@ -243,7 +243,7 @@ def test_the_name_of_the_text_can_be_another(tmp_path: Path) -> None:
     # The trainer takes it too: only with it are the shards the ones that are there, and too few.
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "' + b"x" * 99 + b'", "b": "y"}\n')
     prepare(str(tmp_path / "a.jsonl"), text_key="a", progress=False)
-    words = ["--corpus", str(tmp_path / "a.jsonl"), "--global-batch", "4"]
+    words = ["--corpus", str(tmp_path / "a.jsonl"), "--global-batch-size", "4"]
     assert check_run(parse([*words, "--text-key", "b"]), 1).config.text_key == "b"
     with pytest.raises(UserError, match="90 tokens are too few"):
         check_run(parse([*words, "--text-key", "a"]), 1)

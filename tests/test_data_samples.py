@@ -123,7 +123,7 @@ def test_resume_continues_from_any_position(stream: TokenStream, cut: int, batch
 def test_batches_that_do_not_divide_are_refused(stream: TokenStream) -> None:
     with pytest.raises(UserError, match=r"24 samples .* micro batches of 5 on 2 .*\(10 at once\)") as caught:
         step_of(stream, 0, 2, 5)
-    assert "--global-batch 20" in str(caught.value)
+    assert "--global-batch-size 20" in str(caught.value)
     with pytest.raises(UserError, match="2 samples"):  # more ranks than the batch can feed
         step_of(stream, 0, 4, 1, global_batch=2)
 

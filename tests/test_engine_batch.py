@@ -69,5 +69,5 @@ def test_a_global_batch_alone_takes_the_largest_micro_batch_that_divides_it() ->
 def test_what_does_not_work_out_is_refused_with_what_does(
         numbers: tuple[int | None, ...], dp_size: int, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        solve_batch(*numbers, dp_size, where="--global-batch")
-    assert all(word in str(caught.value) for word in (*words, "--global-batch"))
+        solve_batch(*numbers, dp_size, where="--global-batch-size")
+    assert all(word in str(caught.value) for word in (*words, "--global-batch-size"))

@@ -158,7 +158,7 @@ def test_advice_is_the_layouts_own():
     assert "overlap_comm" in advice(scatters, overlap=False, layout=zero3)
     assert "than 5,000" in reduces
     assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), bucket=200_000_000)  # of 124 million
-    assert "--accumulation 4" in advice(two_ranks(transfer=40), accumulation=2)
+    assert "--gradient-accumulation-steps 4" in advice(two_ranks(transfer=40), accumulation=2)
     assert "--save-async true" in " | ".join(
         rank_causes(None, {**WALL, "checkpoints": 20.0}, a_run(save_async=False), {})[0].advice)
 

@@ -37,7 +37,7 @@ def explained(tmp_path: Path, *words: str, job: str = "slurm/env_sbatch_script.t
 
 
 def test_the_map_of_a_slurm_job_of_two_hosts(tmp_path: Path) -> None:
-    done = explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "3d", "--accumulation", "8")
+    done = explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "3d", "--gradient-accumulation-steps", "8")
     assert (done.returncode, done.stderr) == (0, "")
     assert "layout        3d: pp 2 x dp 2 x tp 2  command line" in done.stdout
     assert done.stdout.split("ranks of 3d: pp 2 x dp 2 x tp 2\n")[1] == """\

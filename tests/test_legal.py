@@ -148,7 +148,7 @@ def test_a_pipeline_with_few_micro_batches_is_told_of_its_bubble() -> None:
         return resolve("pp2", world_size=4, accumulation=accumulation, pp=4, model=TINY).notes
 
     assert "idle 75% of the time with 1 micro" in notes(1)[0]
-    assert "--accumulation 16 would make it 16%" in notes(1)[0]
+    assert "--gradient-accumulation-steps 16 would make it 16%" in notes(1)[0]
     assert notes(4) == ()
 
 
@@ -187,7 +187,7 @@ def test_what_is_offered_on_the_command_line_is_accepted_there() -> None:
         with pytest.raises(UserError) as raised:
             plan_run(parse(argv), world)
         for offer in raised.value.instead.split(" or "):
-            plan_run(parse([*argv, *shlex.split(offer), "--accumulation", "8"]), world)
+            plan_run(parse([*argv, *shlex.split(offer), "--gradient-accumulation-steps", "8"]), world)
 
 
 def test_a_mistake_ends_the_check_with_one_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 NEEDS = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDS.items() if all(map(find_spec, packages))]
-TRAIN = ["--n-layer", "1", "--n-embd", "32", "--block-size", "32", "--micro-batch", "1", "--eval-tokens", "256",
-         "--sample-tokens", "0", "--log-every", "5", "--eval-every", "5", "--profile", "false"]
+TRAIN = ["--n-layer", "1", "--n-embd", "32", "--block-size", "32", "--micro-batch-size", "1", "--eval-tokens",
+         "256", "--sample-tokens", "0", "--log-every", "5", "--eval-every", "5", "--profile", "false"]
 
 
 class Listener:

@@ -315,7 +315,7 @@ def test_a_checkpoint_changes_every_degree(four_ranks: Path) -> None:
 def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     small = ["--n-layer", "4", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
-             "--sample-tokens", "9", "--accumulation", "4", "--profile", "false", "--recompute", "2"]
+             "--sample-tokens", "9", "--gradient-accumulation-steps", "4", "--profile", "false", "--recompute", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
          "ezpz_llm.train", "--ds-config", "pp2", "--steps", "20", "--eval-every", "10", *small],

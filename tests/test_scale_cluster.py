@@ -28,7 +28,7 @@ STUDY = ("--", "launch", "--ppn", "1", "python3", *TRAIN[1:], "--steps", "30", "
 # A batch with which communication takes about as long as the rest of a step.
 RESULT = Path(__file__).resolve().parent.parent / "benchmarks/results/scaling_links.json"
 SHAPED = ("--", "launch", "--ppn", "1", "python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "2",
-          "--n-embd", "256", "--block-size", "128", "--micro-batch", "2", "--precision", "fp32")
+          "--n-embd", "256", "--block-size", "128", "--micro-batch-size", "2", "--precision", "fp32")
 WEIGHTS = 4 * 1_670_144
 CORES = 0.5
 STEPS = {"1gbit": "30", "200mbit": "20"}

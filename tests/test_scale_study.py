@@ -90,13 +90,13 @@ def test_words_for_launch_and_the_command_are_told_apart() -> None:
 
 @pytest.mark.full
 def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> None:
-    found = plan(tmp_path, "--ranks 2,1 --mode both --ds-config ddp", *TRAIN, "--micro-batch", "2",
-                 "--accumulation", "3")
+    found = plan(tmp_path, "--ranks 2,1 --mode both --ds-config ddp", *TRAIN, "--micro-batch-size", "2",
+                 "--gradient-accumulation-steps", "3")
     assert batches(found) == {"weak-ddp-r1": (6, 2, 3), "weak-ddp-r2": (12, 2, 3),
                               "strong-ddp-r1": (12, 2, 6), "strong-ddp-r2": (12, 2, 3)}
     assert "strong: every step has 12 sequences, what 2 rank(s) take by themselves" in found.notes[0]
     # A global batch is the strong study's own; the weak one takes from it what a rank has at the smallest size.
-    found = plan(tmp_path, "--ranks 2,4 --mode both --ds-config ddp,tp2", *TRAIN, "--global-batch", "16")
+    found = plan(tmp_path, "--ranks 2,4 --mode both --ds-config ddp,tp2", *TRAIN, "--global-batch-size", "16")
     assert batches(found) == {
         "weak-ddp-r2": (16, 4, 2), "weak-ddp-r4": (32, 4, 2), "weak-tp2-r2": (16, 4, 4), "weak-tp2-r4": (32, 4, 4),
         "strong-ddp-r2": (16, 4, 2), "strong-ddp-r4": (16, 4, 1), "strong-tp2-r2": (16, 4, 4),
@@ -110,7 +110,7 @@ def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> No
 
 
 def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    code, said = scale(tmp_path, "--ranks", "1,3", "--mode", "strong", "--", *TRAIN, "--global-batch", "8")
+    code, said = scale(tmp_path, "--ranks", "1,3", "--mode", "strong", "--", *TRAIN, "--global-batch-size", "8")
     assert code == 2
     assert "error: point strong-zero1-r3, on 3 ranks cannot run: a global batch of 8 sequences is not" in said
     assert "instead: a global batch of 6 or 9" in said
@@ -118,7 +118,8 @@ def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Pat
     assert (code, "tp3" in said, "Traceback" in said) == (2, True, False)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="accumulation is what a strong study solves"):
-        plan(tmp_path, "--ranks 1 --mode strong", *TRAIN, "--global-batch", "8", "--accumulation", "2")
+        plan(tmp_path, "--ranks 1 --mode strong", *TRAIN, "--global-batch-size", "8",
+             "--gradient-accumulation-steps", "2")
     with pytest.raises(UserError, match="secret"):
         plan(tmp_path, "--ranks 1", "launch", "--wrap", "env API_KEY=abcdefgh123", *TRAIN)
 

@@ -18,7 +18,7 @@ from forked_ranks import Job, Server, wait_for
 from ezpz_llm.rundir import RunDir, SideFiles, read_json, read_lines, side_files
 
 RUN = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32", "--ds-config", "ddp",
-       "--precision", "fp32", "--global-batch", "4", "--micro-batch", "2", "--eval-every", "0",
+       "--precision", "fp32", "--global-batch-size", "4", "--micro-batch-size", "2", "--eval-every", "0",
        "--eval-tokens", "128", "--sample-tokens", "0", "--log-every", "2", "--steps", "60"]
 
 

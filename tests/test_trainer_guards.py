@@ -34,7 +34,7 @@ from ezpz_llm.trainer.spike_detector import LEAST, SpikeDetector
 SCRIPT = Path(__file__).with_name("poisoned_train.py")
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
-         "--device", "cpu", "--micro-batch", "2"]
+         "--device", "cpu", "--micro-batch-size", "2"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def test_a_norm_far_above_the_usual_is_refused_once_there_is_a_usual():
     assert "skipped" not in look(guard, LEAST + 9, norm=9.9)
     assert guard.streak == 0
     assert look(guard, LEAST + 10, norm=10.1)["skipped"]
-    assert (guard.streak, guard.refused, guard.first_bad) == (1, 1, LEAST + 10)
+    assert (guard.streak, guard.skipped, guard.first_bad) == (1, 1, LEAST + 10)
 
 
 def test_every_skip_is_told_with_its_norm_and_none_is_made_unasked():

@@ -15,8 +15,8 @@ from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.precheck import CheckReport
-from ezpz_llm.trainer.config import MODEL_OVERRIDES, TrainConfig
-from ezpz_llm.trainer.options import dump, parse
+from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig, option_of
+from ezpz_llm.trainer.options import build_parser, dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
 
 
@@ -63,7 +63,7 @@ def test_a_recipe_for_a_longer_run_keeps_the_share_of_its_warm_up():
 
 
 @pytest.mark.parametrize("argv", [
-    ["--clip", "-1"], ["--weight-decay", "-0.1"], ["--min-lr", "-1"], ["--lr", "0"], ["--beta2", "1"],
+    ["--grad-clip", "-1"], ["--weight-decay", "-0.1"], ["--min-lr", "-1"], ["--lr", "0"], ["--beta2", "1"],
     ["--lr", "0.1", "--min-lr", "0.2"], ["--seed", str(2**32)], ["--prompt", ""], ["--save-every", "-2"],
 ])
 def test_a_number_out_of_range_is_refused_with_its_option_and_source(argv):
@@ -77,7 +77,7 @@ def test_a_number_out_of_range_is_refused_with_its_option_and_source(argv):
 def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text('{"gradient_clipping": -1, "zero_optimization": {"stage": 1}}')
-    with pytest.raises(UserError, match="clip is -1") as raised:
+    with pytest.raises(UserError, match="grad_clip is -1") as raised:
         plan_run(parse(["--ds-config", str(file)]), 1)
     assert str(file) in raised.value.where
 
@@ -86,7 +86,7 @@ def test_numbers_of_a_ds_config_are_checked_too(tmp_path):
     (["--stpes", "5"], "--stpes", "--steps"),
     (["--preset", "shakespear-char-cpu"], "shakespear-char-cpu", "shakespeare-char-cpu"),
     (["--steps", "five"], "--steps is 'five': it must be a whole number", None),
-    (["--micro-batch", "x"], "--micro-batch is 'x': it must be a whole number or null", None),
+    (["--micro-batch-size", "x"], "--micro-batch-size is 'x': it must be a whole number or null", None),
     (["--precision", "float16"], "float16", "fp16"),
     (["--device", "gpu"], "gpu", "cpu"),
     (["--steps"], "expected one argument", "--help"),
@@ -103,7 +103,7 @@ def test_a_mistyped_word_is_named_with_what_to_type_instead(argv, found, instead
 @pytest.mark.parametrize(("text", "found"), [
     ("lrr: 1e-3\n", "lrr"),
     ("lr: fast\n", "lr is 'fast': it must be a number"),
-    ("micro_batch: x\n", "micro_batch is 'x'"),
+    ("micro_batch_size: x\n", "micro_batch_size is 'x'"),
     ("steps: null\n", "steps has no value"),
     ("precision: half\n", "half"),
     ("- a\n- b\n", "not a list"),
@@ -116,6 +116,29 @@ def test_a_bad_file_is_refused_by_name(tmp_path, text, found):
         parse(["--config", str(file)])
     assert found in raised.value.found
     assert str(file) in raised.value.where
+
+
+def test_old_names_of_options_and_settings_are_read_with_a_note(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("clip: 0.5\nmicro-batch: 2\n")
+    old = parse(["--config", str(file), "--accumulation", "3", "--global-batch=12"])
+    file.write_text("grad_clip: 0.5\nmicro_batch_size: 2\n")
+    new = parse(["--config", str(file), "--gradient-accumulation-steps", "3", "--global-batch-size=12"])
+    assert (old.config, old.sources) == (new.config, new.sources)
+    config = old.config
+    assert (config.clip, config.micro_batch, config.accumulation, config.global_batch) == (0.5, 2, 3, 12)
+    assert new.notes == ()
+    assert [note.partition(";")[0] for note in old.notes] == [
+        "--accumulation is now --gradient-accumulation-steps", "--global-batch is now --global-batch-size",
+        f"clip is now grad_clip ({file})", f"micro_batch is now micro_batch_size ({file})"]
+
+
+def test_help_has_each_option_once_in_the_sections_of_the_configuration():
+    text = build_parser().format_help()
+    assert re.findall(r"^([a-z].*):$", text, re.MULTILINE) == ["options", *SECTIONS.values()]
+    shown = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", text, re.MULTILINE)
+    assert [option for option in shown if option in map(option_of, FIELDS)] == [*map(option_of, FIELDS)]
+    assert len(shown) == len(set(shown)) == len(FIELDS) + 7
 
 
 def test_options_import_no_torch():

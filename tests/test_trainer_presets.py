@@ -85,7 +85,7 @@ def test_decay_groups_and_first_losses_of_the_published_sizes():
 
 
 def test_every_number_can_be_overridden_and_shorter_runs_keep_their_shape():
-    plan = planned("--preset", "gpt3-125m", "--steps", "1000", "--lr", "1e-3", "--global-batch", "64")
+    plan = planned("--preset", "gpt3-125m", "--steps", "1000", "--lr", "1e-3", "--global-batch-size", "64")
     assert (plan.config.warmup_steps, plan.config.decay_steps) == (1, 866)
     assert (plan.config.min_lr, plan.resolved.batch.global_batch) == (1e-4, 64)
     for preset in PRESETS:
@@ -93,9 +93,9 @@ def test_every_number_can_be_overridden_and_shorter_runs_keep_their_shape():
 
 
 def test_a_micro_batch_that_is_typed_is_taken_as_it_is():
-    assert planned("--preset", "gpt2-124m-fineweb", "--micro-batch", "16").resolved.batch.accumulation == 4
+    assert planned("--preset", "gpt2-124m-fineweb", "--micro-batch-size", "16").resolved.batch.accumulation == 4
     with pytest.raises(UserError, match="not a multiple of micro batch 48"):
-        planned("--preset", "gpt2-124m-fineweb", "--micro-batch", "48")
+        planned("--preset", "gpt2-124m-fineweb", "--micro-batch-size", "48")
 
 
 def test_a_horizon_beyond_the_run_is_told():

@@ -24,7 +24,7 @@ from ezpz_llm.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--precision", "fp32",
-         "--micro-batch", "2", "--lr", "2e-3", "--log-every", "2"]
+         "--micro-batch-size", "2", "--lr", "2e-3", "--log-every", "2"]
 
 
 class Died(Exception):
@@ -105,8 +105,8 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
         return found.global_batch, found.micro_batch, found.accumulation
 
     assert batch() == (2, 1, 1), "the global batch holds on any number of ranks"
-    assert batch("--global-batch", "8") == (8, 2, 2)
-    assert batch("--micro-batch", "2", "--accumulation", "3") == (12, 2, 3)
+    assert batch("--global-batch-size", "8") == (8, 2, 2)
+    assert batch("--micro-batch-size", "2", "--gradient-accumulation-steps", "3") == (12, 2, 3)
     assert plan("--ds-config", "tp2").resolved.layout.tp == 2
     assert plan("--steps", "20").config.decay_steps == 20, "what followed follows again"
     assert plan("--lr", "1e-3").config.min_lr == 1e-4

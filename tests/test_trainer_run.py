@@ -138,7 +138,7 @@ def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished,
     """As zero1 does on the way to `finished`; that losses are the same is certify's to show."""
     run_dir = tmp_path / "run"
     ranks = next(world for world in natural_worlds(layout) if world > 1)
-    done = train(*SMALL, "--steps", "10", "--eval-every", "10", "--ds-config", layout, "--global-batch", "8",
+    done = train(*SMALL, "--steps", "10", "--eval-every", "10", "--ds-config", layout, "--global-batch-size", "8",
                  "--lr", "1e-3", "--warmup-steps", "1", ranks=ranks, run_dir=run_dir)
     assert done.returncode == 0, done.stdout + done.stderr
     found = losses(run_dir)
@@ -154,11 +154,11 @@ def test_every_layout_trains_validates_samples_saves_and_draws(layout, finished,
 @pytest.mark.full
 def test_ranks_micro_batch_and_accumulation_only_divide_the_step(tmp_path):
     """The same samples, losses and norms however a global batch is cut: nothing lost, doubled or left undivided."""
-    options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch", "8", "--sample-tokens", "0",
+    options = [*SMALL, "--steps", "6", "--ds-config", "ddp", "--global-batch-size", "8", "--sample-tokens", "0",
                "--profile", "false", "--save-every", "-1"]
     runs = {}
     for name, ranks, cut in (("whole", 1, "1"), ("micro-steps", 1, "4"), ("ranks and micro-steps", 2, "2")):
-        done = train(*options, "--accumulation", cut, run_dir=tmp_path / name, ranks=ranks)
+        done = train(*options, "--gradient-accumulation-steps", cut, run_dir=tmp_path / name, ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = list(read_lines(RunDir(tmp_path / name).metrics)), read_record(RunDir(tmp_path / name))
     expected, record = runs.pop("whole")
@@ -235,8 +235,8 @@ def test_a_directory_that_holds_a_run_is_not_written_over(finished):
     (["--model", "gpt2-125m"], "did you mean gpt3-125m or gpt2-124m"),
     (["--ds-config", "zero5"], "unknown ds_config 'zero5'"),
     (["--corpus", "missing.txt"], "no such corpus file"),
-    (["--global-batch", "7"], "a global batch of 6 or 8"),
-    (["--global-batch", "1"], "cannot feed 2"),
+    (["--global-batch-size", "7"], "a global batch of 6 or 8"),
+    (["--global-batch-size", "1"], "cannot feed 2"),
     (["--resume", "missing"], "no run directory or checkpoint at missing"),
     (["--model", "gpt2"], "did you mean gpt2-124m"),
     (["--n-head", "3"], "not a multiple of 3 heads"),
@@ -290,6 +290,6 @@ def test_an_exception_is_told_before_groups_that_wait_for_others(tmp_path):
     assert time.monotonic() - began < 120
     assert done.returncode == 1, done.stdout + done.stderr
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in done.stderr
-    assert "a smaller micro batch (--micro-batch)" in done.stderr
+    assert "a smaller micro batch (--micro-batch-size)" in done.stderr
     failure = json.loads((tmp_path / "run" / "errors" / "rank0001.json").read_text())
     assert (failure["exit_code"], failure["exception"]["type"]) == (1, "torch.OutOfMemoryError")

@@ -13,8 +13,9 @@ from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64", "--block-size", "32",
-         "--steps", "3", "--global-batch", "4", "--micro-batch", "2", "--eval-every", "0", "--eval-tokens", "64",
-         "--sample-tokens", "0", "--profile", "false", "--device", "cpu", "--ds-config", "ddp",
+         "--steps", "3", "--global-batch-size", "4", "--micro-batch-size", "2", "--eval-every", "0",
+         "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false",
+         "--device", "cpu", "--ds-config", "ddp",
          "--save-every", "-1"]
 
 

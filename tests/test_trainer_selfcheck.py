@@ -35,7 +35,7 @@ def train(folder, *options: str) -> int:
 
 
 def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
-    assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch", "2") == 0
+    assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch-size", "2") == 0
     lines = list(read_lines(RunDir(tmp_path / "run").metrics))
     assert lines[-1]["loss"] < 1
     record = read_record(RunDir(tmp_path / "run"))

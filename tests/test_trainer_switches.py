@@ -26,7 +26,7 @@ from ezpz_llm.trainer.run import make_engine
 
 CPU = torch.device("cpu")
 SHAPE = ("--ds-config", "ddp", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--block-size", "32",
-         "--global-batch", "8", "--accumulation", "2", "--lr", "1e-3", "--precision", "fp32")
+         "--global-batch-size", "8", "--gradient-accumulation-steps", "2", "--lr", "1e-3", "--precision", "fp32")
 
 
 class Operators(TorchDispatchMode):

@@ -71,7 +71,7 @@ def weights(folder: Path, tokenizer: Tokenizer | None, vocab_size: int = 0) -> P
 
 def train(*words: object) -> RunPlan:
     """What the check of `ezpz_llm.train` finds before any rank starts."""
-    return check_run(parse([*map(str, words), "--global-batch", "4"]), 1)
+    return check_run(parse([*map(str, words), "--global-batch-size", "4"]), 1)
 
 
 def evaluated(*words: object) -> None:

@@ -43,10 +43,10 @@ def options(task: Task) -> list[str]:
         "--model": model, "--n-layer": task.n_layer, "--n-head": task.n_head, "--n-embd": task.n_embd,
         "--block-size": task.block_size, "--bias": "true", "--dropout": 0, "--corpus": Path(task.data) / SHARDS,
         "--ds-config": task.layout, "--precision": task.precision, "--compile": str(task.compile).lower(),
-        "--global-batch": task.global_batch, "--accumulation": 1, "--steps": task.steps, "--lr": task.lr,
-        "--warmup-steps": task.warmup_steps, "--beta2": 0.95, "--weight-decay": 0.1, "--eval-every": 0,
-        "--eval-tokens": task.eval_windows * task.block_size, "--sample-tokens": 0, "--save-every": -1,
-        "--profile": "false"}
+        "--global-batch-size": task.global_batch, "--gradient-accumulation-steps": 1, "--steps": task.steps,
+        "--lr": task.lr, "--warmup-steps": task.warmup_steps, "--beta2": 0.95, "--weight-decay": 0.1,
+        "--eval-every": 0, "--eval-tokens": task.eval_windows * task.block_size, "--sample-tokens": 0,
+        "--save-every": -1, "--profile": "false"}
     return [str(word) for pair in values.items() for word in pair]
 
 

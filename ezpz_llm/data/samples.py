@@ -86,7 +86,8 @@ class Batches:
             raise UserError(
                 f"a global batch of {global_batch} samples does not divide into micro batches of {micro_batch} "
                 f"on {dp_size} data-parallel ranks ({at_once} at once)",
-                instead=f"give a multiple of {at_once}, such as --global-batch {near}, or another --micro-batch",
+                instead=f"give a multiple of {at_once}, such as --global-batch-size {near}, or another "
+                        "--micro-batch-size",
             )
         self.mixture = as_mixture(stream)
         for part in self.mixture.streams:

@@ -108,7 +108,7 @@ class LossScale:
             return
         if self.scale <= self._settings.least:
             raise UserError(f"fp16 gradients are not finite under a loss scale of {self.scale:g}: the loss has "
-                            "diverged", instead="--precision bf16, a lower --lr, or --clip 1", exit_code=1)
+                            "diverged", instead="--precision bf16, a lower --lr, or --grad-clip 1", exit_code=1)
         self.scale = max(self.scale / self.FACTOR, self._settings.least)
 
     def _settle(self) -> None:

@@ -139,7 +139,7 @@ def _within(split: Split, run: Mapping[str, Any],
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the host"
     found.append(("host", where, host + idle,
-                  ["--compile true", "a larger --micro-batch, so that operators take longer than their calls",
+                  ["--compile true", "a larger --micro-batch-size, so that operators take longer than their calls",
                    "profile/host.html has the call tree"]))
     layout = run["layout"]
     optimizer = split.mean("optimizer")
@@ -190,13 +190,14 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         return [f"--tp {layout.tp // 2}: fewer ranks share a layer" if layout.tp > 2 else "a layout without tp",
                 "tensor-parallel ranks inside one node, where links are fastest"]
     if "pp" in axes:
-        return [f"--accumulation {2 * run['batch'].accumulation}: more micro batches on their way at once"]
+        return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}: more micro batches on their way "
+                "at once"]
     if "sp" in axes and "dp" not in axes:
         return ["a smaller --sp, if sequences fit"]
     found = []
     if layout.zero.stage == 3 and kind == "all_gather":
         found += _instead_of_gathering(run)
-        found.append("a larger --micro-batch: parameters are gathered once for more tokens")
+        found.append("a larger --micro-batch-size: parameters are gathered once for more tokens")
     elif layout.engine == "fsdp2" and kind == "all_gather":
         found.append("--ds-config zero2 keeps whole parameters, and gathers them once a step")
     if layout.zero.stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
@@ -206,8 +207,8 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         if size and size < parameter_count(run["model"]):
             found.append(f'a larger "reduce_bucket_size" than {size:,}')
     if layout.zero.stage != 3:
-        found.append(f"--accumulation {2 * run['batch'].accumulation}: gradients are reduced once a step, of more "
-                     "tokens")
+        found.append(f"--gradient-accumulation-steps {2 * run['batch'].accumulation}: gradients are reduced once a "
+                     "step, of more tokens")
     return found
 
 
@@ -247,14 +248,15 @@ def against_optimizer(run: dict[str, Any]) -> list[str]:
         found.append("--optimizer adamw, one fused kernel")
     if layout.zero.offload_optimizer:
         found.append("a layout that keeps the optimizer on the device, if it fits")
-    return [*found, f"--accumulation {2 * batch.accumulation}: fewer steps for as many tokens"]
+    return [*found, f"--gradient-accumulation-steps {2 * batch.accumulation}: fewer steps for as many tokens"]
 
 
 def against_waiting(run: Mapping[str, Any]) -> list[str]:
     """Against ranks that wait for each other."""
     layout: Layout = run["layout"]
     if layout.pp > 1:
-        return [f"--accumulation {2 * run['batch'].accumulation}: a smaller share of each step fills and drains "
-                "the pipeline", '"partition": "time" in the ds_config\'s ezpz_llm block, if stages differ']
+        return [f"--gradient-accumulation-steps {2 * run['batch'].accumulation}: a smaller share of each step "
+                "fills and drains the pipeline",
+                '"partition": "time" in the ds_config\'s ezpz_llm block, if stages differ']
     return ["cores of its own for each rank (launch --explain shows the binding)",
-            "a larger --micro-batch: steps of more equal length"]
+            "a larger --micro-batch-size: steps of more equal length"]

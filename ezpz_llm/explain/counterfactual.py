@@ -18,6 +18,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.split import Split
 from ezpz_llm.rundir import RunDir, read_json
+from ezpz_llm.trainer.config import option_of
 
 TRACED, TAKEN = 24, 64
 _STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
@@ -117,7 +118,8 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
     chosen = {name: value for name, value in config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
               and not str(sources.get(name, "default")).startswith(_NOT_CHOSEN)}
-    words = {**{name.replace("_", "-"): _word(value) for name, value in chosen.items()}, **_STEPS, **_QUIET}
+    words = {**{option_of(name).removeprefix("--"): _word(value) for name, value in chosen.items()},
+             **_STEPS, **_QUIET}
     is_even = isinstance(hosts, list) and all(isinstance(count, int) for count in hosts) and len(set(hosts)) == 1
     per_host = ["--ppn", str(hosts[0])] if is_even else []
     return [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), *per_host, "--run-dir", str(folder), "--",

@@ -128,7 +128,8 @@ def check_pipeline_bubble(case: Case) -> Repair | None:
         return None
     bubble = (stages - 1) / (micro_batches + stages - 1)
     return Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {micro_batches} micro "
-                               f"batch(es) a step: (p - 1)/(m + p - 1); --accumulation {4 * stages} would make it "
+                               f"batch(es) a step: (p - 1)/(m + p - 1); "
+                               f"--gradient-accumulation-steps {4 * stages} would make it "
                                f"{(stages - 1) / (5 * stages - 1):.0%}")
 
 

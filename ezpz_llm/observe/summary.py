@@ -147,7 +147,7 @@ def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) ->
 def _bubble(bubble: Bubble) -> str:
     stages = ", ".join(f"{idle:.1%}" for idle in bubble.idle)
     return (f"  Pipeline stages idle (in other, or waiting in optimizer): {stages}; {bubble.mean:.1%} on average.\n"
-            f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; a larger --accumulation lowers it.\n")
+            f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; a larger --gradient-accumulation-steps lowers it.\n")
 
 
 def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -> str:

@@ -17,13 +17,13 @@ from ezpz_llm.launch.target import read_command
 
 
 # Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """The value of `option`, the last where it is given several times; None where it is not there."""
+def value_of(words: Sequence[str], *options: str) -> str | None:
+    """Return the value of an option under any of its names, the last where it is given several times, or None."""
     found = None
     for position, word in enumerate(words):
-        if word == option and position + 1 < len(words):
+        if word in options and position + 1 < len(words):
             found = words[position + 1]
-        elif word.startswith(f"{option}="):
+        elif word.startswith(tuple(f"{option}=" for option in options)):
             found = word.partition("=")[2]
     return found
 

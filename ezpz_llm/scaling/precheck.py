@@ -28,6 +28,10 @@ MEASURING = {"--steps": "60", "--trace-steps": "5", "--profile": "false", "--sav
 """Options that a study adds to the command if it does not set them: few steps, some of them traced, and nothing
 between them. The times leave the traced ones out."""
 
+_GLOBAL_BATCH, _MICRO_BATCH, _ACCUMULATION = (
+    ("--global-batch-size", "--global-batch"), ("--micro-batch-size", "--micro-batch"),
+    ("--gradient-accumulation-steps", "--accumulation"))
+"""The options of a batch, each with its old name."""
 _AT_ONCE = 4
 """Checks at the same time: each is a Python of half a second."""
 
@@ -118,8 +122,8 @@ def _that_can_run(command: tuple[str, ...], ranks: int,
 def _weak(layout: str, command: tuple[str, ...], sizes: Sequence[Size], directory: Path) -> list[_Wanted]:
     """Each rank takes at every size what it takes at the smallest."""
     base = ask(command, sizes[0].ranks, directory, f"weak-{layout}-{sizes[0].label}")
-    words = (*without(command, "--global-batch", "--micro-batch", "--accumulation"),
-             "--micro-batch", str(base.micro_batch), "--accumulation", str(base.accumulation))
+    words = (*without(command, *_GLOBAL_BATCH, *_MICRO_BATCH, *_ACCUMULATION),
+             _MICRO_BATCH[0], str(base.micro_batch), _ACCUMULATION[0], str(base.accumulation))
     return [_Wanted("weak", layout, size, words) for size in sizes]
 
 
@@ -127,10 +131,11 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
             directory: Path) -> tuple[list[_Wanted], str]:
     """The command's global batch at every size; where it names none, what the largest size takes by itself."""
     first = next(iter(commands.values()))
-    typed = value_of(first, "--global-batch")
-    if typed is not None and value_of(first, "--accumulation") is not None:
-        raise UserError("accumulation is what a strong study solves", where="--accumulation in the command",
-                        instead="leave --accumulation out, or give --micro-batch in its place")
+    typed = value_of(first, *_GLOBAL_BATCH)
+    if typed is not None and value_of(first, *_ACCUMULATION) is not None:
+        raise UserError("accumulation is what a strong study solves",
+                        where="--gradient-accumulation-steps in the command",
+                        instead="leave it out, or give --micro-batch-size in its place")
     if typed is not None:
         global_batch, note = typed, f"strong: every step has {typed} sequences, as the command says"
     else:
@@ -138,9 +143,9 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
                 for layout, command in commands.items()]
         global_batch = str(max(answer.global_batch for answer in most))
         note = (f"strong: every step has {global_batch} sequences, what {sizes[-1].ranks} rank(s) take by "
-                "themselves; --global-batch in the command gives another number")
-    return [_Wanted("strong", layout, size, (*without(command, "--global-batch", "--accumulation"),
-                                             "--global-batch", global_batch))
+                "themselves; --global-batch-size in the command gives another number")
+    return [_Wanted("strong", layout, size, (*without(command, *_GLOBAL_BATCH, *_ACCUMULATION),
+                                             _GLOBAL_BATCH[0], global_batch))
             for layout, command in commands.items() for size in sizes], note
 
 

@@ -46,7 +46,7 @@ def finish(session: Session) -> int:
     if failed and session.dist.is_main:
         print(f"error: the run ends after step {session.step} of {session.config.steps}: "
               f"{session.stopped or session.spikes.reason()}\n"
-              "  instead: a lower --lr, --clip 1, or --on-bad-steps rollback", file=sys.stderr, flush=True)
+              "  instead: a lower --lr, --grad-clip 1, or --on-bad-steps rollback", file=sys.stderr, flush=True)
     if session.unsaved is not None and session.dist.is_main:
         print(f"error: {session.unsaved}", file=sys.stderr, flush=True)
     return 1 if failed or overfit_failure or session.unsaved is not None else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import NoFile, read_yaml
-from ezpz_llm.trainer.config import FIELDS, TrainConfig
+from ezpz_llm.trainer.config import FIELDS, SECTIONS, SPELLINGS, TrainConfig, option_of
 from ezpz_llm.trainer.presets import FINE_TUNING, PRESETS, RECIPES
 
 
@@ -26,12 +27,20 @@ class Options:
     print_config: bool
     check: bool
     world_size: int | None
+    notes: tuple[str, ...] = ()
+    """Old names that were used, with the new ones."""
+
+
+_NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
+_OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELLINGS}
+_METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
 def build_parser() -> ArgumentParser:
     """The parser of `ezpz_llm.train`: one option a field of TrainConfig, plus those that choose values in bulk."""
     parser = ArgumentParser(prog="python3 -m ezpz_llm.train", usage="%(prog)s [options]",
-                            description="Train a GPT on text.", exit_on_error=False)
+                            description="Train a GPT on text.", exit_on_error=False,
+                            formatter_class=argparse.HelpFormatter)
     hints = get_type_hints(TrainConfig)
     parser.add_argument("--preset", type=str, help=f"a whole run by name: {', '.join(sorted(PRESETS))}")
     parser.add_argument("--config", type=str, help="a YAML file with any of the options below")
@@ -39,9 +48,16 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--check", action="store_true", help="find configuration errors and stop, without torch")
     parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
     parser.add_argument("--world-size", type=int, help="ranks to check for")
+    section = parser
     for name, field in FIELDS.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=hints[name], default=field.default,
-                            help=field.metadata["help"])
+        if name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[name])
+        kinds = get_args(hints[name]) or (hints[name],)
+        metavar = _METAVARS.get(kinds[0]) or "{" + ",".join(kinds) + "}"
+        default = str(field.default).lower() if kinds[0] is bool else field.default
+        shown = "" if default is None else f" (default: {default})"
+        section.add_argument(option_of(name), type=hints[name], default=field.default, metavar=metavar,
+                             help=field.metadata["help"] + shown)
     return parser
 
 
@@ -53,8 +69,9 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: --help (code 0).
     """
     parser = build_parser()
+    argv, notes = _with_new_options(argv)
     try:
-        given = vars(parser.parse_args(list(argv), defaults=False).clone())
+        given = _by_field(vars(parser.parse_args(argv, defaults=False).clone()))
     except ArgumentError as error:
         raise _unreadable(parser, argv, error) from error
     bulk = {name: given.pop(name, None)
@@ -62,7 +79,7 @@ def parse(argv: Sequence[str]) -> Options:
     if bulk["json"] and not bulk["check"]:
         raise UserError("there is no check to print", where="--json", instead="--check --json")
     layers: list[tuple[str, Mapping[str, Any]]] = []
-    from_file = _from_yaml(parser, Path(bulk["config"])) if bulk["config"] else {}
+    from_file = _from_yaml(Path(bulk["config"]), notes) if bulk["config"] else {}
     preset_name = bulk["preset"] or from_file.pop("preset", None)
     if preset_name is not None:
         if preset_name not in PRESETS:
@@ -80,12 +97,29 @@ def parse(argv: Sequence[str]) -> Options:
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))
     return Options(TrainConfig(**values), sources, bool(bulk["print_config"]), bool(bulk["check"]),
-                   bulk["world_size"])
+                   bulk["world_size"], tuple(notes))
+
+
+def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line with the new names of options, and a note for each old one."""
+    words, notes = [], []
+    for word in argv:
+        option, equals, value = word.partition("=")
+        new = _OLD_OPTIONS.get(option, option)
+        if new != option:
+            notes.append(f"{option} is now {new}; the old name goes in the next release")
+        words.append(new + equals + value)
+    return words, notes
+
+
+def _by_field(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_NAMES.get(name, name): value for name, value in values.items()}
 
 
 def dump(config: TrainConfig) -> str:
     """The configuration as YAML that `--config` reads back."""
-    return build_parser().dump(Namespace(**asdict(config)), skip_validation=True)
+    spelled = {SPELLINGS.get(name, name): value for name, value in asdict(config).items()}
+    return build_parser().dump(Namespace(**spelled), skip_validation=True)
 
 
 def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
@@ -105,19 +139,19 @@ def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
     """The message for a value that jsonargparse refused: its own text names Python's types."""
     text = " ".join(str(error).split())
     found = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
-    if found is None or found[1] not in FIELDS:
+    name = found and _NAMES.get(found[1], found[1])
+    if name not in FIELDS:
         return UserError(text, where=where,
                          instead="python3 -m ezpz_llm.train --help lists every option and its type")
-    name, value = found.groups()
-    hint = get_type_hints(TrainConfig)[name]
-    option = prefix + (name.replace("_", "-") if prefix else name)
+    value, hint = found[2], get_type_hints(TrainConfig)[name]
+    option = option_of(name) if prefix else found[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
         return unknown(f"value of {option}", value, choices, where=where)
     kinds = " or ".join(_KINDS[kind] for kind in get_args(hint) or (hint,))
     return UserError(f"{option} is {value!r}: it must be {kinds}", where=where)
 
 
-def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         loaded = read_yaml(path)
     except NoFile:
@@ -129,18 +163,22 @@ def _from_yaml(parser: ArgumentParser, path: Path) -> dict[str, Any]:
         raise UserError("the configuration is not a list of `name: value` lines", where=f"--config {path}")
     loaded = {str(name).replace("-", "_"): value for name, value in loaded.items()}
     preset = loaded.pop("preset", None)
+    settings = {SPELLINGS.get(name, name): field for name, field in FIELDS.items()}
+    notes += [f"{name} is now {SPELLINGS[name]} ({path}); the old name goes in the next release"
+              for name in loaded if name in SPELLINGS]
+    loaded = {SPELLINGS.get(name, name): value for name, value in loaded.items()}
     for name in loaded:
-        if name not in FIELDS:
-            raise unknown("setting", name, FIELDS, where=os.fspath(path))
-        if loaded[name] is None and FIELDS[name].default is not None:
+        if name not in settings:
+            raise unknown("setting", name, settings, where=os.fspath(path))
+        if loaded[name] is None and settings[name].default is not None:
             raise UserError(f"{name} has no value", where=os.fspath(path),
                             instead="give it one, or delete the line")
     typed = ArgumentParser(exit_on_error=False)
     hints = get_type_hints(TrainConfig)
     for name in loaded:
-        typed.add_argument(f"--{name}", type=hints[name])
+        typed.add_argument(f"--{name}", type=hints[_NAMES.get(name, name)])
     try:
-        values = vars(typed.parse_object(loaded).clone())
+        values = _by_field(vars(typed.parse_object(loaded).clone()))
     except Exception as error:  # jsonargparse raises several types, each with the key and the reason in its text
         raise _mistyped(error, "", where=os.fspath(path)) from error
     return {**values, **({"preset": preset} if preset is not None else {})}

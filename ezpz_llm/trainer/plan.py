@@ -24,7 +24,7 @@ from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.config import SPELLINGS, TrainConfig, option_of
 from ezpz_llm.trainer.initial_weights import WEIGHTS, choose_model, with_tokenizer
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
@@ -248,8 +248,8 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
 
 
 def _refused(config: TrainConfig, sources: dict[str, str], name: str, instead: str) -> UserError:
-    return UserError(f"{name} is {shown(getattr(config, name))}", instead=instead,
-                     where=f"--{name.replace('_', '-')} ({sources[name]})")
+    return UserError(f"{SPELLINGS.get(name, name)} is {shown(getattr(config, name))}", instead=instead,
+                     where=f"{option_of(name)} ({sources[name]})")
 
 
 def _check_ranges(config: TrainConfig, sources: dict[str, str]) -> None:

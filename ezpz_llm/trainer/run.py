@@ -29,7 +29,7 @@ from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.evaluate.validation import open_corpus
 from ezpz_llm.hf.weights import Weights, open_for_ranks
-from ezpz_llm.launch.variables import LOADING, MEETING, STARTING
+from ezpz_llm.launch.variables import LOADING, MEETING, RUN_ID_VARIABLE, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.head import configure_head
@@ -236,6 +236,8 @@ def run(options: Options) -> int:
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)
         clock.passed("meeting")
     with dist:
+        if dist.is_main and RUN_ID_VARIABLE not in os.environ:  # launch has shown them, from its check
+            print(*(f"note: {note}\n" for note in options.notes), sep="", end="", file=sys.stderr, flush=True)
         with clock.span("set-up"):
             begins = settle_beginning(options, dist)
             if begins.complete:

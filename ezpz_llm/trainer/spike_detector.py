@@ -92,8 +92,8 @@ class SpikeDetector:
         """Describe the bad steps in a row."""
         last = self._losses[-1] if self._losses else math.nan
         usual = statistics.median(self._losses) if self._losses else math.nan
-        return (f"{self.streak} bad steps in a row, from step {self.first_bad} on: the loss or the gradient norm is "
-                f"NaN, Inf or far above usual (last loss {last:.4g}, median {usual:.4g})")
+        return (f"{self.streak} bad steps in a row, from step {self.first_bad} on: loss or gradient norm is NaN, "
+                f"Inf or far above the median (last loss {last:.4g}, median {usual:.4g})")
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, in JSON's types."""

@@ -16,7 +16,7 @@ from ezpz_llm.rundir.paths import RunDir
 
 _HOSTS_NAMED = 8
 _NO_RANK = re.compile(r"environment variable (?:RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set")
-_OUT_OF_MEMORY = "a smaller micro batch (--micro-batch), --ds-config zero3, or one that offloads"
+_OUT_OF_MEMORY = "a smaller micro batch (--micro-batch-size), --ds-config zero3, or one that offloads"
 
 
 def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequence[str]) -> str | None:
