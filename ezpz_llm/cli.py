@@ -38,7 +38,7 @@ def _dispatch(argv: Sequence[str]) -> int | None:
     if name not in commands:
         raise unknown("command", argv[0], commands, where="ezpz-llm")
     sys.argv = [f"ezpz-llm {name}", *argv[1:]]
-    return importlib.import_module(_module(commands[name])).main(argv[1:])
+    return importlib.import_module(module_of(commands[name])).main(argv[1:])
 
 
 def find_commands() -> dict[str, Path]:
@@ -48,7 +48,8 @@ def find_commands() -> dict[str, Path]:
     return {name: path for name, path in sorted({**modules, **packages}.items()) if _defines_main(path)}
 
 
-def _module(path: Path) -> str:
+def module_of(path: Path) -> str:
+    """Return the module of a command's file, for import."""
     return ".".join((_PACKAGE.name, *path.relative_to(_PACKAGE).with_suffix("").parts))
 
 
