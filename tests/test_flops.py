@@ -17,8 +17,8 @@ from ezpz_llm.model.gpt import GPT
 from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarise
 from ezpz_llm.observe.peaks import Ceiling, fastest_product
 from ezpz_llm.rundir import RunDir, append_line
-from ezpz_llm.trainer import step_work
-from ezpz_llm.trainer.step_work import count_flops, counted_flops, describe
+from ezpz_llm.trainer import announce
+from ezpz_llm.trainer.announce import count_flops, counted_flops, describe
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
             for block in self.transformer["h"]:
                 block.mlp.c_proj = nn.Sequential(block.mlp.c_proj, nn.Linear(config.n_embd, config.n_embd))
 
-    monkeypatch.setattr(step_work, "GPT", Wider)
+    monkeypatch.setattr(announce, "GPT", Wider)
     found = count_flops(MODELS["tiny-gpt2"])
     assert not found.is_proven
     assert found.counted - found.products == 6 * 4 * 128 * 128

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ezpz_llm.trainer.startup import durations
+from ezpz_llm.trainer.session import durations
 
 
 def test_stretches_follow_one_another() -> None:

@@ -37,10 +37,9 @@ from ezpz_llm.model.init import decay_groups
 from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir.side_files import print_whatever_happens
-from ezpz_llm.trainer.announce import announce
+from ezpz_llm.trainer.announce import announce, step_work
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
-from ezpz_llm.trainer.finish import finish
 from ezpz_llm.trainer.initial_weights import with_tokenizer
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.memory_table import MemoryWatch
@@ -52,7 +51,7 @@ from ezpz_llm.trainer.resume import Beginning, find_beginning, put_aside
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session, WallClock
 from ezpz_llm.trainer.spike_detector import SpikeDetector
-from ezpz_llm.trainer.step_work import step_work
+from ezpz_llm.trainer.step_hooks import finish
 
 
 def settle_beginning(options: Options, dist: Dist) -> Beginning:
