@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ezpz_llm.base.errors import run_command
 from ezpz_llm.cli import find_commands, module_of
@@ -78,7 +78,7 @@ def collect() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     return words, values
 
 
-def _help(run: object, *words: str) -> str:
+def _help(run: Callable[[Sequence[str]], object], *words: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         run([*words, "--help"])
     return text.getvalue()

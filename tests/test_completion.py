@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.ds_config import names
 from ezpz_llm.model.config import MODELS
-from ezpz_llm.trainer.config import FIELDS, option_of
+from ezpz_llm.trainer.config import FIELDS
 
 ASK = """
 complete() { :; }

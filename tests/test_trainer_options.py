@@ -15,7 +15,8 @@ from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.precheck import CheckReport
-from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig, option_of
+from ezpz_llm.layout.batch import option_of
+from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
 from ezpz_llm.trainer.options import build_parser, dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.split import Split
+from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RunDir, read_json
-from ezpz_llm.trainer.config import option_of
 
 TRACED, TAKEN = 24, 64
 _STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 from ezpz_llm.base.errors import UserError
 
+SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
+             "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
+"""Names of options and YAML settings that differ from the field, whose own name is a key of run.json.
+
+For one release the fields' own names are read as well, with a note.
+"""
+
+
+def option_of(name: str) -> str:
+    """Return the option of a field: --grad-clip for clip."""
+    return "--" + SPELLINGS.get(name, name).replace("_", "-")
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -130,16 +130,5 @@ SECTIONS = {
     "seed": "seed, device and run directory",
 }
 """Sections of `--help` by their first field; each ends where the next one begins."""
-SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
-             "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}
-"""Names of options and YAML settings that differ from the field, whose own name is a key of run.json.
-
-For one release the fields' own names are read as well, with a note.
-"""
 MODEL_OVERRIDES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size", "vocab_multiple",
                    "dropout", "bias")
-
-
-def option_of(name: str) -> str:
-    """Return the option of a field: --grad-clip for clip."""
-    return "--" + SPELLINGS.get(name, name).replace("_", "-")

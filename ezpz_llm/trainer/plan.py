@@ -18,13 +18,14 @@ from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source
+from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
 from ezpz_llm.layout.resolve import COMMAND_LINE, DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.config import SPELLINGS, TrainConfig, option_of
+from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.initial_weights import WEIGHTS, choose_model, with_tokenizer
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
