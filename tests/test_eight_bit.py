@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.engine.eight_bit import check_optimizer
+from ezpz_llm.engine.optimizers import BUILD
+from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName, check_optimizer
 from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.trainer.config import TrainConfig
 
 SCRIPT = Path(__file__).with_name("eight_bit_ranks.py")
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -78,3 +80,12 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError) as error:
         resolve("ddp", world_size=1, optimizer="adamw_8bit")
     assert "pip install 'ezpz_llm[8bit]'" in error.value.instead
+
+
+def test_every_optimizer_of_the_table_is_built_offered_and_described() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    assert list(OPTIMIZERS) == list(BUILD) == list(get_args(OptimizerName))
+    assert get_type_hints(TrainConfig)["optimizer"] == OptimizerName
+    assert all(f"{name}`" in page for name in OPTIMIZERS)
+    assert {name: row.state_bytes for name, row in OPTIMIZERS.items()} == {
+        "adamw": 8, "adamw_unfused": 8, "adamw_8bit": 2}

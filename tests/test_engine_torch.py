@@ -11,7 +11,7 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer import make_adamw
+from ezpz_llm.engine.optimizers import make_optimizer
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
@@ -74,7 +74,7 @@ def test_accumulation_is_the_full_batch(tmp_path, accumulation: int) -> None:
 
 def stepped_on(net: Net, kind: str, clip: float, loss_scale: float = 1.0) -> tuple[float, list[torch.Tensor]]:
     """The norm, and the gradients that an optimizer gets, which its first moments tell."""
-    optimizer = make_adamw([{"params": list(net.parameters())}], {"lr": 1e-2, "betas": (0.5, 0.9), "kind": kind})
+    optimizer = make_optimizer([{"params": list(net.parameters())}], {"lr": 1e-2, "betas": (0.5, 0.9)}, kind)
     (net(torch.ones(4, 8), torch.ones(4, 1)) * loss_scale).backward()
     norm = norm_and_clip(net, ALONE, optimizer, clip, loss_scale).item()
     optimizer.step()
@@ -149,8 +149,8 @@ def test_fp16_on_a_cpu_is_refused(tmp_path) -> None:
 
 def test_adamw_is_fused_unless_that_is_not_wanted() -> None:
     groups = [{"params": list(Net().parameters()), "weight_decay": 0.1}]
-    assert make_adamw(groups, {"lr": 1e-3}).defaults["fused"] is True
-    assert make_adamw(groups, {"lr": 1e-3}, fused=False).defaults["fused"] is False
+    assert make_optimizer(groups, {"lr": 1e-3}).defaults["fused"] is True
+    assert make_optimizer(groups, {"lr": 1e-3}, fused=False).defaults["fused"] is False
 
 
 def test_one_rank_is_not_wrapped(tmp_path) -> None:

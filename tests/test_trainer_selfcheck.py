@@ -57,13 +57,13 @@ def test_a_model_that_does_not_learn_fails_the_run(tmp_path, capsys):
 
 def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
     """Made before the model was copied, as a wrapper may copy it: it would leave the loss where it was."""
-    make = torch_engine.make_adamw
+    make = torch_engine.make_optimizer
 
-    def stale(groups, adam):
+    def stale(groups, adam, name):
         return make([{**group, "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]}
-                     for group in groups], adam)
+                     for group in groups], adam, name)
 
-    monkeypatch.setattr(torch_engine, "make_adamw", stale)
+    monkeypatch.setattr(torch_engine, "make_optimizer", stale)
     with pytest.raises(UserError, match="does not hold all of the model's parameters"):
         train(tmp_path / "run", "--steps", "2")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],
                  eps: float, param_groups: Sequence[dict[str, Any]]) -> Engine:
-    """Put a model under AdamW in its layout's engine, on its device and in its precision. Collective.
+    """Put a model under its optimizer in its layout's engine, on its device and in its precision. Collective.
 
     Args:
         model: initialised alike on every rank; the engine keeps and changes it.
@@ -51,8 +51,6 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
     adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
-    if resolved.optimizer != "adamw":
-        adam["kind"] = resolved.optimizer
     if resolved.layout.engine == "ddp":
         from ezpz_llm.engine.torch_engine import TorchEngine
 

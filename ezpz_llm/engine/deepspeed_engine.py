@@ -20,7 +20,7 @@ from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.gradients import StepGate, norm_and_clip
-from ezpz_llm.engine.optimizer import make_adamw, set_lr
+from ezpz_llm.engine.optimizers import make_optimizer, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.ds_defaults import uses_nvme
@@ -50,7 +50,7 @@ class DeepSpeedEngine(MicroStepEngine):
         if self.layout.zero.offload_optimizer is not None:
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
-            optimizer = make_adamw(groups, adam)
+            optimizer = make_optimizer(groups, adam, resolved.optimizer)
         self.gate = StepGate(dist.device)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ezpz_llm.engine.eight_bit import codes, has_eight_bits, moments_at_hand
+from ezpz_llm.engine.optimizers import codes, has_eight_bits, moments_at_hand
 from ezpz_llm.engine.slices import EngineState, Slice, cut
 from ezpz_llm.model.parameters import placement_of, whole
 

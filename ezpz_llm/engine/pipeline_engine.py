@@ -21,7 +21,7 @@ from ezpz_llm.engine.deepspeed_engine import mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.gradients import StepGate
-from ezpz_llm.engine.optimizer import make_adamw, set_lr
+from ezpz_llm.engine.optimizers import make_optimizer, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.resolve import Resolved
@@ -58,7 +58,8 @@ class PipelineEngine(Engine):
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
         # On CPUs the fused kernel rounds a buffer's last few elements in another way than the others, and the
         # copies of a tied table lie at different places of their buffers.
-        optimizer = make_adamw(groups, adam, fused=dist.device.type != "cpu" or not model.config.tied)
+        fused = dist.device.type != "cpu" or not model.config.tied
+        optimizer = make_optimizer(groups, adam, resolved.optimizer, fused)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                             model=pipeline, optimizer=optimizer,
                                             config=_config(resolved, dist.run_dir, model))[0]

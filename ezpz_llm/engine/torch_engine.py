@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.gradients import StepGate, norm_and_clip
-from ezpz_llm.engine.optimizer import make_adamw, set_lr
 from ezpz_llm.engine.optimizer_state import TorchState
+from ezpz_llm.engine.optimizers import make_optimizer, set_lr
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.resolve import Resolved
@@ -30,7 +30,7 @@ class TorchEngine(MicroStepEngine):
         self.layout, self.batch = resolved.layout, resolved.batch
         self._clip = resolved.clip
         self._mesh = dist.mesh
-        self._optimizer = make_adamw(groups, adam)
+        self._optimizer = make_optimizer(groups, adam, resolved.optimizer)
         self.gate = StepGate(dist.device)
         self.gate.guard(self._optimizer)
         self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.explain.split import HOST, RankSplit, Split
 from ezpz_llm.explain.waits import slow_link
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
+from ezpz_llm.layout.optimizers import OptimizerName
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
@@ -223,7 +223,7 @@ def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
     if layout.zero.offload_optimizer or layout.zero.offload_param or layout.zero.tiled:
         return []
     model: ModelConfig = run["model"]
-    optimizer: Optimizer = run["optimizer"]
+    optimizer: OptimizerName = run["optimizer"]
     whole = layout.with_zero(stage=2)
     # With the copies that autocast would keep then, and keeps none of in stage 3.
     cast = cast_per_rank(whole, model).bytes if run["precision"] in ("bf16", "fp16") else 0

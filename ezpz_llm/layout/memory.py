@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.engine.eight_bit import Optimizer
 from ezpz_llm.layout.knobs import KNOBS, Held, Kind, Where
 from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, block_matrix_count, count
 from ezpz_llm.model.partition import stage_bounds
@@ -33,7 +33,7 @@ class Part:
 
 
 def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
-                    optimizer: Optimizer = "adamw") -> tuple[Part, ...]:
+                    optimizer: OptimizerName = "adamw") -> tuple[Part, ...]:
     """Parameters, gradients and optimizer state of the rank with most parameters, under a legal layout.
 
     Sequence-parallel ranks hold the same parameters, so ZeRO shards over them too. Moments in 8 bits are counted as
@@ -42,7 +42,7 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
     held: Mapping[str, Held] = {"parameters": Held("device", 4, whole), "gradients": Held("device", 4, whole),
-                                "optimizer": Held("device", 2 if optimizer == "adamw_8bit" else 8, whole)}
+                                "optimizer": Held("device", OPTIMIZERS[optimizer].state_bytes, whole)}
     for knob in KNOBS:
         if knob.memory is not None:
             held = knob.memory(held, layout, whole, peers)

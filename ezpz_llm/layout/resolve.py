@@ -13,7 +13,6 @@ from typing import Any
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.engine.eight_bit import Optimizer, check_optimizer
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
 from ezpz_llm.layout.constraints import check_gradient_scaling
@@ -24,6 +23,7 @@ from ezpz_llm.layout.ds_defaults import sized
 from ezpz_llm.layout.knobs import KNOBS, Case, uncertified
 from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.layout.ops import needed_ops, refuse_unbuilt
+from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName, check_optimizer
 from ezpz_llm.layout.suggest import validate_or_suggest
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
@@ -56,7 +56,7 @@ class Resolved:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     recompute: int | None = None
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     nvme_path: str | None = None
     loss_scale: DynamicScale = field(default_factory=DynamicScale)
 
@@ -103,7 +103,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
             accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
             device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
             model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
-            nvme_path: str | None = None, optimizer: Optimizer = "adamw",
+            nvme_path: str | None = None, optimizer: OptimizerName = "adamw",
             default_micro_batch: int = DEFAULT_MICRO_BATCH) -> Resolved:
     """Bring a ds_config and a run's own numbers together.
 
@@ -114,7 +114,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
         model: the shape that is to be divided; None where it is no GPT.
-        optimizer: which AdamW steps the parameters.
+        optimizer: a name of `ezpz_llm.layout.optimizers`.
         nvme_path: the folder for state that a layout offloads to files, on each node.
         default_micro_batch: at most as many sequences a rank takes at once where nothing says how many.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
@@ -165,7 +165,7 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     elif overrides.rest:
         notes += (f"engine {layout.engine} does not read {', '.join(overrides.rest)} of {config.path.name}",)
     check_optimizer(optimizer, layout)
-    if optimizer == "adamw_8bit" and deepspeed is not None:
+    if deepspeed is not None and not OPTIMIZERS[optimizer].is_known_to_deepspeed:
         deepspeed["zero_allow_untested_optimizer"] = True
     nvme_path, used["nvme_path"] = _choose("nvme_path", nvme_path, ds_defaults.wished_path(config), config, sources)
     notes += ds_defaults.place(layout, nvme_path, used["nvme_path"])

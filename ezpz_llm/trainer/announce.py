@@ -14,6 +14,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.precision import DTYPES, set_products
 from ezpz_llm.hf.tokenizer import other_tokenizer
 from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.attention import attention_kernel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.flops import FlopCount, flops_per_token, product_flops_per_token
@@ -65,8 +66,8 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
                  f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
                  f"unigram entropy {data.unigram_entropy:.4f} nats"),
-        ("optimizer", f"AdamW, lr {config.lr:g} to {config.min_lr:g} ({config.schedule}) over "
-                      f"{config.steps} steps, "
+        ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
+                      f"({config.schedule}) over {config.steps} steps, "
                       f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),

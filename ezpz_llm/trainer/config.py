@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ezpz_llm.layout.optimizers import OptimizerName
+
 
 def _value(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -110,7 +112,7 @@ class TrainConfig:
         "auto", "auto is torch's choice of kernel, explicit keeps all scores, flash3 is FlashAttention-3")
     loss_chunk: int | None = _value(None, "tokens whose logits are computed at once; 0 for all, kept for the "
                                           "backward pass (default: chosen by vocabulary and device)")
-    optimizer: Literal["adamw", "adamw_unfused", "adamw_8bit"] = _value(
+    optimizer: OptimizerName = _value(  # noqa: RUF009
         "adamw", "AdamW in one fused kernel, without one, or with moments in 8 bits (bitsandbytes)")
     z_loss: float = _value(0.0, "weight of the squared log-normaliser in what is minimised, such as 1e-4")
     recompute: int = _value(0, "recompute the activations of every K-th block in the backward pass; 0 for none")

@@ -1,51 +1,23 @@
-"""AdamW with its moments in 8 bits, by bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861).
+"""Optimizers of the table in `ezpz_llm.layout.optimizers`, built: torch's AdamW, and bitsandbytes' in 8 bits.
 
-A block of 256 elements shares one scale; tensors with fewer than 4096 elements keep moments in fp32. What is
-optional is imported where it is used.
+Optional packages are imported where they are used.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
+
+import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.layout.layout import Layout
-
-if TYPE_CHECKING:
-    import torch
-
-Optimizer = Literal["adamw", "adamw_unfused", "adamw_8bit"]
-"""AdamW in one fused kernel; an operation at a time; and with moments in 8 bits."""
-
-_BLOCK = 256
-_MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 
 
-def check_optimizer(optimizer: Optimizer, layout: Layout) -> None:
-    """Refuse an optimizer that a layout cannot have, or that is not installed (imports no torch).
+def _adamw_8bit(groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:
+    """AdamW with 8-bit moments, by bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861).
 
-    Raises:
-        UserError: says why.
-    """
-    where, instead = f"--optimizer {optimizer}", "--optimizer adamw"
-    if optimizer != "adamw" and layout.zero.offload_optimizer is not None:
-        raise UserError("offloaded state is stepped by DeepSpeed's own AdamW on the host", where=where,
-                        instead=f"{instead}, or a layout without offload")
-    if optimizer != "adamw_8bit":
-        return
-    if layout.tp > 1 or layout.pp > 1:
-        raise UserError("with moments in 8 bits, copies of a parameter on tensor-parallel ranks or pipeline stages "
-                        "would come apart: a block's scale depends on its neighbours", where=where, instead=instead)
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("bitsandbytes is not installed", where=where,
-                        instead=f"pip install 'ezpz_llm[8bit]', or {instead}")
-
-
-def make_adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer.
+    A block of 256 elements shares one scale; tensors with fewer than 4096 elements keep moments in fp32.
 
     Raises:
         UserError: bitsandbytes has no such step for the device.
@@ -56,7 +28,40 @@ def make_adamw_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> torch
     if kind not in ("cuda", "xpu", "cpu"):
         raise UserError(f"bitsandbytes has no 8-bit AdamW for {kind}", where="--optimizer adamw_8bit",
                         instead="--optimizer adamw")
-    return bitsandbytes.optim.AdamW8bit(groups, **adam)
+    return bitsandbytes.optim.AdamW8bit(groups, **settings)
+
+
+BUILD: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], bool], torch.optim.Optimizer]] = {
+    "adamw": lambda groups, settings, fused: torch.optim.AdamW(groups, fused=fused, **settings),
+    "adamw_unfused": lambda groups, settings, fused: torch.optim.AdamW(groups, fused=False, **settings),
+    "adamw_8bit": _adamw_8bit,
+}
+"""Parameter groups, settings and whether a fused kernel is wanted, to the optimizer of each row."""
+
+
+def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name: str = "adamw",
+                   fused: bool = True) -> torch.optim.Optimizer:
+    """Build an optimizer of the table.
+
+    Args:
+        settings: lr, betas and eps.
+        fused: False where a fused kernel must not be used.
+
+    Raises:
+        UserError: it does not run on the device of the parameters.
+    """
+    return BUILD[name](groups, settings, fused)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step, for all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+# The state of the 8-bit optimizer.
+_BLOCK = 256
+_MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 
 
 def has_eight_bits(optimizer: torch.optim.Optimizer) -> bool:
@@ -105,8 +110,6 @@ def _rounded(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, t
     up to 1, so that a block's largest value tells its scale by its sign; where both signs have it, the negative one
     had been cut.
     """
-    import torch
-
     flat = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % _BLOCK)).view(-1, _BLOCK)
     high, low = flat.amax(dim=1), flat.amin(dim=1)
     scales = torch.where(high > -low, high / codes[-1], low / codes[0] if codes[0] < 0 else high)
