@@ -31,7 +31,7 @@ from ezpz_llm.model.parameters import (
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 ALONE = SimpleNamespace(group=lambda *axes: None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
-DDP = Layout("ddp", "ddp", None)
+DDP = Layout("ddp", "ddp")
 TINY = MODELS["tiny-llama"]
 
 
