@@ -16,7 +16,7 @@ import torch
 from launch_runs import CAPTURED, captured_env, clean_env
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.dist.setup import say_if_alone, setup
+from ezpz_llm.dist.setup import setup, warn_if_single_process
 from ezpz_llm.launch.ranks import find_rank
 
 SCRIPT = str(Path(__file__).with_name("dist_ranks.py"))
@@ -151,15 +151,15 @@ def test_a_single_process_in_a_job_of_two_hosts_says_how_to_launch(capsys):
         env = captured_env(name) | (node_file if name.startswith("pbs") else {})
         info = find_rank(env)
         assert info.world_size == 1
-        say_if_alone(info, env, command)
+        warn_if_single_process(info, env, command)
         said = capsys.readouterr().err
         assert "one process on one of the 2 hosts of" in said
         assert said.endswith("launch python3 train.py --hf-token '[redacted]'\n")
         # One that launch started as its only rank is what was asked for.
-        say_if_alone(info, env | {"EZPZ_LLM_RUN_ID": "x"}, command)
+        warn_if_single_process(info, env | {"EZPZ_LLM_RUN_ID": "x"}, command)
     broken = captured_env("slurm/env_sbatch_script.txt") | {"SLURM_JOB_NODELIST": "n["}
     for env in ({}, broken, captured_env("slurm/env_srun_one_task_step.txt")):
-        say_if_alone(find_rank(env), env, command)
+        warn_if_single_process(find_rank(env), env, command)
     assert capsys.readouterr().err == ""
 
 

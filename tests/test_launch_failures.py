@@ -19,7 +19,7 @@ from ezpz_llm.launch.failures import log_patterns as said
 from ezpz_llm.launch.failures.facts import Raised, facts_from
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.kinds import Kind, classify
-from ezpz_llm.launch.failures.log_patterns import read_sayings
+from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.ranks import fold, unfold
 from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record
@@ -42,7 +42,7 @@ def _facts(**changes: object) -> RunFacts:
 
 
 def _judge(*failures: Failure, words: str = "", absent: tuple[int, ...] = (), **facts: object) -> Verdict | None:
-    return judge(Evidence(tuple(sorted(failures, key=lambda one: one.ended)), tuple(read_sayings(words)),
+    return judge(Evidence(tuple(sorted(failures, key=lambda one: one.ended)), tuple(read_matches(words)),
                           _facts(**facts), absent))
 
 
@@ -120,12 +120,12 @@ def test_kinds_from_codes_and_signals() -> None:
 # What launchers and schedulers say
 
 def _means(text: str) -> list[tuple[str, str]]:
-    return [(saying.who, saying.means) for saying in read_sayings(text)]
+    return [(found.source, found.kind) for found in read_matches(text)]
 
 
 def test_slurms_words() -> None:
     blocks = _captured("slurm/srun_exit_codes.txt").split("=== ")[1:]
-    told = [[(one.host, one.ranks, one.code) for one in read_sayings(block) if one.means == said.ENDED]
+    told = [[(one.host, one.ranks, one.code) for one in read_matches(block) if one.kind == said.ENDED]
             for block in blocks]
     assert told[0] == []
     assert told[1] == [("n2", (3,), 7)]
@@ -134,15 +134,15 @@ def test_slurms_words() -> None:
     assert told[7] == [("n2", (3,), 139)]
     assert told[10] == [("n2", (2, 3), 2), ("n1", (0, 1), 2)]
     # A step that srun itself ends is no order to cancel.
-    assert all(one.means != said.CANCELLED for block in blocks for one in read_sayings(block))
+    assert all(one.kind != said.CANCELLED for block in blocks for one in read_matches(block))
     assert ("Slurm", said.NOT_STARTED) in _means(blocks[10])
     assert ("Slurm", said.NOT_STARTED) in _means(blocks[11])
     assert _means(_captured("slurm/time_limit.txt")) == [("Slurm", said.TIME_LIMIT)] * 2
     first, _, second = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")
-    lost = read_sayings(first)
-    assert {one.means for one in lost} == {said.NODE_FAILED, said.ENDED}
+    lost = read_matches(first)
+    assert {one.kind for one in lost} == {said.NODE_FAILED, said.ENDED}
     assert lost[0].host == "n2"
-    assert said.CANCELLED in {one.means for one in read_sayings(second)}
+    assert said.CANCELLED in {one.kind for one in read_matches(second)}
     # By hand, after Slurm's sources and documentation.
     for words, means in (
         ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***",
@@ -161,11 +161,11 @@ def test_slurms_words() -> None:
 def test_words_of_pbs_and_pals() -> None:
     assert _means(_captured("pbs/walltime_kill.txt")) == [("PBS", said.TIME_LIMIT)]
     # PALS is not captured: by hand, after its messages in public issues.
-    pals = read_sayings("x1c0s0b0n0: rank 7 exited with code 3\nx1c0s0b0n0: rank 14 died from signal 15\n"
+    pals = read_matches("x1c0s0b0n0: rank 7 exited with code 3\nx1c0s0b0n0: rank 14 died from signal 15\n"
                         "x2c0s0b0n0: shepherd died from signal 9\nping RPC timeout from x3c0s0b0n0 after 120s\n"
                         "ping failed on x4c0s0b0n0: Couldn't forward RPC ping(1)\n"
                         "launch failed on x5c0s0b0n0: Couldn't forward RPC launch(1)\n")
-    assert [(one.means, one.host, one.ranks, one.code) for one in pals] == [
+    assert [(one.kind, one.host, one.ranks, one.code) for one in pals] == [
         (said.ENDED, "x1c0s0b0n0", (7,), 3), (said.ENDED, "x1c0s0b0n0", (14,), 143),
         (said.NODE_FAILED, "x2c0s0b0n0", (), None), (said.NODE_FAILED, "x3c0s0b0n0", (), None),
         (said.NODE_FAILED, "x4c0s0b0n0", (), None), (said.NOT_STARTED, "x5c0s0b0n0", (), None)]
@@ -176,7 +176,7 @@ def test_words_of_mpiexec_and_torchrun() -> None:
     for block in _captured("mpi/exit_codes.txt").split("=== ")[1:]:
         title, _, text = block.partition("\n")
         told[title.split(": rc=")[0].replace(": 4 ranks", "")] = [
-            (one.who, one.ranks, one.host, one.code) for one in read_sayings(text) if one.means == said.ENDED]
+            (one.source, one.ranks, one.host, one.code) for one in read_matches(text) if one.kind == said.ENDED]
     assert told["mpich-5.0.2: rank 2 exits 7, the others sleep 5 s"] == []
     assert told["mpich-5.0.2: rank 2 kills itself with SIGKILL"] == [("MPICH", (), "n1", 137)]
     assert told["intelmpi-2021.18: rank 2 kills itself with SIGSEGV"] == [("Intel MPI", (2,), "n1", 139)]
@@ -187,10 +187,10 @@ def test_words_of_mpiexec_and_torchrun() -> None:
                    if one.startswith(f"{name}: missing executable")]
         assert ("mpiexec", said.NOT_STARTED) in _means(block), name
     for block, code in zip(_captured("mpi/torchrun_child_failed.txt").split("=== ")[1:], (7, 137), strict=True):
-        assert [(one.who, one.ranks, one.code) for one in read_sayings(block)] == [("torchrun", (1,), code)]
-    [abort] = read_sayings("Abort(5) on node 1 (rank 1 in comm 0): application called "
+        assert [(one.source, one.ranks, one.code) for one in read_matches(block)] == [("torchrun", (1,), code)]
+    [abort] = read_matches("Abort(5) on node 1 (rank 1 in comm 0): application called "
                            "MPI_Abort(MPI_COMM_WORLD, 5) - process 1")
-    assert (abort.means, abort.ranks, abort.code) == (said.ABORTED, (1,), 5)
+    assert (abort.kind, abort.ranks, abort.code) == (said.ABORTED, (1,), 5)
 
 
 # Which is the cause

@@ -15,8 +15,8 @@ from simcluster.cluster import Cluster
 
 from ezpz_llm.launch.arrivals import Arrivals
 from ezpz_llm.launch.failures import log_patterns as said
-from ezpz_llm.launch.failures.log_patterns import read_sayings
-from ezpz_llm.launch.liveness import SignsOfLife
+from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.liveness import HeartbeatMonitor
 from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir
 
@@ -111,7 +111,7 @@ def test_what_rank_0_says_of_other_hosts_is_its_own_matter(tmp_path: Path) -> No
 def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     """No room for an agent, an agent that gave up, a disk without room for its report."""
     run_dir = RunDir(tmp_path).create()
-    life = SignsOfLife(run_dir, "id", {**_HOSTS, 4: "n3", 5: "n3", 6: "n4", 7: "n4"}, started=0.0)
+    life = HeartbeatMonitor(run_dir, "id", {**_HOSTS, 4: "n3", 5: "n3", 6: "n4", 7: "n4"}, started=0.0)
     life.look(1.0)
     assert len(life.missing) == 8
     write_report(run_dir, NodeReport("id", "n1", 0, "running", 1.0, {0: RankReport()}))
@@ -144,8 +144,8 @@ def test_nodes_that_cannot_report_are_not_waited_for(tmp_path: Path) -> None:
     ("srun: error: Task launch for StepId=3.0 failed on node n2: Invalid job credential", "Slurm", "n2"),
 ])
 def test_words_of_a_refusal(words: str, who: str, host: str | None) -> None:
-    [saying] = read_sayings(f"before\n{words}\nafter\n")
-    assert (saying.who, saying.means, saying.host) == (who, said.NOT_STARTED, host)
+    [found] = read_matches(f"before\n{words}\nafter\n")
+    assert (found.source, found.kind, found.host) == (who, said.NOT_STARTED, host)
 
 
 # Real runs

@@ -15,7 +15,7 @@ import pytest
 from launch_runs import launch, left_over, record, start
 
 from ezpz_llm.base.private import make_private, new_secret, remove_private
-from ezpz_llm.launch.liveness import RankLife, SignsOfLife, judge
+from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder
 from ezpz_llm.launch.node.folder import base, prefix, remove_stale
 from ezpz_llm.launch.node.processes import place
@@ -87,7 +87,7 @@ def _report(run_dir: RunDir, rank: int, silent_s: float, state: str = "running")
 def test_ages_rest_on_no_two_clocks(tmp_path: Path) -> None:
     """A node's report tells ages by its clock; the rest is counted here. File times and dates play no part."""
     run_dir = RunDir(tmp_path).create()
-    life = SignsOfLife(run_dir, "id", {0: "n0", 1: "n1"}, started=1000.0)
+    life = HeartbeatMonitor(run_dir, "id", {0: "n0", 1: "n1"}, started=1000.0)
     _report(run_dir, 0, 2.0)
     os.utime(run_dir.node_report(0), (0, 0))
     life.look(1001.0)
@@ -108,7 +108,7 @@ def test_ages_rest_on_no_two_clocks(tmp_path: Path) -> None:
 
 def test_time_in_which_launch_could_not_look_is_nobodys_silence(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path).create()
-    life = SignsOfLife(run_dir, "id", {0: "n0"}, started=0.0)
+    life = HeartbeatMonitor(run_dir, "id", {0: "n0"}, started=0.0)
     _report(run_dir, 0, 1.0)
     life.look(1.0)
     life.look(500.0)

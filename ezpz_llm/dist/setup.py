@@ -143,7 +143,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     """
     answer_with_stacks(os.environ)
     info = find_rank(os.environ)
-    say_if_alone(info, os.environ)
+    warn_if_single_process(info, os.environ)
     _check_promise(info)
     timeout = datetime.timedelta(seconds=timeout_s)
     before = {name: os.environ.get(name) for name in _EXPORTED}
@@ -264,7 +264,8 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
 
 
 # A single process in a job of several hosts: most often somebody forgot to launch it.
-def say_if_alone(info: RankInfo, env: Mapping[str, str], command: Sequence[str] = tuple(sys.orig_argv)) -> None:
+def warn_if_single_process(info: RankInfo, env: Mapping[str, str],
+                           command: Sequence[str] = tuple(sys.orig_argv)) -> None:
     """Say on standard error how to start ranks on all hosts of the job, where nothing has started this process as
     one of them. `command` is what was typed."""
     if info.source != ALONE or RUN_ID_VARIABLE in env:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ezpz_llm.launch.failures import Stop
-from ezpz_llm.launch.failures.log_patterns import ENDED, NOT_STARTED, WRONG_WORLD, Saying, read_sayings
+from ezpz_llm.launch.failures.log_patterns import ENDED, NOT_STARTED, WRONG_WORLD, LogMatch, read_matches
 from ezpz_llm.launch.failures.ranks import fold_places
 from ezpz_llm.rundir.paths import RunDir
 
@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 18
 
 
 class Arrivals:
-    """Follows the start of one run, whose agents report the ranks that have come (life.SignsOfLife.missing).
+    """Follows the start of one run, whose agents report the ranks that have come (HeartbeatMonitor.missing).
 
     Args:
         hosts: of each rank that is to come.
@@ -39,7 +39,7 @@ class Arrivals:
         self._named: frozenset[int] = frozenset()
         self._name_at = named_after_s
         self._read_bytes = 0
-        self._refused: Saying | None = None
+        self._refused: LogMatch | None = None
         self._refused_at_s = 0.0
 
     def news(self, missing: Mapping[int, str], waited_s: float) -> str | None:
@@ -61,13 +61,13 @@ class Arrivals:
         if self._refused is None and (refused := self._refusal(missing)):
             self._refused, self._refused_at_s = refused, waited_s
         if self._refused is not None and waited_s - self._refused_at_s > _WORDS_AFTER_S:
-            return Stop("refused", f"{self._refused.words}; {fold_places(missing)} cannot start; the run is ended")
+            return Stop("refused", f"{self._refused.text}; {fold_places(missing)} cannot start; the run is ended")
         if self._limit_s is not None and waited_s > self._limit_s:
             return Stop("late", f"{fold_places(missing)} did not start within {self._limit_s:g} s"
                                 " (--timeout-start); the run is ended")
         return None
 
-    def _refusal(self, missing: Mapping[int, str]) -> Saying | None:
+    def _refusal(self, missing: Mapping[int, str]) -> LogMatch | None:
         """The launcher's words about a rank that has not come; of ranks that have come their records tell. Rank 0's
         standard error is in the same log, and in its own."""
         try:
@@ -78,9 +78,9 @@ class Arrivals:
         text = _head(self._log)
         self._read_bytes = len(text)
         own = " ".join(_head(self._log_of_rank_0).decode(errors="replace").split())
-        said = [one for one in read_sayings(text.decode(errors="replace")) if one.words not in own]
-        plain = [one for one in said if one.means in (NOT_STARTED, WRONG_WORLD)]
-        ended = [one for one in said if one.means == ENDED and missing.keys() & set(one.ranks)]
+        said = [one for one in read_matches(text.decode(errors="replace")) if one.text not in own]
+        plain = [one for one in said if one.kind in (NOT_STARTED, WRONG_WORLD)]
+        ended = [one for one in said if one.kind == ENDED and missing.keys() & set(one.ranks)]
         return next(iter((*plain, *ended)), None)
 
 

@@ -78,7 +78,7 @@ def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
                                            -1 if one.step is None else one.step, -one.quiet_s))
 
 
-class SignsOfLife:
+class HeartbeatMonitor:
     """Follows the nodes' reports. What they say of ages is by their own clocks; the time since a report came is by
     ours, so that clocks that differ do no harm."""
 

@@ -16,7 +16,7 @@ from ezpz_llm.base.outside import shown
 from ezpz_llm.launch.arrivals import Arrivals
 from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, bare_account, read_failures
 from ezpz_llm.launch.failures.ranks import named
-from ezpz_llm.launch.liveness import RankLife, SignsOfLife, judge
+from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
@@ -107,7 +107,7 @@ class _Watch:
         self.started = time.monotonic()
         self.relay = Relay(launcher, plan.run_dir)
         hosts = {place.rank: place.host for place in plan.ranks}
-        self.life = SignsOfLife(plan.run_dir, plan.run_id, hosts, self.started)
+        self.life = HeartbeatMonitor(plan.run_dir, plan.run_id, hosts, self.started)
         self.arrivals = Arrivals(hosts, plan.run_dir, start_limit_s)
         self.ending = Ending(plan, launcher, self.life)
         self.warned: set[str] = set()

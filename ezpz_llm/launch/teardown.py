@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ezpz_llm.launch.liveness import SignsOfLife
+from ezpz_llm.launch.liveness import HeartbeatMonitor
 from ezpz_llm.launch.node.descent import Kin, below, end_all, everyone
 from ezpz_llm.launch.node.folder import agents, strays
 from ezpz_llm.launch.node.orders import StopOrder, order_stop
@@ -39,7 +39,7 @@ _AGENTS_COME_S = 3.0
 class Ending:
     """Ends one run whose launcher is `launcher`."""
 
-    def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], life: SignsOfLife) -> None:
+    def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], life: HeartbeatMonitor) -> None:
         self._plan = plan
         self._launcher = launcher
         self._life = life

@@ -10,7 +10,7 @@ from pathlib import Path
 from ezpz_llm.launch.failures.facts import Failure, RunFacts
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import Kind
-from ezpz_llm.launch.failures.log_patterns import SSH, read_sayings
+from ezpz_llm.launch.failures.log_patterns import SSH, read_matches
 from ezpz_llm.launch.failures.ranks import named
 from ezpz_llm.rundir.paths import RunDir
 
@@ -102,7 +102,7 @@ _ADVICE = {
 
 def _to_start(verdict: Verdict, run_dir: RunDir) -> str:
     where = ", ".join(verdict.hosts) or "the hosts"
-    if any(saying.who == SSH for saying in read_sayings(verdict.evidence)):
+    if any(found.source == SSH for found in read_matches(verdict.evidence)):
         return (f"`ssh {verdict.hosts[0] if verdict.hosts else 'HOST'} true` from here must work without a"
                 " question: your key in ~/.ssh/authorized_keys, the host's in ~/.ssh/known_hosts. In a PBS job,"
                 " HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=pbs_tmrsh in the environment starts ranks without ssh")

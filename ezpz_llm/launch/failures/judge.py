@@ -15,7 +15,7 @@ from ezpz_llm.base.errors import EXIT_IDLE, EXIT_PREFLIGHT
 from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify
-from ezpz_llm.launch.failures.log_patterns import Saying
+from ezpz_llm.launch.failures.log_patterns import LogMatch
 from ezpz_llm.launch.failures.ranks import named
 
 NEAR_THE_LIMIT_S = 60.0
@@ -57,7 +57,7 @@ class Evidence:
     ended with 0 by themselves."""
 
     failures: tuple[Failure, ...]
-    sayings: tuple[Saying, ...]
+    log_matches: tuple[LogMatch, ...]
     facts: RunFacts
     absent: tuple[int, ...] = ()
     in_logs: Mapping[int, Raised] | None = None
@@ -90,10 +90,10 @@ def judge(evidence: Evidence) -> Verdict | None:
 def _ended_in_order(evidence: Evidence) -> Verdict | None:
     """Ranks that the scheduler signals may save their work and end well; their run has not come to its end by that.
     In an salloc shell nobody else is told."""
-    for saying in evidence.sayings:
-        kind = _OF_THE_SCHEDULER.get(saying.means, Kind.CANCELLED)
-        if saying.means in _OF_THE_SCHEDULER or saying.means == log_patterns.STEP_CANCELLED:
-            return Verdict(128 + _SIGTERM, kind, saying.words)
+    for found in evidence.log_matches:
+        kind = _OF_THE_SCHEDULER.get(found.kind, Kind.CANCELLED)
+        if found.kind in _OF_THE_SCHEDULER or found.kind == log_patterns.STEP_CANCELLED:
+            return Verdict(128 + _SIGTERM, kind, found.text)
     return None
 
 
@@ -111,9 +111,9 @@ def _a_ranks_own(evidence: Evidence) -> Verdict | None:
 
 def _the_schedulers(evidence: Evidence) -> Verdict | None:
     facts = evidence.facts
-    for saying in evidence.sayings:
-        if saying.means in _OF_THE_SCHEDULER:
-            return Verdict(_code_from_outside(evidence), _OF_THE_SCHEDULER[saying.means], saying.words)
+    for found in evidence.log_matches:
+        if found.kind in _OF_THE_SCHEDULER:
+            return Verdict(_code_from_outside(evidence), _OF_THE_SCHEDULER[found.kind], found.text)
     told_to_end = facts.stopped is not None and facts.stopped.kind == "signal"
     terminated = [finding for finding in evidence.found.values() if finding.kind is Kind.TERMINATED]
     if (told_to_end or terminated) and facts.ends_at is not None:
@@ -126,11 +126,11 @@ def _the_schedulers(evidence: Evidence) -> Verdict | None:
 
 
 def _a_lost_node(evidence: Evidence) -> Verdict | None:
-    said = [saying for saying in evidence.sayings if saying.means == log_patterns.NODE_FAILED]
-    hosts = tuple(dict.fromkeys(saying.host for saying in said if saying.host))
+    said = [found for found in evidence.log_matches if found.kind == log_patterns.NODE_FAILED]
+    hosts = tuple(dict.fromkeys(found.host for found in said if found.host))
     if said:
         ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in hosts]
-        words = next((saying.words for saying in said if saying.host), said[0].words)
+        words = next((found.text for found in said if found.host), said[0].text)
         return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, words,
                        ranks[0] if ranks else None, hosts)
     return None
@@ -138,9 +138,9 @@ def _a_lost_node(evidence: Evidence) -> Verdict | None:
 
 def _aborted(evidence: Evidence) -> Verdict | None:
     """A rank that MPI_Abort, or the launcher at once, ended before its shim could write a record."""
-    for saying in evidence.sayings:
-        if saying.means == log_patterns.ABORTED and saying.ranks:
-            return Verdict(saying.code or 1, Kind.EXIT, saying.words, saying.ranks[0])
+    for found in evidence.log_matches:
+        if found.kind == log_patterns.ABORTED and found.ranks:
+            return Verdict(found.code or 1, Kind.EXIT, found.text, found.ranks[0])
     if evidence.in_logs and not evidence.found:
         rank = min(evidence.in_logs)
         return Verdict(_code_without_record(evidence), Kind.EXCEPTION, evidence.in_logs[rank].line, rank)
@@ -157,7 +157,7 @@ def _launchs_own(evidence: Evidence) -> Verdict | None:
         return Verdict(EXIT_IDLE, Kind.IDLE, f"{early.evidence}; {stopped.text}" if early else stopped.text)
     if stopped.kind in ("refused", "late"):
         code = EXIT_PREFLIGHT if stopped.kind == "refused" else EXIT_IDLE
-        is_other_world = any(saying.means == log_patterns.WRONG_WORLD for saying in evidence.sayings)
+        is_other_world = any(found.kind == log_patterns.WRONG_WORLD for found in evidence.log_matches)
         return Verdict(code, Kind.WRONG_WORLD if is_other_world else Kind.NOT_STARTED, stopped.text,
                        hosts=_hosts(evidence.facts, evidence.absent))
     return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
@@ -222,11 +222,11 @@ def _the_launchers(evidence: Evidence) -> Verdict | None:
     """No record at all: the launcher's words are what there is."""
     for means, kind in ((log_patterns.MEMORY, Kind.OOM_KILLED), (log_patterns.WRONG_WORLD, Kind.WRONG_WORLD),
                         (log_patterns.NOT_STARTED, Kind.NOT_STARTED), (log_patterns.ENDED, Kind.UNRECORDED)):
-        for saying in evidence.sayings:
-            if saying.means == means:
-                hosts = (saying.host,) if saying.host else ()
+        for found in evidence.log_matches:
+            if found.kind == means:
+                hosts = (found.host,) if found.host else ()
                 code = EXIT_PREFLIGHT if kind is Kind.NOT_STARTED else _launchers_code(evidence.facts)
-                return Verdict(code, kind, saying.words, saying.ranks[0] if saying.ranks else None, hosts)
+                return Verdict(code, kind, found.text, found.ranks[0] if found.ranks else None, hosts)
     return None
 
 
@@ -241,8 +241,8 @@ def _a_silent_node(evidence: Evidence) -> Verdict | None:
 
 def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
     finding = evidence.found[failure.rank]
-    memory = [saying.words for saying in evidence.sayings
-              if saying.means == log_patterns.MEMORY and saying.host in (None, failure.host)]
+    memory = [found.text for found in evidence.log_matches
+              if found.kind == log_patterns.MEMORY and found.host in (None, failure.host)]
     if memory and failure.exit_code == 128 + signal.SIGKILL:
         finding = Finding(Kind.OOM_KILLED, memory[0])
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,))

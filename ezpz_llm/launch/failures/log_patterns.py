@@ -18,20 +18,20 @@ SSH = "ssh"
 
 
 @dataclass(frozen=True)
-class Saying:
-    """One message: whose, what it means, the words themselves, and what they name. `code` is an exit code, or
-    128 + the number of a signal."""
+class LogMatch:
+    """A message that a pattern matched: the program it comes from, its kind, its text, and the node and ranks that
+    it names. `code` is an exit code, or 128 + the number of a signal."""
 
-    who: str
-    means: str
-    words: str
+    source: str
+    kind: str
+    text: str
     host: str | None = None
     ranks: tuple[int, ...] = ()
     code: int | None = None
 
 
-def _pattern(who: str, means: str, pattern: str) -> tuple[str, str, re.Pattern[str]]:
-    return who, means, re.compile(pattern, re.MULTILINE)
+def _pattern(source: str, kind: str, pattern: str) -> tuple[str, str, re.Pattern[str]]:
+    return source, kind, re.compile(pattern, re.MULTILINE)
 
 
 _PATTERNS = (
@@ -97,15 +97,15 @@ _SIGNALS = {"Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "A
             "Terminated": 15}
 
 
-def read_sayings(text: str) -> list[Saying]:
-    """What `text` (a launcher's output) tells, in its order, each message once."""
-    found = [(match.start(), _saying(who, means, match)) for who, means, pattern in _PATTERNS
+def read_matches(text: str) -> list[LogMatch]:
+    """Return the known messages in `text` (a launcher's output), in its order, each once."""
+    found = [(match.start(), _log_match(source, kind, match)) for source, kind, pattern in _PATTERNS
              for match in pattern.finditer(text)]
-    in_order = [saying for _, saying in sorted(found, key=lambda pair: pair[0]) if saying is not None]
+    in_order = [one for _, one in sorted(found, key=lambda pair: pair[0]) if one is not None]
     return list(dict.fromkeys(in_order))
 
 
-def _saying(who: str, means: str, match: re.Match[str]) -> Saying | None:
+def _log_match(source: str, kind: str, match: re.Match[str]) -> LogMatch | None:
     named = match.groupdict()
     code = int(named["code"]) if named.get("code") else None
     if named.get("number"):
@@ -114,8 +114,8 @@ def _saying(who: str, means: str, match: re.Match[str]) -> Saying | None:
         if named["signal"] not in _SIGNALS:
             return None
         code = 128 + _SIGNALS[named["signal"]]
-    words = " ".join(match.group().split())
-    return Saying(who, means, words, named.get("host"), tuple(_numbers(named.get("ranks") or "")), code)
+    text = " ".join(match.group().split())
+    return LogMatch(source, kind, text, named.get("host"), tuple(_numbers(named.get("ranks") or "")), code)
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -13,7 +13,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.failures.advice import advice, resume
 from ezpz_llm.launch.failures.facts import Account, Failure, Raised, RunFacts, read_failures
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
-from ezpz_llm.launch.failures.log_patterns import read_sayings
+from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.tracebacks import last_exception
 from ezpz_llm.launch.node.builds import locks_of
@@ -48,7 +48,7 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
                if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
     said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
-    evidence = Evidence(failures, tuple(read_sayings(said)), facts, absent, _raised(ends),
+    evidence = Evidence(failures, tuple(read_matches(said)), facts, absent, _raised(ends),
                         _silent(nodes, facts), _ended_early(reports, facts))
     verdict = judge(evidence)
     if verdict is None or _ended_well(facts, reports, failures):

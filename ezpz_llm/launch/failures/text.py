@@ -79,7 +79,7 @@ def as_text(findings: Findings, with_lines: bool = True) -> str:
     lines += [f"  {line}" for line in _others(findings)]
     lines += [f"  {line}" for line in _absent(findings)]
     lines += [f"  {line}" for line in _behind(findings)]
-    lines += [f"  {saying.who}: {_short(saying.words)}" for saying in _to_show(findings)]
+    lines += [f"  {found.source}: {_short(found.text)}" for found in _to_show(findings)]
     if findings.advice:
         lines.append(f"  try: {findings.advice}")
     if findings.resume and "--resume" not in (findings.advice or ""):
@@ -96,10 +96,15 @@ def as_details(findings: Findings) -> dict[str, object]:
         "record": asdict(findings.cause) if findings.cause else None,
         "followers": [{"ranks": ranks, "what": what} for what, ranks in _groups(findings).items()],
         "absent": list(findings.evidence.absent),
-        "said": [asdict(saying) for saying in findings.evidence.sayings],
+        "said": [_as_said(found) for found in findings.evidence.log_matches],
         "try": findings.advice,
         "resume": findings.resume,
     }
+
+
+def _as_said(found: log_patterns.LogMatch) -> dict[str, object]:
+    return {"who": found.source, "means": found.kind, "words": found.text,
+            "host": found.host, "ranks": found.ranks, "code": found.code}
 
 
 def _first_line(findings: Findings) -> str:
@@ -212,8 +217,8 @@ def _told(failure: Failure, finding: Finding) -> str:
 
 def _absent(findings: Findings) -> list[str]:
     """Ranks that left no record, by host, with what was last heard of them."""
-    if any(saying.means == log_patterns.ABORTED and saying.words == findings.verdict.evidence
-           for saying in findings.evidence.sayings):
+    if any(found.kind == log_patterns.ABORTED and found.text == findings.verdict.evidence
+           for found in findings.evidence.log_matches):
         # MPI_Abort ends all ranks before they can leave a record: that none did says nothing.
         return []
     by_host: dict[str, list[int]] = {}
@@ -243,13 +248,13 @@ def _behind(findings: Findings) -> list[str]:
             f" (others reached step {high})"]
 
 
-def _to_show(findings: Findings) -> list[log_patterns.Saying]:
+def _to_show(findings: Findings) -> list[log_patterns.LogMatch]:
     """The scheduler's and the launcher's words; what they say of single ranks only where no record does."""
     recorded = bool(findings.evidence.failures)
-    shown = [saying for saying in findings.evidence.sayings
-             if not (recorded and saying.means == log_patterns.ENDED)
-             and saying.means != log_patterns.STEP_CANCELLED
-             and saying.words != findings.verdict.evidence]
+    shown = [found for found in findings.evidence.log_matches
+             if not (recorded and found.kind == log_patterns.ENDED)
+             and found.kind != log_patterns.STEP_CANCELLED
+             and found.text != findings.verdict.evidence]
     return shown[:_SAYINGS_SHOWN]
 
 
