@@ -72,7 +72,7 @@ def generate(plan: ModelPlan, dist: Dist, tokenizer: Tokenizer, prompt: Any,
     """The texts, each with its prompt; the same on every rank. Collective."""
     import torch
 
-    from ezpz_llm.evaluate.model import sample
+    from ezpz_llm.evaluate.validation import sample
 
     engine = open_model(plan, dist)
     tokens = torch.tensor(prompt.tolist(), device=engine.device)

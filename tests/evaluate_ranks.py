@@ -24,8 +24,8 @@ from ezpz_llm.data.tokenizers import get_tokenizer
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.evaluate.hellaswag import read_items, score
-from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model, sample
-from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
+from ezpz_llm.evaluate.validation import sample, validation_loss
 from ezpz_llm.rundir import RunDir
 
 BLOCK, MICRO_BATCH, SEQUENCES = 64, 2, 10

@@ -31,11 +31,11 @@ from ezpz_llm.data.tokenizers import get_tokenizer
 # The command, but with a journal after each task of 16 kB, so that a small corpus is a long work.
 HASTY = [sys.executable, "-c", """
 import functools, sys
-from ezpz_llm.data import making
+from ezpz_llm.data import tokenize_corpus
 from ezpz_llm.data.__main__ import main
 from ezpz_llm.base.errors import run_command
-making._SECONDS_BETWEEN_SAVES = 0.0
-making.tasks = functools.partial(making.tasks, size=1 << 14)
+tokenize_corpus._SECONDS_BETWEEN_SAVES = 0.0
+tokenize_corpus.tasks = functools.partial(tokenize_corpus.tasks, size=1 << 14)
 sys.argv[0] = "python3 -m ezpz_llm.data"
 raise SystemExit(run_command(main))
 """]

@@ -68,7 +68,7 @@ def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
     done = python(f"""
 import torch, torch.distributed as dist
-from ezpz_llm.checkpoint import moments
+from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.live_memory import living_storages
 import deepspeed.accelerator.{accelerator}_accelerator as kind

@@ -20,7 +20,7 @@ import torch
 from evaluate_ranks import BLOCK, PROMPT, SAMPLE, held_out
 from torch.nn import functional
 
-from ezpz_llm.evaluate.model import sample
+from ezpz_llm.evaluate.validation import sample
 from ezpz_llm.hf.export import export
 from ezpz_llm.hf.source import find_source
 

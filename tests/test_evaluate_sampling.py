@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ezpz_llm.evaluate.model import sample
+from ezpz_llm.evaluate.validation import sample
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights

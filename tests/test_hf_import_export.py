@@ -19,7 +19,7 @@ from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2, to_entry
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.hf import config
-from ezpz_llm.hf.config import from_hf, to_hf
+from ezpz_llm.hf.config import from_hf, stored_tensors, to_hf
 from ezpz_llm.hf.export import export
 from ezpz_llm.hf.source import adapted, find_source
 from ezpz_llm.hf.tokenizer import FileTokenizer, write_tokenizer
@@ -267,7 +267,7 @@ def test_every_shape_has_a_form_there(name: str) -> None:
     import transformers
 
     config = MODELS[name]
-    stored = config.stored_tensors(config)
+    stored = stored_tensors(config)
     shapes = parameter_shapes(config)
     with torch.device("meta"):
         assert {key: tuple(value.shape) for key, value in GPT(config).named_parameters()} == shapes
@@ -292,7 +292,7 @@ def test_every_shape_has_a_form_there(name: str) -> None:
 
 
 def test_the_published_124m_has_149_tensors_with_the_head() -> None:
-    assert len(config.stored_tensors(MODELS["gpt2-124m"])) + 1 == 149
+    assert len(stored_tensors(MODELS["gpt2-124m"])) + 1 == 149
 
 
 def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:

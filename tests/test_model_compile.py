@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ezpz_llm.model.attention import attention_kernel
+from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.compile import compile_blocks, eager
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT, gelu

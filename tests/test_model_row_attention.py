@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ezpz_llm.model import attention as module
-from ezpz_llm.model.attention import row_attention
+from ezpz_llm.model import attention_kernels as module
+from ezpz_llm.model.attention_kernels import row_attention
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 

@@ -16,7 +16,8 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.precision import rounds_products, set_products
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model.attention import attention_kernel, check_attention, use_attention
+from ezpz_llm.model.attention import check_attention, use_attention
+from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.rundir import RunDir

@@ -6,19 +6,15 @@ Planning imports no torch, so that a mistake is found before any rank starts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.hf.source import Source, find_source
 from ezpz_llm.layout.resolve import Resolved, resolve
-from ezpz_llm.model.compile import eager
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, read_record
 
@@ -110,35 +106,3 @@ def open_model(plan: ModelPlan, dist: Dist) -> Engine:
     # Layouts that divide parameters do so in their engines, which want an optimizer; it never steps.
     return build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
                         param_groups=decay_groups(module, 0.0))
-
-
-# Text from a model, one token at a time.
-@torch.no_grad()
-def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_tokens: int,
-           generator: torch.Generator, block_size: int, vocab_size: int, top_k: int | None = 50,
-           temperature: float = 1.0) -> Tensor:
-    """Extend prompts (B, T), at least one token each, to (B, T + new_tokens).
-
-    The draws are made on the host with the caller's own `generator` (a CPU one), so that the same seed and logits
-    give the same text on any device, and the global random state stays as it was. Every rank runs the same number
-    of forward passes, so all ranks of a sharded model can sample together. There is no cache of keys and values:
-    each token costs a forward pass over its context.
-
-    Args:
-        next_logits: tokens (B, T) to logits (B, V) of the token that follows, in evaluation mode (dropout off).
-        block_size: the longest context that the model takes; earlier tokens fall out of sight.
-        vocab_size: the tokenizer's; ids from here to V are padding and are never drawn.
-        top_k: draw among the k likeliest tokens; None for all.
-        temperature: above 0; divides the logits.
-    """
-    ids = prompt_ids
-    with eager():
-        for _ in range(new_tokens):
-            logits = next_logits(ids[:, -block_size:])[:, :vocab_size].float().cpu() / temperature
-            if top_k is None:
-                candidates = torch.arange(vocab_size).expand(len(logits), -1)
-            else:
-                logits, candidates = logits.topk(min(top_k, vocab_size))
-            drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
-            ids = torch.cat((ids, candidates.gather(1, drawn).to(ids.device)), dim=1)
-    return ids

@@ -120,9 +120,9 @@ def held_parameters(layout: Layout, model: ModelConfig, stage: int) -> int:
 class Pass:
     """One rank's forward pass.
 
-    `recompute` is as in the trainer, `score_bytes` what attention keeps of a layer's scores (model/attention.py),
-    `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the device is one, `by_rows` whether
-    attention is ours for hosts (model/attention.py).
+    `recompute` is as in the trainer, `score_bytes` what attention keeps of a layer's scores
+    (model/attention_kernels.py), `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the
+    device is one, `by_rows` whether attention is ours for CPUs.
     """
 
     micro_batch: int

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.model.attention import by_rows, row_attention
+from ezpz_llm.model.attention_kernels import by_rows, row_attention
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.embedding import TokenTable
 from ezpz_llm.model.head import Head

@@ -15,7 +15,7 @@ from ezpz_llm.engine.precision import DTYPES, set_products
 from ezpz_llm.hf.tokenizer import other_tokenizer
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.optimizers import OPTIMIZERS
-from ezpz_llm.model.attention import attention_kernel
+from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.flops import FlopCount, flops_per_token, product_flops_per_token
 from ezpz_llm.model.gpt import GPT, CausalProduct

@@ -13,7 +13,7 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, held
 from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
-from ezpz_llm.model.attention import attention_kernel
+from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import chosen_chunk
 from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan

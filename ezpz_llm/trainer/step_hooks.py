@@ -9,8 +9,7 @@ import torch
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate import hellaswag
-from ezpz_llm.evaluate.model import sample
-from ezpz_llm.evaluate.validation import validation_loss
+from ezpz_llm.evaluate.validation import sample, validation_loss
 from ezpz_llm.launch.variables import ENDING, EVALUATING, SAMPLING
 from ezpz_llm.model.compile import eager
 from ezpz_llm.observe import (

@@ -1,0 +1,132 @@
+"""Attention kernels: which one the model's shapes get, and ours for CPUs in bf16, by blocks of rows of scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
+
+from ezpz_llm.dist.private_names import fused_attention_choice, softmax_backward
+from ezpz_llm.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """What computes attention."""
+
+    name: str
+    """row_attention, ours for hosts; of torch's flash_attention, efficient_attention, cudnn_attention, overrideable
+    (the device's own), or math."""
+    score_bytes: int
+    """What the math kernel keeps of one layer's scores for the backward pass, B H T^2 values; 0 for the others."""
+
+
+def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device,
+                     dtype: torch.dtype, explicit: bool = False) -> AttentionKernel:
+    """Which kernel trains with `micro_batch` full sequences: ours, or the one that torch says it takes.
+
+    `dtype` is that of the products: bfloat16 under autocast. The answer changes with the shape: fp32, dropout or
+    grouped queries may rule out the fast kernels. `explicit`: the math kernel was asked for.
+    """
+    if by_rows(device, dtype, config.dropout) and not explicit:
+        return AttentionKernel("row_attention", 0)
+
+    def heads(count: int) -> torch.Tensor:
+        return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
+                           requires_grad=True)
+
+    keys = heads(config.n_kv_head)
+    # The same question that scaled_dot_product_attention asks itself; torch has no public name for it.
+    choice = fused_attention_choice(heads(config.n_head), keys, keys, dropout_p=config.dropout, is_causal=True,
+                                    enable_gqa=config.n_head != config.n_kv_head)
+    backend = SDPBackend.MATH if explicit else SDPBackend(choice)
+    scores = micro_batch * config.n_head * config.block_size ** 2 * dtype.itemsize
+    return AttentionKernel(backend.name.lower(), scores if backend == SDPBackend.MATH else 0)
+
+
+_ROWS = 128
+"""Measured best for 256 and 512 tokens, and 4 % from the best for 1024."""
+_ELEMENTS = 2 ** 25
+"""Scores of a block, at most: fewer rows where there are very many keys."""
+
+
+def by_rows(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
+    """Whether this is the kernel for products of this dtype."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and not dropout
+
+
+def row_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D), laid out as (B, T, H, D)."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _RowAttention.apply(q, k, v)
+
+
+class _RowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size, heads, length, dim = q.shape
+        queries, keys, values = _pairs(q, k), _pairs(k, k)[:, 0], _pairs(v, k)[:, 0]
+        out = q.new_empty(size, length, heads, dim).transpose(1, 2)
+        for first, end in _blocks(queries):
+            found = torch.bmm(_probabilities(queries, keys, first, end), values[:, :end])
+            out[:, :, first:end] = found.view(size, heads, end - first, dim)
+        ctx.save_for_backward(queries, keys, values)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = ctx.saved_tensors
+        size, shared, length, dim = queries.shape
+        grads = grad.reshape(queries.shape)
+        for_queries = torch.empty_like(queries)
+        # Later rows see all keys of earlier ones: with the last block first, it begins the sums of all.
+        for_keys = for_values = None
+        for first, end in reversed(_blocks(queries)):
+            seen = _probabilities(queries, keys, first, end)
+            outer = _rows(grads, first, end)
+            rows = softmax_backward(torch.bmm(outer, values[:, :end].mT), seen, -1, seen.dtype)
+            rows *= 1 / math.sqrt(dim)
+            for_queries[:, :, first:end] = torch.bmm(rows, keys[:, :end]).view(size, shared, end - first, dim)
+            of_keys, of_values = torch.bmm(rows.mT, _rows(queries, first, end)), torch.bmm(seen.mT, outer)
+            if for_keys is None:
+                for_keys, for_values = of_keys, of_values
+                if first:
+                    for_keys, for_values = for_keys.float(), for_values.float()
+            else:
+                for_keys[:, :end] += of_keys
+                for_values[:, :end] += of_values
+        whole, shape = grad.shape, (grad.shape[0], -1, length, dim)
+        return (for_queries.view(whole), for_keys.to(keys.dtype).view(shape), for_values.to(keys.dtype).view(shape))
+
+
+def _pairs(heads: Tensor, keys: Tensor) -> Tensor:
+    """(B, H, T, D) to (P, R, T, D)."""
+    return heads.reshape(keys.shape[0] * keys.shape[1], -1, *heads.shape[2:])
+
+
+def _rows(heads: Tensor, first: int, end: int) -> Tensor:
+    """Some rows of (P, R, T, D), as (P, R n, D)."""
+    return heads[:, :, first:end].flatten(1, 2)
+
+
+def _blocks(queries: Tensor) -> list[tuple[int, int]]:
+    """First and end of each block of rows."""
+    size, shared, length, _ = queries.shape
+    rows = max(1, min(_ROWS, _ELEMENTS // (size * shared * length)))
+    return [(first, min(first + rows, length)) for first in range(0, length, rows)]
+
+
+def _probabilities(queries: Tensor, keys: Tensor, first: int, end: int) -> Tensor:
+    """The softmax of a block's scores, (P, R n, E)."""
+    rows, rest = _rows(queries, first, end), end - first
+    scores = torch.bmm(rows, keys[:, :end].mT)
+    scores *= 1 / math.sqrt(queries.shape[-1])
+    hidden = torch.full((rest, rest), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+    scores.view(len(keys), -1, rest, end)[..., first:] += hidden
+    return torch.softmax(scores, dim=-1)
