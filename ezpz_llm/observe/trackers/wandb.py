@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 from ezpz_llm.observe.trackers.tracking import Opening, Row
 
@@ -23,7 +24,7 @@ class WeightsAndBiases:
             mode="online" if opening.online else "offline", root_dir=str(opening.folder), silent=True,
             console="off", disable_git=True, disable_code=True, save_code=False, x_disable_meta=True,
             x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False)
-        resume = "allow" if opening.online and opening.run_id else None
+        resume: Literal["allow"] | None = "allow" if opening.online and opening.run_id else None
         self._wandb = wandb
         self._run = wandb.init(project=os.environ.get("WANDB_PROJECT", "ezpz_llm"), name=opening.name,
                                id=opening.run_id, resume=resume, config=dict(opening.settings), settings=settings)
