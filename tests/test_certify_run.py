@@ -22,7 +22,7 @@ ON_ONE_LAYOUT = ["gradients-x2", "dropped-bucket", "accumulation-not-divided", "
                  "wrong-mask", "shifted-targets", "duplicated-data", "untied-head"]
 
 
-def certify(folder: Path, *words: str, timeout: float = 280, **env: str) -> tuple[int, str, list[dict]]:
+def certify(folder: Path, *words: str, timeout: float = 1000, **env: str) -> tuple[int, str, list[dict]]:
     """Exit code, output and results of a run."""
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--run-dir",
                            str(folder / "run"), *words], cwd=folder, env={**ENV, **env}, capture_output=True,
