@@ -77,7 +77,7 @@ def main() -> int:
     given = arguments()
     load = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
-        changes = {"global_batch": given.global_batch} if given.global_batch else {}
+        changes = {"global_batch": given.global_batch_size} if given.global_batch_size else {}
         bench = Bench(WORKS[given.work], Path(folder), given.peers, given.steps, changes)
         make_data(bench.folder / "data", bench.work.letters)
         lacks = {name: why for name in given.programs if (why := bench.lacks(name))}
