@@ -17,8 +17,8 @@ from typing import Any
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.check.facts.host import first_line
 from ezpz_llm.check.facts.network import addresses
+from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.teardown import die_with_parent
 
 LAST = "mpi"
 """The question after which the process ends by itself."""

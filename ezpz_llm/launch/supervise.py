@@ -14,6 +14,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
 from ezpz_llm.launch.arrivals import Arrivals
+from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, bare_account, read_failures
 from ezpz_llm.launch.failures.ranks import named
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
@@ -22,7 +23,7 @@ from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, tak
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.launch.teardown import Ending, die_with_parent, end_marked, start_janitor
+from ezpz_llm.launch.teardown import Ending
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.secrets import hide, secret_values

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
+from ezpz_llm.launch.cleanup import detach, end_marked, kill
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.builds import BuildWatch
 from ezpz_llm.launch.node.descent import Strays
@@ -38,7 +39,6 @@ from ezpz_llm.launch.node.report import (
 )
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.launch.teardown import detach, end_marked, kill
 from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.paths import RunDir
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.base.private import PrivateFolder, make_private
+from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.shim.output import Output, open_log
 from ezpz_llm.launch.shim.rank import Rank, keep_to_cores
-from ezpz_llm.launch.teardown import die_with_parent
 from ezpz_llm.launch.variables import (
     RUN_ID_VARIABLE,
     TEE_VARIABLE,

@@ -13,13 +13,13 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.devices import expand, has_none
 from ezpz_llm.launch.node.descent import Kin, end_all
 from ezpz_llm.launch.node.folder import are_all_over, await_agent, heartbeat_file, mark_end, stacks_file
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
-from ezpz_llm.launch.teardown import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.variables import (
     BIND_VARIABLE,
     HEARTBEAT_VARIABLE,
