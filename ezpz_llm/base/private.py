@@ -1,4 +1,4 @@
-"""Private folders: those of one user, in places where other users can write too (/dev/shm, a project's folder).
+"""Private folders, records in them, and the run's secret, in places where other users can write too (/dev/shm).
 
 A folder is made with mode 0700, opened without following a link, and checked by its descriptor; all work in it goes
 through that descriptor. What another user did to the path before or does to it later changes nothing: the work is

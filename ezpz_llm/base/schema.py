@@ -1,4 +1,4 @@
-"""Values of a file as the types that the code works with: what has another type is one error with the key."""
+"""Values of a file as typed values, within the limits that numbers of a run have; else one error with the key."""
 
 from __future__ import annotations
 

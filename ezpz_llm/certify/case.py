@@ -1,4 +1,4 @@
-"""Certify one case: start a layout from the seed checkpoint, train it, compare it. All ranks run it in lockstep."""
+"""Certify one case: train a layout from the seed checkpoint, compare it and its traffic. Collective."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _theirs(reference: Reference) -> verdict.Numbers:
     }
 
 
-# The communication of a layout as its papers have it, beside what is issued (imports no torch).
+# The communication of a layout as its papers have it, beside what is issued.
 _FP32 = 4
 
 

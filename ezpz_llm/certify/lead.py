@@ -1,4 +1,4 @@
-"""Certify from a single process: one launch for each number of ranks (imports no torch)."""
+"""Certify from a single process: one launch, and one job file, for each world size (imports no torch)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _unfinished(case: Case, why: str) -> dict[str, Any]:
     return {**asdict(case), "passed": False, "failures": [why], "kinds": ["error"], "worst": {}, "seconds": 0.0}
 
 
-# A job for ranks and the files it leaves behind (imports no torch).
+# A job for ranks and the files it leaves behind.
 @dataclass(frozen=True)
 class Job:
     """A job of ranks below `root`: references first, on rank 0, then cases."""

@@ -1,4 +1,4 @@
-"""Verdict on a case: every measured difference beside its bound (imports no torch)."""
+"""Verdict on a case: the bounds, and every measured difference beside its own (imports no torch)."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _where(found: dict[str, float]) -> str:
     return f" on rank {found['rank']}"
 
 
-# How far two right runs may lie apart (imports no torch). No constant here was fitted to a layout.
+# How far two right runs may lie apart. No constant here was fitted to a layout.
 ROUNDING = {"fp32": 2.0 ** -24, "bf16": 2.0 ** -8}
 """By recipe: half the distance of neighbouring numbers of the format that matrix products are rounded to."""
 K, C = 4.0, 1.03

@@ -1,4 +1,4 @@
-"""A rank's side: reach rank 0, tell it the facts, and answer what it asks until it says that it is over."""
+"""A rank's side of preflight: reach rank 0, send it the facts, and have measured what it asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 does: gather, have measured, judge, report, each within its share of the time."""
+"""Rank 0's side of preflight: gather, have measured, judge, report, each within its share of the time."""
 
 from __future__ import annotations
 

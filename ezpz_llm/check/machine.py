@@ -1,4 +1,4 @@
-"""Cores, memory, limits, disks and the cache of this machine."""
+"""Checks of this machine: cores, memory, limits, disks, the cache, network interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would start ranks here: the scheduler, the job we are in, the launcher, the site."""
+"""Checks of the reservation: scheduler, job, launcher, site; and `Check`, the result of any check."""
 
 from __future__ import annotations
 

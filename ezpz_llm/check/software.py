@@ -1,4 +1,4 @@
-"""Python, torch against the driver, DeepSpeed, and the MPI library against mpiexec."""
+"""Checks of the software: Python, torch against the driver, DeepSpeed and its ops, MPI, compilers, py-spy."""
 
 from __future__ import annotations
 

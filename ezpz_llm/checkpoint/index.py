@@ -1,4 +1,4 @@
-"""The index of a checkpoint: where each element of each parameter lies (no torch)."""
+"""Index of a checkpoint: where each element of each parameter lies, and the overlap of two slices (no torch)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ezpz_llm.checkpoint.manifest import FORMAT, damaged, read_json
 from ezpz_llm.model.parameters import Box, size
 from ezpz_llm.rundir import write_json
 
-# What two parts of one tensor have in common, however each was cut (no torch).
+# What two parts of one tensor have in common, however each was cut.
 Part = tuple[Box, int, int]
 """Elements [start, stop) of a box that is flattened in row-major order."""
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept (no torch)."""
+"""Checkpoints of a run: which are kept, and the one that a run directory or folder stands for (no torch)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
     return doomed
 
 
-# The checkpoint that a run directory, or a folder in one, stands for (no torch).
+# The checkpoint that a run directory, or a folder in one, stands for.
 def find(where: str | Path) -> Path:
     """The checkpoint that `where` means: a checkpoint's own folder, or the newest whole one of a run directory.
 

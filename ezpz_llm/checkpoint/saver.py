@@ -1,4 +1,4 @@
-"""Save checkpoints, at once or while training goes on: the folder appears whole or not at all."""
+"""Save checkpoints, at once or in the background from a copy: the folder appears whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint's files: a rank's own part, and what rank 0 adds once every rank has written."""
+"""Files of a checkpoint: a rank's slices and random states, and what rank 0 adds once every rank has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making a folder that appears whole or not at all, whoever else is making it at the same time."""
+"""Folders that appear whole or not at all, even if two processes make one; the journal of a preparation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a step takes. Letters: B micro batch, T block size, n windows an epoch.
+"""Samples of a step, read ahead by a thread. Letters: B micro batch, T block size, n windows an epoch.
 
 Sample i is a pure function of (seed, i) and the stream: windows of T + 1 tokens at stride T, in an order shuffled
 anew each epoch; in a mixture each stream has an order of its own (see `ezpz_llm.data.order`). A step takes

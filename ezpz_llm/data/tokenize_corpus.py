@@ -1,4 +1,4 @@
-"""Turning a corpus into shards in a hidden folder, from the beginning or from where an earlier process stopped."""
+"""Tokenize a corpus into shards in a hidden folder, in a pool; continue where a killed process stopped."""
 
 from __future__ import annotations
 

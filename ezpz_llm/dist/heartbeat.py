@@ -1,4 +1,4 @@
-"""Signs of life: a small node-local file a rank, rewritten at most once a second (standard library only)."""
+"""Heartbeats: a node-local file per rank, at most once a second, and stacks on request (standard library only)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a resolved layout to an engine."""
+"""Build the engine of a resolved layout: the rank's part of the model, tiled where asked for, and its optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient norm and clipping of engines that leave them to us."""
+"""Gradient norm, clipping, and the check of norm and loss that may skip the optimizer's step."""
 
 from __future__ import annotations
 

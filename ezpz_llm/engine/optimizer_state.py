@@ -1,4 +1,4 @@
-"""The training state where torch's own optimizer steps the model's parameters: one process, DDP, and ZeRO 0."""
+"""Optimizer state as slices where torch's optimizer steps the parameters: one process, DDP, ZeRO 0, fully_shard."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from ezpz_llm.engine.optimizers import codes, has_eight_bits, moments_at_hand
 from ezpz_llm.engine.slices import EngineState, Slice, cut
 from ezpz_llm.model.parameters import placement_of, whole
+
+if TYPE_CHECKING:
+    from ezpz_llm.engine.precision import LossScale
 
 # Adam's moments and step count, for the optimizers that layouts use, whether or not a step was made yet.
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
@@ -96,10 +99,6 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     return (state for state in optimizer.state.values() if "step" in state)
 
 
-if TYPE_CHECKING:
-    from ezpz_llm.engine.precision import LossScale
-
-
 class TorchState(EngineState):
     """Every data-parallel rank holds every parameter of its part of the model whole.
 
@@ -140,8 +139,6 @@ class TorchState(EngineState):
 
 
 # The training state under torch's fully_shard: each rank holds some rows of every parameter.
-if TYPE_CHECKING:
-    from ezpz_llm.engine.precision import LossScale
 
 
 class FsdpState(EngineState):

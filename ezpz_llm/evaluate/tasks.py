@@ -132,8 +132,6 @@ def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Nam
 
 
 # Tasks of lm-evaluation-harness, on the model as transformers loads it.
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The loss over a fixed set of tokens, the same for any number of ranks."""
+"""Validation loss, the same for any number of ranks, and text sampled from a model one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes of lost time in a run, ordered by the time they would give back (imports no torch)."""
+"""Causes of lost time in a run by the time they would give back, each with what to try (imports no torch)."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[tuple[st
     ]
 
 
-# What to try against a cause, in the terms of the run's own layout (imports no torch).
+# What to try against a cause, in the terms of the run's own layout.
 _OF_ALL = 0.8
 """The share of a device's memory that a layout's states may take: activations and buffers need the rest."""
 

@@ -1,4 +1,4 @@
-"""Measurements of the same steps by other tools, beside ours (imports no torch)."""
+"""Other tools' measurements of the same steps, and measured memory beside the estimate (imports no torch)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _why_more(ratio: float) -> str:
             "loss is taken in chunks, and activations that are computed again.")
 
 
-# Memory by what it holds, measured beside the arithmetic (imports no torch).
+# Memory by what it holds, measured beside the arithmetic.
 STATES = ("parameters", "gradients", "optimizer", "copy")
 _NAMES = {"copy": "copy for the optimizer", "buffers": "communication buffers",
           "activations": "activations and temporaries", "other": "other"}

@@ -1,4 +1,4 @@
-"""One rank's trace, reduced to what its time is split by.
+"""One rank's trace, read part by part and reduced to what its time is split by.
 
 On a CPU rank the host computes, in operators of the main thread or of autograd's. A collective is in flight from
 the call until its work has ended, whichever thread does it, and the host that waited for it is awake again. On a

@@ -86,7 +86,7 @@ def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
     return found
 
 
-# A host that sends or receives much slower than the others (imports no torch).
+# A host that sends or receives much slower than the others.
 _SLOW = 0.5
 """The share of the usual rate below which a host, or a link, is named."""
 
@@ -122,8 +122,6 @@ def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
 
 
 # One clock for traces of several hosts, whose own clocks may differ by more than a collective takes.
-if TYPE_CHECKING:
-    from ezpz_llm.explain.trace import RankTrace
 
 Meeting = Sequence[tuple[int, "Flight"]]
 """The flights of one collective, with their ranks."""

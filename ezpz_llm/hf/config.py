@@ -1,4 +1,4 @@
-"""Between our model's configuration and Hugging Face's config.json (imports no torch)."""
+"""Hugging Face's config.json and parameter names of GPT-2 and Llama, to and from ours (imports no torch)."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _from_llama(keys: _Keys) -> ModelConfig:
                        bias=bias, tied=keys.get("tie_word_embeddings", False), init="llama")
 
 
-# What Hugging Face's GPT-2 and Llama call the parameters of the plain model (imports no torch).
+# What Hugging Face's GPT-2 and Llama call the parameters of the plain model.
 Family = Literal["gpt2", "llama"]
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a model reads text with: weights bring their own, another one has to be asked for."""
+"""Tokenizers of weights: those that weights bring, those asked for, and the file of an exported model."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _own(source: Source) -> Tokenizer:
                     instead="--tokenizer gpt2, bytes, or a folder with token shards or a tokenizer.json")
 
 
-# The tokenizer of an exported model, in the format of Hugging Face's tokenizers library (imports no torch).
+# The tokenizer of an exported model, in the format of Hugging Face's tokenizers library.
 # tokenizers' schema, which every version of its 0.x reads.
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,

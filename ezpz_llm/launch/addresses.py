@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: an address of rank 0's host, and a port on it."""
+"""Rendezvous address of a run: an address of rank 0's node and a port, and sockets that listen there only."""
 
 from __future__ import annotations
 

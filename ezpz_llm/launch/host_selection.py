@@ -1,4 +1,4 @@
-"""Part of a reservation: the hosts that --hostfile, --hosts and --nodes leave of it."""
+"""Nodes of a reservation that --hostfile, --hosts and --nodes select, and the format of hostfiles."""
 
 from __future__ import annotations
 

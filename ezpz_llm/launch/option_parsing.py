@@ -1,4 +1,4 @@
-"""What the user typed: launch's own options, up to the first word that is none, and then the command."""
+"""Command line of launch: its own options, up to the first word that is none, and then the user's command."""
 
 from __future__ import annotations
 

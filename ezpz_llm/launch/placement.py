@@ -1,4 +1,4 @@
-"""How many ranks each host gets, and who said so."""
+"""Placement of ranks: how many each node gets, by whose word, and the table of where each runs."""
 
 from __future__ import annotations
 

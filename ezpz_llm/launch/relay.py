@@ -1,4 +1,4 @@
-"""What the launcher writes, on its way to launch's own console.
+"""Console of launch: its own lines, and what the launcher writes.
 
 The launcher writes into pipes that are read to their ends whatever becomes of the console: a reader that goes away
 (`| head -1`, a tee that Ctrl-C ended, a closed terminal) must not reach the launcher, whose SIGPIPE would end all

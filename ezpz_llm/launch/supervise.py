@@ -1,4 +1,4 @@
-"""A plan made real: start it, watch it, end all of it, and say how it ended."""
+"""Run a plan: start it, watch it, pass signals on, end all of it, and say how it ended."""
 
 from __future__ import annotations
 

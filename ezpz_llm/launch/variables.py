@@ -1,4 +1,4 @@
-"""Names of the variables that launch gives to every rank (the run directory's is in rundir/)."""
+"""Names of the variables that launch gives to every rank, and of the phases that ranks report."""
 
 from __future__ import annotations
 

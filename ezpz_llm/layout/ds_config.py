@@ -1,4 +1,4 @@
-"""Read a ds_config: find it by name or path, parse it, refuse what nobody would read (imports no torch)."""
+"""Read a ds_config by name or path, refusing keys and values that DeepSpeed does not take (imports no torch)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import read_commented_json, read_json
 from ezpz_llm.base.package_data import data_dir, user_path
 
-# Which keys DeepSpeed takes from a ds_config, and values of which kind (imports no torch).
+# Which keys DeepSpeed takes from a ds_config, and values of which kind.
 Keys = Mapping[str, Union[str, "Keys"]]
 """Key to a block, or to the kind of its value: "bool", "int > 0", "number? >= 0 <= 1"; "any" is not checked."""
 

@@ -1,4 +1,4 @@
-"""The blocks "optimizer" and "scheduler" of a ds_config, as settings of a run (imports no torch).
+"""The optimizer, scheduler and precision blocks of a ds_config, as settings of a run (imports no torch).
 
 Every key is used, translated with a note, or refused. What a block leaves out has DeepSpeed's own default.
 """
@@ -191,7 +191,7 @@ def _or(names: Collection[str]) -> str:
     return " or ".join(f'"{name}"' for name in names)
 
 
-# The blocks "bf16", "fp16" and "torch_autocast" of a ds_config: a precision, and the loss scale (no torch).
+# The blocks "bf16", "fp16" and "torch_autocast" of a ds_config: a precision, and the loss scale.
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
            "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16"}
 _BLOCKS = ("bf16", "bfloat16", "fp16", "torch_autocast")

@@ -98,7 +98,7 @@ def _largest_parameter(model: ModelConfig, tp: int) -> int:
     return max(-(-rows // tp), model.block_size if model.position == "learned" else 0) * model.n_embd
 
 
-# DeepSpeed's buckets and thresholds by the model and its layout, for keys that a ds_config leaves out (no torch).
+# DeepSpeed's buckets and thresholds by the model and its layout, for keys that a ds_config leaves out.
 _MOST = 50_000_000
 """Elements of a bucket: 200 MB in fp32, long enough on every network that a message's latency does not count."""
 _PERSISTS = 100_000

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled ops: where ours are kept and whether one is there (imports neither torch nor DeepSpeed)."""
+"""DeepSpeed's compiled ops: where they are kept, and building them ahead of a run (imports no torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile, block by block, and of what the loss does to its logits."""
+"""torch.compile and activation checkpointing, block by block."""
 
 from __future__ import annotations
 

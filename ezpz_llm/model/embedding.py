@@ -1,4 +1,4 @@
-"""The vocabulary divided over ranks: the token table, and the columns of logits that a rank has.
+"""The embedding table, tied or not, and the vocabulary sharded over tensor-parallel ranks.
 
 Shapes: B sequences, T tokens, N any number of tokens, C width, V padded vocabulary, R ranks. Rank r has tokens
 r V/R up to (r + 1) V/R.

@@ -1,4 +1,4 @@
-"""The loss of hidden states without ever having all logits: some tokens at a time, and nothing kept of them.
+"""Training loss of logits, or in chunks of hidden states without ever having all logits.
 
 Shapes: B sequences, T tokens, N = B T, n of them in a chunk, C width, V padded vocabulary, R ranks that have V/R
 columns each.

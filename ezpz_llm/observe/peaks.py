@@ -1,4 +1,4 @@
-"""Dense matrix-product peaks of known devices, as their vendors state them. An unknown device has none.
+"""Matmul peak of a device: as its vendor states it (an unknown device has none), and as measured here.
 
 Where a vendor prints the rate with structured sparsity, half of it is the dense rate. Names are those that torch
 reports. A device that reports another number of compute units than the stated part (a MIG slice, a partition, a

@@ -1,4 +1,4 @@
-"""Phase times of each optimizer step, without making the step wait for the device.
+"""Phase times of each optimizer step without waiting for the device; the slowest rank and the pipeline bubble.
 
 On a CPU a span is the host's time. On an accelerator each span is bracketed by two events on the current stream and
 its length is read from them later: a data span that the device's work hides is then short, as it should be.
@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ezpz_llm.observe.history import OTHER, PHASES, steady
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,6 @@ class StepTimeline:
 
 
 # How much of a pipeline's time its stages stand idle, from the spans that every step has anyway.
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,6 @@ class BubbleMeter:
 
 
 # The slowest rank of a run, from the spans that every step has anyway.
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows of text of a report: results, settings, notes."""
+"""Rows of text of a report: results, notes, and the settings in which runs differ."""
 
 from __future__ import annotations
 

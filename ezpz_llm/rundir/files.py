@@ -1,4 +1,4 @@
-"""Writing that is never seen half done: replace a file whole, or append whole lines."""
+"""Writing that is never seen half done: whole files, whole lines; and sweeping what killed runs left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings of a study, from its finished runs (no torch)."""
+"""Findings of a study from its finished runs, superlinear speed-up explained (no torch)."""
 
 from __future__ import annotations
 

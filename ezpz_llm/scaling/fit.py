@@ -1,4 +1,4 @@
-"""A fit of step time over size: every model that the points can tell apart, weighed (no torch).
+"""Step-time models over size, fitted and weighed, and predictions with a band (no torch).
 
 A few points cannot say which terms there are. So each combination of terms is fitted, with coefficients
 that are not negative, and weighed by Akaike's criterion; the best one is shown, and all of them make the band. What
@@ -302,7 +302,7 @@ def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     return float(values[order[low]]), float(values[order[min(high, len(values) - 1)]])
 
 
-# Beyond what was measured, with a band, and not far (no torch).
+# Beyond what was measured, with a band, and not far.
 REACH = 4
 """Times the largest measured size; beyond it nothing is said."""
 

@@ -1,4 +1,4 @@
-"""`ezpz-llm scale report STUDY` and `ezpz-llm scale compare A B`."""
+"""`ezpz-llm scale report STUDY` and `scale compare A B`: in the terminal, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 16,32") from error
 
 
-# A study's findings as JSON and CSV, in the base units: seconds, tokens, bytes, fractions (no torch).
+# A study's findings as JSON and CSV, in the base units: seconds, tokens, bytes, fractions.
 COLUMNS = ("point", "mode", "ds_config", "nodes", "ranks", "runs", "runs_failed", "global_batch", "micro_batch",
            "accumulation", "block_size", "step_time_s", "step_time_low_s", "step_time_high_s", "step_median_s",
            "step_10_percent_s", "step_90_percent_s", "tokens_per_second", "tokens_per_second_per_device",
@@ -184,7 +184,7 @@ def _prediction(one: Prediction) -> dict[str, Any]:
             "efficiency_band": one.efficiency_band, "parts_s": one.parts, "beyond_measured": one.beyond}
 
 
-# A study in the terminal: tables, remarks, and the efficiency over size (no torch).
+# A study in the terminal: tables, remarks, and the efficiency over size.
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
 """Of the terminal's 256: apart from each other on black and on white."""

@@ -1,4 +1,4 @@
-"""Run what is left of a study, one run after the other, each on its part of the reservation."""
+"""Run what is left of a study, one run after the other on part of the reservation, or submit a job per point."""
 
 from __future__ import annotations
 

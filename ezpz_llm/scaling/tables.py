@@ -165,7 +165,7 @@ def _memory(value: int | None) -> str:
     return f"{value / 2**30:.2f}" if value else "-"
 
 
-# What a reader of a study's tables has to know, in sentences (no torch).
+# What a reader of a study's tables has to know, in sentences.
 def curve_remarks(curve: Curve) -> list[str]:
     """Notes of a curve; every efficiency above 100 % with its causes."""
     found = [*curve.notes]

@@ -1,4 +1,4 @@
-"""A job's script: a template of `jobs/` with its places filled in."""
+"""Job script: a template of `jobs/` filled in, with the user's environment, and handed to the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting of a run with where it came from, as it is printed before the first step (imports no torch)."""
+"""Report of --check and before step 1: settings with their sources, ranks, warnings (imports no torch)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _rank(source: str) -> tuple[int, str]:
     return next((rank * 2 for rank, start in enumerate(_ORDER) if source.startswith(start)), 1), source
 
 
-# What --check says of a run: what was decided, which rank stands where, what it warns of (imports no torch).
+# What --check says of a run: what was decided, which rank stands where, what it warns of.
 def account(plan: RunPlan, places: Places) -> str:
     """What was decided and by whom; with hosts, also each rank's place in the layout."""
     layout = plan.resolved.layout

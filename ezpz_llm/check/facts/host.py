@@ -1,4 +1,4 @@
-"""The host: name, boot, cores, memory, room on its own disks."""
+"""Facts of a node: name, boot, cores, memory, disks, versions, and the environment variables that matter."""
 
 from __future__ import annotations
 

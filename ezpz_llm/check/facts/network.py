@@ -1,4 +1,4 @@
-"""Network interfaces, what names resolve to, and by which interface an address is reached."""
+"""Facts of a node's network: interfaces, names, routes, connections, and the network that NCCL or MPI chose."""
 
 from __future__ import annotations
 

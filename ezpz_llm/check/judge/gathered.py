@@ -1,4 +1,4 @@
-"""What the judges are given and what they give: plain values, so that every case can be tested by hand."""
+"""Input and output of the judges as plain values, and many ranks or nodes in few words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has each rank a device and cores of its own, and each host room and the right time?"""
+"""Judges ranks and nodes: all there once, with devices and cores of their own, room, and the right time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network do the ranks really talk over, and is it the one that this machine has for that?"""
+"""Judges the network: every node reaches rank 0, over the network that this machine has for that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks are bound: decided from the site, the host's topology and the launcher, with the reason."""
+"""Binding of ranks to cores, decided from the site, the node's topology and the launcher, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cores of a host, by socket and NUMA domain, and the domains that its devices are attached to."""
+"""Topology of a node, from its site file or /sys: cores by socket and NUMA domain, domains of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be started, in words that belong to no launcher; and what a dialect makes of it."""
+"""Work for a launcher, in words of none of them: ranks, core lists; and the dialect of a single rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to try next, one line a kind of failure."""
+"""Advice after a failure: one line for its kind, or for an error that is known by its words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an account is made from, and what it says."""
+"""Facts of a run's end, from the records that failed ranks leave in errors/, and the post-mortem's values."""
 
 from __future__ import annotations
 

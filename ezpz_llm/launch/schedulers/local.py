@@ -1,4 +1,4 @@
-"""No scheduler: this host alone."""
+"""No scheduler of ours: this node alone; other schedulers' jobs are recognised and refused."""
 
 from __future__ import annotations
 

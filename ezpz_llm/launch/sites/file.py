@@ -1,4 +1,4 @@
-"""Reading a site file."""
+"""Site files: keys, values, and which site this machine is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file that holds an environment, made once for as long as nothing in the environment changes."""
+"""Archive of a Python environment, made from the folders that its imports come from, anew only if one changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feeding the trackers from behind the training: no step waits for one, and none can end a run."""
+"""Trackers: their interface, the choice of `--track`, and feeding them from a thread, so that no step waits."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _warn(text: str) -> None:
     print(f"warning: {text}", flush=True)
 
 
-# Which trackers `--track` names, known to be installed before a run starts (imports none of them).
+# Which trackers `--track` names, known to be installed before a run starts.
 _NEEDS = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """The trackers, each also the name of its extra and of its module here, and the packages it imports."""
 _ONLINE = "online"
