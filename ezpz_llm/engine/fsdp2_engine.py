@@ -1,7 +1,9 @@
-"""The engine of layout fsdp2: torch's fully_shard, which divides every parameter over all ranks by its rows."""
+"""The engine of layout fsdp2: torch's fully_shard, which shards every parameter over all ranks by its rows."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +13,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.gradients import divided_norm_and_clip
-from ezpz_llm.engine.optimizer_state import FsdpState
-from ezpz_llm.engine.slices import EngineState
+from ezpz_llm.engine.optimizer_state import Access, at_hand, extent, get_step, set_step
+from ezpz_llm.engine.slices import EngineState, Slice
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
+from ezpz_llm.model.parameters import whole
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.precision import LossScale
 
 
 class Fsdp2Engine(TorchEngine):
@@ -84,3 +88,50 @@ def _sum_and_divide(model: nn.Module) -> None:
                             "gradients that it should average", where="layout fsdp2",
                             instead="a newer torch, or --ds-config zero3, which divides as much")
         part.set_force_sum_reduction_for_comms(True)
+
+
+class FsdpState(EngineState):
+    """Rows of every parameter, as torch.chunk deals them: equally many to each rank, until none is left.
+
+    Args:
+        module: the divided model.
+        rows: by the parameter's name, what this rank holds and the optimizer steps.
+        shapes: of the whole parameters.
+        rank, size: among the ranks that the rows are divided over.
+        scale: the loss scale of fp16, if there is one.
+    """
+
+    def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
+                 optimizer: torch.optim.Optimizer, rank: int, size: int, scale: LossScale | None) -> None:
+        super().__init__(scale)
+        self.module = module
+        self.rows, self.shapes, self.optimizer = rows, shapes, optimizer
+        self.rank, self.size = rank, size
+
+    def slices(self) -> Iterator[Slice]:
+        return self._slices(at_hand)
+
+    def extents(self) -> Iterator[Slice]:
+        return self._slices(extent)
+
+    def _slices(self, tensors_of: Access) -> Iterator[Slice]:
+        groups = {rows: group for group in self.optimizer.param_groups for rows in group["params"]}
+        for name, rows in self.rows.items():
+            if not rows.numel():
+                continue
+            shape = self.shapes[name]
+            start = self.rank * -(-shape[0] // self.size) * math.prod(shape[1:])
+            with tensors_of(self.optimizer, groups[rows], rows) as tensors:
+                yield Slice(name, shape, whole(shape), start, start + rows.numel(),
+                            {kind: tensor.view(-1) for kind, tensor in tensors.items()})
+
+    @property
+    def optimizer_step(self) -> int:
+        return get_step(self.optimizer)
+
+    def loaded(self, optimizer_step: int) -> None:
+        set_step(self.optimizer, optimizer_step)
+        # A forward pass without a backward one leaves parameters gathered, with the values from before.
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
