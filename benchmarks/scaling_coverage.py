@@ -1,9 +1,9 @@
 """How often the intervals and bands of a scaling study hold the truth:
 python3 benchmarks/scaling_coverage.py [--studies N] [--out FILE.json]
 
-Makes up studies whose law is known (tests/scale_laws.py): runs that differ by a percent or two, steps that are each
-a little like the one before. Prints, and writes, one JSON object: shares of intervals of the ratio of two points,
-and of bands of the predicted step time and efficiency at four times the largest size, that held the truth.
+Makes up studies whose law is known (tests/helpers/scale_laws.py): runs that differ by a percent or two, steps that
+are each a little like the one before. Prints, and writes, one JSON object: shares of intervals of the ratio of two
+points, and of bands of the predicted step time and efficiency at four times the largest size, that held the truth.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""The ladder of optimisations: what each rung is, and what the table says of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from places import ROOT
+
+from ezpz_llm.trainer.options import parse
+
+SCRIPT = ROOT / "benchmarks" / "ladder.py"
+
+
+@pytest.fixture(scope="module")
+def ladder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ladder", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ladder"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_rung_changes_one_thing(ladder: ModuleType) -> None:
+    configs = {rung.name: parse(ladder.arguments("small", rung, 10)).config for rung in ladder.RUNGS}
+    top = None
+    for rung in ladder.RUNGS:
+        config = configs[rung.name]
+        changed = {name for name, value in vars(config).items() if top is not None and value != getattr(top, name)}
+        assert len(changed) == len(rung.options) // 2, rung.name
+        top = top if rung.alone else config
+    assert top.loss_chunk is None
+    assert (top.optimizer, top.attention, top.precision, top.compile) == ("adamw", "auto", "bf16", True)
+
+
+def test_a_rung_that_learns_nothing_fails(ladder: ModuleType) -> None:
+    one = {"wall_s": [0.1, 0.3, 0.2], "cpu_s": [0.2] * 3, "first_steps_s": [9.0], "losses": [5.0, 5.1, 4.9, 5.0],
+           "tokens": 100, "flops": 1e9, "peak_flops": 1e11, "memory_bytes": 7}
+    found = ladder.summary([one, {**one, "memory_bytes": 8}])
+    assert not found["learns"]
+    assert (found["step_ms"], found["memory_bytes"], found["steps"]) == (200, 8, 6)
+    assert found["tokens_per_second"] == pytest.approx(500)
+    assert found["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
+    assert "DOES NOT LEARN" in ladder.line("rung", found)
+    assert ladder.summary([{**one, "losses": [5.0, 4.0, 3.0, 2.0]}])["learns"]
+
+
+@pytest.mark.full
+def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "ladder.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--work", "tiny", "--steps", "12", "--rounds", "1", "--rungs",
+         "fp32,tf32,without compilation", "--out", str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert "tf32" in found["rungs"]["tf32"]["refused"]
+    plain, best = found["rungs"]["fp32"], found["rungs"]["without compilation"]
+    assert plain["learns"]
+    assert best["learns"]
+    fall, other = (one["loss_first"] - one["loss_reached"] for one in (plain, best))
+    assert other == pytest.approx(fall, abs=0.1)  # more rows alone raise every loss
+    assert plain["memory_bytes"] > 0

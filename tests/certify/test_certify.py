@@ -1,0 +1,285 @@
+"""What certify decides without torch: cases, bounds, verdicts, faults, the textbook, the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.certify import recipe, verdict
+from ezpz_llm.certify.case import textbook
+from ezpz_llm.certify.cases import Case, divide, natural_worlds, quick_cases, resolve_case
+from ezpz_llm.certify.docs import BEGIN, END, write_docs
+from ezpz_llm.certify.injected_faults import FAULTS
+from ezpz_llm.certify.options import parser, plan
+from ezpz_llm.certify.reference import check_gradients
+from ezpz_llm.certify.report import all_passed, as_json, closing
+from ezpz_llm.layout import ds_config, ops
+from ezpz_llm.layout.memory import memory_per_rank
+from ezpz_llm.model.parameters import parameter_count, parameter_shapes
+
+
+def planned(*words: str, world_size: int | None = None):
+    return plan(parser().parse_args(words), world_size)
+
+
+def test_planning_imports_no_torch(tmp_path: Path) -> None:
+    program = ("import sys; from ezpz_llm.certify.__main__ import main; "
+               "code = main(['--check', '--layouts', 'ddp', '--world-size', '2']); "
+               "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_layouts_are_certified_in_their_natural_worlds() -> None:
+    assert natural_worlds("zero3") == (1, 2, 4)
+    assert natural_worlds("tp2") == (2, 4)
+    assert natural_worlds("pp2_tp2") == (4,)
+    assert natural_worlds("3d") == (8,)
+
+
+def test_the_quick_choice_has_every_layout_once_in_fp32_and_some_bf16() -> None:
+    names = ds_config.names()
+    cases = quick_cases(names, None, recipe.MODELS, recipe.DTYPES)
+    assert sorted(case.layout for case in cases if case.dtype == "fp32") == sorted(names)
+    assert {case.model for case in cases} == set(recipe.MODELS)
+    assert sum(case.dtype == "bf16" for case in cases) == 2
+
+
+def test_every_case_steps_on_the_same_batch() -> None:
+    cases, skipped = divide([Case(name, world, "tiny-llama", "fp32") for name in ds_config.names()
+                             for world in natural_worlds(name)], "cpu")
+    assert all(not one.illegal for one in skipped)
+    for case in cases:
+        batch = resolve_case(case, "cpu").batch
+        assert batch.global_batch == recipe.GLOBAL_BATCH
+        assert batch.accumulation > 1
+
+
+def test_the_quick_choice_keeps_to_what_is_asked_for() -> None:
+    work = planned("--quick", "--layouts", "ddp,zero3", "--dtype", "bf16", "--model", "tiny-llama", "--world", "4")
+    assert [(case.layout, case.world, case.model, case.dtype) for case in work.cases] == [
+        ("ddp", 4, "tiny-llama", "bf16"), ("zero3", 4, "tiny-llama", "bf16")]
+
+
+def test_the_old_name_of_the_option_works_with_a_note(capsys) -> None:
+    old, new = (planned("--layouts", "ddp", option, "gradients-x2") for option in ("--plant", "--inject-fault"))
+    assert old == new
+    assert "--plant is now --inject-fault" in capsys.readouterr().err
+
+
+def test_a_fault_is_injected_where_it_can_be() -> None:
+    work = planned("--layouts", "ddp,zero1", "--inject-fault", "early-sync,gradients-x2", "--model", "tiny-gpt2",
+                   "--dtype", "fp32", "--world", "1,2")
+    assert [(case.fault, case.layout, case.world) for case in work.cases if case.fault == "early-sync"] == [
+        ("early-sync", "ddp", 2)]
+    assert len(work.cases) == 1 + 4
+
+
+def test_nothing_to_certify_says_which_worlds_would_do() -> None:
+    with pytest.raises(UserError) as caught:
+        planned("--layouts", "tp2,3d", "--world", "3")
+    assert "3d: 3 ranks cannot be divided" in caught.value.found
+    assert caught.value.instead == "--world 2 or 4 or 8"
+
+
+def test_an_illegal_world_is_skipped_with_its_reason() -> None:
+    work = planned("--layouts", "ddp,tp2", "--world", "1")
+    assert {case.layout for case in work.cases} == {"ddp"}
+    assert all(one.illegal and "cannot be divided" in one.reason for one in work.skipped)
+    assert all_passed([{"passed": True}], work.skipped)
+
+
+@pytest.mark.parametrize(("words", "found"), [
+    (["--layouts", "zero5"], "zero5"), (["--model", "tiny-gpt3"], "tiny-gpt3"), (["--dtype", "fp64"], "fp64"),
+    (["--world", "two"], "two"), (["--world", "0"], "0"), (["--steps", "1"], "1 steps"),
+    (["--inject-fault", "gradients-x3"], "gradients-x3"), (["--layouts", ","], "empty"),
+    (["--write-docs", "--layouts", "ddp"], "a row for every layout"), (["--write-docs", "--quick"], "whole matrix"),
+    (["--json", "."], "is a folder"),
+    (["--layouts", "tp2", "--world", "1"], "nothing to certify"),
+    (["--layouts", "zero2", "--inject-fault", "unmarked-tp"], "not tensor-parallel"),
+    (["--layouts", "ddp", "--world", "1", "--inject-fault", "duplicated-data"], "no second data-parallel rank"),
+    (["--layouts", "zero1", "--world", "2", "--inject-fault", "early-sync"], "only ddp"),
+    (["--layouts", "tp2", "--inject-fault", "wrong-sp-scale"], "not sequence-parallel"),
+])
+def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(*words)
+    assert found in str(caught.value)
+
+
+def test_under_launch_only_what_fits_the_ranks_is_done() -> None:
+    work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
+    assert {case.world for case in work.cases} == {2}
+    assert len(work.cases) == 2 * 2 * 2
+    work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
+    assert [(case.layout, case.world, case.dtype) for case in work.cases] == [
+        ("ddp", 2, "fp32"), ("tp2", 2, "fp32"), ("tp2", 2, "bf16")]
+    with pytest.raises(UserError, match="started on 2 ranks"):
+        planned("--world", "4", world_size=2)
+
+
+def test_gradient_bounds_grow_towards_the_embedding() -> None:
+    names = ["transformer.ln_f.weight", "transformer.h.3.attn.c_proj.weight", "transformer.h.0.ln_1.bias",
+             "transformer.wte.weight"]
+    assert [verdict.depth(name, 4) for name in names] == [0, 1, 4, 5]
+    assert verdict.gradient_bound(names[0], 4, "bf16") == 4 * 2 ** -8
+    assert verdict.gradient_bound(names[3], 4, "fp32") == pytest.approx(4 * 1.03 ** 5 * 2 ** -24)
+
+
+def test_the_recipe_is_the_same_every_time_and_learnable() -> None:
+    config = recipe.model_config("tiny-gpt2")
+    tokens = recipe.sequences(config, 3)
+    assert tokens.shape == (recipe.GLOBAL_BATCH, config.block_size + 1)
+    assert (tokens == recipe.sequences(config, 3)).all()
+    assert (tokens != recipe.sequences(config, 4)).any()
+    following = (tokens[:, 1:] - 5 * tokens[:, :-1] - 1) % config.vocab_size
+    assert set(following.ravel()) == {0, 7}  # two successors of a symbol: log 2 nats are left of log 96
+    rates = [recipe.learning_rate(step, 8) for step in range(8)]
+    assert len(set(rates)) == 8
+    assert recipe.zero_by_symmetry(recipe.model_config("tiny-llama")) == {}
+
+
+def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
+    """A layout and a reference that agree but for rounding."""
+    names = {"transformer.wte.weight": 6144, "transformer.h.0.ln_1.weight": 64}
+    theirs = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
+              "noise": {"loss": 1e-6, "norm": [1e-7, 1e-6], "gradient": dict.fromkeys(names, 1e-7),
+                        "weight": dict.fromkeys(names, 1e-6)},
+              "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0)}
+    def rows(difference: float) -> dict:
+        return {name: {"elements": numel, "difference": difference, "copy": difference, "rank": 1}
+                for name, numel in names.items()}
+
+    ours = {"losses": [4.5, 4.400001], "held_out": 4.3, "norms": [(1.0, 1.0), (2.0, 2.000001)], "first": rows(0.0),
+            "gradient": rows(1e-8), "weight": rows(2e-6)}
+    return ours, theirs
+
+
+def judged(ours: verdict.Numbers, theirs: verdict.Numbers) -> list[str]:
+    return verdict.failures(verdict.findings(ours, theirs, 4, "fp32"))
+
+
+def test_rounding_passes() -> None:
+    assert judged(*numbers()) == []
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda ours: ours["losses"].__setitem__(1, 4.41), "loss at step 2 differs by 0.01"),
+    (lambda ours: ours["losses"].__setitem__(0, math.nan), "loss at step 1"),
+    (lambda ours: ours.update(held_out=4.4), "loss after the last step"),
+    (lambda ours: ours["norms"].__setitem__(0, (1.0, 2.0)), "2 on rank 1, 2 times the reference's"),
+    (lambda ours: ours["gradient"]["transformer.wte.weight"].update(difference=0.5),
+     "gradient of transformer.wte.weight differs by 1,"),
+    (lambda ours: ours["weight"]["transformer.h.0.ln_1.weight"].update(copy=math.inf),
+     "weights of transformer.h.0.ln_1.weight on rank 1"),
+    (lambda ours: ours["first"]["transformer.wte.weight"].update(copy=1e-9), "initial weights of"),
+    (lambda ours: ours["gradient"]["transformer.wte.weight"].update(elements=3072), "3072 of 6144"),
+    (lambda ours: ours["weight"].pop("transformer.wte.weight"), "0 of 6144"),
+])
+def test_what_fails_is_named(change, said: str) -> None:
+    ours, theirs = numbers()
+    change(ours)
+    assert said in "\n".join(judged(ours, theirs))
+
+
+def test_a_missing_op_is_no_pass() -> None:
+    work = planned("--layouts", "ddp", "--world", "1")
+    from ezpz_llm.certify.cases import Skipped
+
+    missing = Skipped(work.cases[0], "not built (type: ezpz-llm doctor --build-ops cpu_adam)", illegal=False)
+    assert not all_passed([{"passed": True}], [missing])
+    assert "MISSING: ddp on 1 ranks: not built (type:" in closing([], [missing])
+    assert not all_passed([], [])
+
+
+def test_a_record_is_json_with_a_line_a_result() -> None:
+    kept = {"passed": True, "results": [{"layout": "ddp", "losses": [1.0, 2.0]}, {"layout": "zero1"}]}
+    assert json.loads(as_json(kept)) == kept
+    assert as_json(kept).count("\n") == 7
+    assert json.loads(as_json({"passed": False, "results": []})) == {"passed": False, "results": []}
+    assert '"bound": null' in as_json({"passed": False, "results": [{"bound": math.inf}]})
+
+
+def test_every_fault_that_was_asked_for_can_be_injected() -> None:
+    assert next(iter(FAULTS)) == "gradients-x2"
+    assert set(FAULTS) == {
+        "gradients-x2", "dropped-bucket", "accumulation-not-divided", "early-sync", "unmarked-tp",
+        "stale-optimizer", "wrong-mask", "shifted-targets", "duplicated-data", "untied-head", "wrong-sp-scale"}
+
+
+def test_the_textbook_has_the_papers_volumes() -> None:
+    config = recipe.model_config("tiny-gpt2")
+    weights = 4 * parameter_count(config)
+    book = {name: textbook((resolved := resolve_case(Case(name, 4, "tiny-gpt2", "fp32"), "cpu")).layout, config,
+                           resolved.batch) for name in ("ddp", "zero1", "zero3", "tp2")}
+    assert book["ddp"] == {"all_reduce": weights}
+    assert book["zero1"] == {"all_gather": weights, "reduce_scatter": weights}
+    assert book["zero3"] == {"all_gather": 4 * weights, "reduce_scatter": 2 * weights}
+    tokens = recipe.GLOBAL_BATCH // 2 * config.block_size
+    assert book["tp2"]["all_reduce"] > 4 * (4 * config.n_layer + 2) * tokens * config.n_embd
+
+
+def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed, not measured, is the same today, whatever is built; and the page is the certificate's."""
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+    kept = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+    assert kept["passed"]
+    assert {one["layout"] for one in kept["results"]} == set(ds_config.names())
+    for one in kept["results"]:
+        case = Case(one["layout"], one["world"], one["model"], one["dtype"])
+        config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
+        assert one["arithmetic"] == [asdict(part) for part in memory_per_rank(resolved.layout, config, case.world)]
+        assert one["textbook"] == textbook(resolved.layout, config, resolved.batch)
+    page = tmp_path / "layouts.md"
+    shutil.copy(ROOT / "docs" / "layouts.md", page)
+    write_docs(kept, page)
+    assert page.read_text() == (ROOT / "docs" / "layouts.md").read_text()
+
+
+def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
+    page = tmp_path / "layouts.md"
+    page.write_text("# Layouts\n\nprose\n")
+    kept = {"command": "ezpz-llm certify", "date": "2026-01-02", "environment": {"versions": {"torch": "2.13"}},
+            "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
+            "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
+                         "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
+                         "memory": [{"parameters": 12, "gradients": 4, "gathered": 1, "other": 3}],
+                         "arithmetic": [{"bytes": 16, "where": "device"}],
+                         "collectives": [{"ranks": [0, 1], "kinds": {"all_reduce": {"count": 1, "bytes": 8}}}]}]}
+    write_docs(kept, page)
+    page.write_text(page.read_text() + "after\n")
+    write_docs({**kept, "date": "2026-01-03"}, page)
+    text = page.read_text()
+    assert text.startswith("# Layouts\n\nprose\n")
+    assert text.endswith("after\n")
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert "2026-01-03: 2 ranks; fp32 | 16 / 16 (+4) on 2 | all_reduce 1 x, 8 B | all_reduce 8 B |" in text
+    assert "no: async_io is not built" in text
+    with pytest.raises(UserError, match="no page"):
+        write_docs(kept, tmp_path / "missing.md")
+
+
+def test_a_reference_without_a_gradient_is_refused() -> None:
+    """A whole tensor, or the rows of queries; the keys' bias has a reason."""
+    config = recipe.model_config("tiny-gpt2")
+    tensors = {f"gradient/{name}": torch.ones(shape) for name, shape in parameter_shapes(config).items()}
+    keys = recipe.zero_by_symmetry(config)["transformer.h.1.attn.c_attn.bias"]
+    tensors["gradient/transformer.h.1.attn.c_attn.bias"][slice(*keys)] = 0
+    check_gradients(config, tensors)
+    for name, rows in (("transformer.h.2.ln_1.weight", 64), ("transformer.h.0.attn.c_attn.weight", 64)):
+        dead = {**tensors, f"gradient/{name}": tensors[f"gradient/{name}"].clone()}
+        dead[f"gradient/{name}"][:rows] = 0
+        with pytest.raises(UserError, match=rf"the gradient of {name}, rows 0 to {rows}, is 0 in one process"):
+            check_gradients(config, dead)

@@ -1,0 +1,192 @@
+"""A run that goes on under another layout, on other ranks, with other batches: same losses, same samples."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_ranks import Server
+from places import ROOT
+
+from ezpz_llm.checkpoint.folder import STATE, complete
+from ezpz_llm.checkpoint.manifest import read_json
+from ezpz_llm.checkpoint.retention import find
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.samples import Batches
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.layout.ops import is_built
+from ezpz_llm.rundir import RunDir, read_record, write_json
+from ezpz_llm.trainer.position import Position, hash_samples
+
+RESULT = ROOT / "benchmarks" / "results" / "resume_matrix.json"
+BLOCK = 32
+RUN = ["--n-layer", "4", "--n-head", "4", "--n-kv-head", "4", "--n-embd", "32", "--block-size", str(BLOCK),
+       "--precision", "fp32", "--eval-tokens", "512", "--log-every", "100", "--sample-tokens", "0",
+       "--profile", "false", "--steps", "1000", "--warmup-steps", "2", "--save-every", "-1"]
+BATCH = ["--global-batch-size", "8", "--micro-batch-size", "2"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one process": (1, ["--ds-config", "ddp"]),
+    "zero0 on 1": (1, ["--ds-config", "zero0"]),
+    "ddp on 2": (2, ["--ds-config", "ddp"]),
+    "zero3 on 2": (2, ["--ds-config", "zero3"]),
+    "tp2 on 2": (2, ["--ds-config", "tp2"]),
+    "pp2 on 2": (2, ["--ds-config", "pp2"]),
+    "zero1 on 3, global batch 6": (3, ["--ds-config", "zero1", "--global-batch-size", "6"]),
+    "ddp": (4, ["--ds-config", "ddp"]),
+    "fsdp2": (4, ["--ds-config", "fsdp2"]),
+    "zero0": (4, ["--ds-config", "zero0"]),
+    "zero1": (4, ["--ds-config", "zero1"]),
+    "zero2": (4, ["--ds-config", "zero2"]),
+    "zero2, micro batch 1": (4, ["--ds-config", "zero2", "--micro-batch-size", "1"]),
+    "zero3": (4, ["--ds-config", "zero3"]),
+    "zero3_offload_optimizer": (4, ["--ds-config", "zero3_offload_optimizer"]),
+    "zero3_offload_all": (4, ["--ds-config", "zero3_offload_all"]),
+    "zero3_nvme": (4, ["--ds-config", "zero3_nvme"]),
+    "tiled": (4, ["--ds-config", "tiled"]),
+    "tp2": (4, ["--ds-config", "tp2"]),
+    "tp2_zero1": (4, ["--ds-config", "tp2_zero1"]),
+    "tp2_zero3": (4, ["--ds-config", "tp2_zero3"]),
+    "tp4": (4, ["--ds-config", "tp2", "--tp", "4"]),
+    "pp2": (4, ["--ds-config", "pp2"]),
+    "pp2, micro batch 1": (4, ["--ds-config", "pp2", "--micro-batch-size", "1"]),
+    "pp4": (4, ["--ds-config", "pp2", "--pp", "4"]),
+    "pp2_tp2": (4, ["--ds-config", "pp2_tp2"]),
+    "sp2": (4, ["--ds-config", "sp2"]),
+    "sp4": (4, ["--ds-config", "sp2", "--sp", "4"]),
+}
+"""Ranks and words of every layout that fits on 4 CPU ranks, and on fewer."""
+OPS = ("cpu_adam", "pin_memory", "async_io")
+STEPS = 3
+CLOSE = 1e-5
+
+
+def words_of(name: str) -> list[str]:
+    return [*RUN, *BATCH, *LAYOUTS[name][1]]
+
+
+def ask(server: Server, folder: Path, program: str, name: str, words: Iterable[str] = (), ranks: int | None = None,
+        **wanted: Any) -> dict[str, Any]:
+    """What a program of resuming.py finds under the layout `name`."""
+    run_dir = folder / f"{program}-{name.replace(' ', '_')}-{len(list(folder.iterdir()))}"
+    out = run_dir.with_suffix(".json")
+    question = {"words": [*words_of(name), *words], "steps": STEPS, "out": str(out), **wanted}
+    server.run(LAYOUTS[name][0] if ranks is None else ranks, [json.dumps(question)], run_dir, f"resuming:{program}")
+    return json.loads(out.read_text())
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def hash_of(stream: Any, consumed: int, seed: int = 1337) -> str:
+    """What the first samples hash to, one by one, with no ranks and no batches about."""
+    one_by_one = Batches(stream, block_size=BLOCK, seed=seed, global_batch=1, micro_batch=1, dp_rank=0, dp_size=1)
+    total = sum(hash_samples(number, one_by_one.micro_batches(number)[0][0]) for number in range(consumed))
+    return Position(consumed, total % 2**64).sample_hash
+
+
+def compare(saved: dict[str, Any], resumed: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of losses by (saved layout -> resumed layout), once the samples are the same."""
+    differences = {}
+    for after, found in resumed.items():
+        for before, run in found.items():
+            pair = f"{before} -> {after}"
+            differences[pair] = apart(run["losses"], saved[before]["losses"])
+            assert (run["consumed"], run["sample_hash"]) == (saved[before]["consumed"],
+                                                             saved[before]["sample_hash"]), pair
+    return differences
+
+
+@pytest.mark.full
+def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
+    """Each starts from its own checkpoint: whatever was saved is joined, cut and given to other ranks."""
+    first = ("zero3 on 2", "pp2_tp2", "one process")
+    saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in first}
+    places = {name: found["folder"] for name, found in saved.items()}
+    resumed = {name: ask(server, tmp_path, "go_on_from_each", name, checkpoints=places)
+               for name in ("tp2", "zero2")}
+    differences = compare(saved, resumed)
+    assert len(differences) == 6
+    assert max(differences.values()) < CLOSE, differences
+    assert len(set(saved["one process"]["losses"])) == STEPS
+    data = TokenData.open(prepare("stdlib", progress=False))
+    assert saved["pp2_tp2"]["sample_hash"] == hash_of(data.split("train"), saved["pp2_tp2"]["consumed"])
+
+
+@pytest.mark.full
+def test_random_states_are_taken_over_only_by_ranks_divided_alike(server: Server, tmp_path: Path) -> None:
+    """Peers of a divided layer must draw the same masks, which the ranks of another layout did not."""
+    dropout = ["--dropout", "0.1"]
+    saved = {name: ask(server, tmp_path, "save_and_go_on", name, dropout) for name in ("ddp on 2", "tp2 on 2")}
+    places = {name: found["folder"] for name, found in saved.items()}
+    found = ask(server, tmp_path, "go_on_from_each", "tp2 on 2", dropout, checkpoints=places)
+    assert found["tp2 on 2"]["losses"] == saved["tp2 on 2"]["losses"]
+    for before in places:
+        first, second = found[before]["random_states"]
+        assert first == second, before
+    assert found["ddp on 2"]["random_states"] != found["tp2 on 2"]["random_states"]
+
+
+@pytest.mark.full
+def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Server, tmp_path: Path) -> None:
+    """One run in four lives: other ranks, another layout, another global batch and micro batch each time."""
+    run_dir, step = tmp_path / "run", 0
+    lives = [(2, "zero1 on 3, global batch 6", ["--global-batch-size", "8", "--micro-batch-size", "1"], 5),
+             (2, "tp2", ["--global-batch-size", "3", "--micro-batch-size", "3"], 9),
+             (1, "ddp", ["--global-batch-size", "20", "--micro-batch-size", "5"], 12), (4, "pp2", [], 14)]
+    consumed = 0
+    for ranks, name, batch, until in lives:
+        resume = ["--resume", str(run_dir)] if step else []
+        own = {"--steps": str(until), "--save-every": "0", "--eval-every": "0"}
+        words = [*words_of(name), *batch, *itertools.chain(*own.items()), *resume]
+        server.run(ranks, words, run_dir)
+        size = int(batch[1]) if batch else 8
+        consumed, step = consumed + (until - step) * size, until
+        state = read_json(find(run_dir) / STATE)
+        assert (state["step"], state["consumed"]) == (until, consumed)
+    record = read_record(RunDir(run_dir))
+    assert record["samples_consumed"] == consumed == 5 * 8 + 4 * 3 + 3 * 20 + 2 * 8
+    train = TokenData.open(prepare("stdlib", progress=False)).split("train")
+    assert record["sample_hash"] == state["sample_hash"] == hash_of(train, consumed)
+    assert len(complete(RunDir(run_dir).checkpoints)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_pair_of_layouts(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """pytest -m slow tests/checkpoint/test_checkpoint_layouts.py --write-resume-results
+
+    10 minutes on two cores."""
+    names = [name for name in LAYOUTS if "zero3_" not in name or all(map(is_built, OPS))]
+    saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in names}
+    places = {name: found["folder"] for name, found in saved.items()}
+    resumed = {}
+    for name in names:
+        resumed[name] = ask(server, tmp_path, "go_on_from_each", name, checkpoints={
+            other: place for other, place in places.items() if _global_batch(other) == _global_batch(name)})
+    differences = compare(saved, resumed)
+    if request.config.getoption("--write-resume-results"):
+        worst = max(differences, key=differences.__getitem__)
+        write_json(RESULT, {
+            "command": "pytest -m slow tests/checkpoint/test_checkpoint_layouts.py --write-resume-results",
+            "date": datetime.date.today().isoformat(),
+            "what": f"each layout saves after {STEPS} steps; every layout goes on from each for {STEPS} steps: "
+                    "fp32 on CPU ranks, losses against the run that saved, samples by their hash",
+            "layouts": {name: {"ranks": LAYOUTS[name][0], "words": " ".join(LAYOUTS[name][1])} for name in names},
+            "pairs": len(differences), "same_samples": len(differences), "bound": CLOSE,
+            "largest_difference": {worst: differences[worst]},
+            "equal_to_the_last_digit": sum(value == 0 for value in differences.values()),
+            "differences": differences,
+        })
+    assert max(differences.values()) < CLOSE
+    assert all(differences[f"{name} -> {name}"] == 0 for name in names)
+
+
+def _global_batch(name: str) -> str:
+    words = words_of(name)
+    return dict(zip(words[::2], words[1::2], strict=True))["--global-batch-size"]

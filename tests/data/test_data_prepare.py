@@ -1,0 +1,401 @@
+"""Preparing token shards: what is written, what is refused, and that nothing is ever seen half done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_runs import cpu_seconds
+from places import ROOT
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.atomic_dir import JOURNAL
+from ezpz_llm.data.corpora import find_corpus
+from ezpz_llm.data.manifest import read_manifest, verify
+from ezpz_llm.data.prepare import check_corpus, prepare
+from ezpz_llm.data.reader import tasks, texts
+from ezpz_llm.data.shard_writer import ShardWriter
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import entropy
+from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
+
+SHAKESPEARE_SHA = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+DATA = [sys.executable, "-m", "ezpz_llm.data"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def data(*words: object, code: int = 0, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    """Run the command; its exit code must be `code`, and it must never show a traceback."""
+    done = subprocess.run([*DATA, *map(str, words)], capture_output=True, text=True, timeout=60, **kwargs)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def file_at_hand(name: str) -> Path:
+    """A file in $EZPZ_LLM_TEST_DATA or in shared/data beside the repository; else skip."""
+    beside = ROOT.parent / "shared" / "data"
+    for folder in filter(None, (os.environ.get("EZPZ_LLM_TEST_DATA"), beside)):
+        if (Path(folder) / name).is_file():
+            return Path(folder) / name
+    pytest.skip(f"no {name}: put it in a folder and name that in EZPZ_LLM_TEST_DATA")
+
+
+def all_tokens(folder: Path) -> np.ndarray:
+    opened = TokenData.open(folder)
+    return np.concatenate([opened.split("train")[:], opened.split("val")[:]])
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder with a long document, short ones, an empty and a hidden file, and a jsonl of two."""
+    folder = tmp_path / "documents"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("long " * 2000)
+    (folder / "b.txt").write_text("short <|endoftext|> naïve")
+    (folder / "empty.txt").write_text("")
+    (folder / ".hidden").write_bytes(b"\xff\xff")
+    (folder / "sub" / "c.jsonl").write_text('{"text": "first"}\n\n{"id": 2, "text": "sec\\u00f6nd"}\n{"text": ""}')
+    (folder / "z.txt").write_text("\r\nlast\n")
+    return folder
+
+
+EXPECTED = ["long " * 2000, "short <|endoftext|> naïve", "first", "secönd", "\r\nlast\n"]
+
+
+def test_shards_hold_each_document_after_a_separator(documents: Path, tmp_path: Path) -> None:
+    """Concatenated shards equal concatenated documents; one is longer than a shard, the last shard is short."""
+    folder = prepare(str(documents), out=tmp_path / "out", shard_tokens=999, val_fraction=0.25, progress=False)
+    expected = np.concatenate([[256, *text.encode()] for text in EXPECTED])
+    np.testing.assert_array_equal(all_tokens(folder), expected)
+    facts = read_manifest(folder)
+    assert (facts["documents"], facts["tokens"], facts["vocab_size"]) == (5, len(expected), 257)
+    train, val = facts["splits"]["train"], facts["splits"]["val"]
+    assert train["tokens"] == int(len(expected) * 0.75)
+    assert [shard["tokens"] for shard in train["shards"]] == [999] * 7 + [train["tokens"] - 7 * 999]
+    assert [shard["tokens"] for shard in val["shards"]] == [999, 999, val["tokens"] - 2 * 999]
+    assert train["tokens"] + val["tokens"] == len(expected)
+    first = (folder / "train_000000.bin").read_bytes()
+    assert first[:8] == b"\x00\x01l\x00o\x00n\x00"  # little-endian uint16: 256, l, o, n
+    assert hashlib.sha256(first).hexdigest() == train["shards"][0]["sha256"]
+    assert verify(folder) == len(list(folder.glob("*.bin"))) == 11
+    assert facts["unigram_entropy"] == pytest.approx(entropy(np.bincount(expected)))
+    # Splits are those of the manifest: another file, or a name that only resembles one, is none.
+    (folder / "eval_000000.bin").write_bytes(b"\x00" * 10)
+    assert len(TokenData.open(folder).split("val")) == val["tokens"]
+    with pytest.raises(UserError, match="did you mean val"):
+        TokenData.open(folder).split("eval")
+
+
+@given(lengths=st.lists(st.integers(0, 40), max_size=8), shard=st.integers(7, 30), keep=st.integers(0, 200))
+@settings(max_examples=25, deadline=None)
+def test_writing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard: int,
+                               keep: int) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    stream = np.arange(sum(lengths), dtype="<u2")
+    train, val = (ShardWriter(folder, name, stream.dtype, shard) for name in ("train", "val"))
+    for part in np.split(stream, np.cumsum(lengths)[:-1]):
+        train.write(part)
+    train.copy_tail(keep, val)
+    train.cut(keep)
+    train.cut(keep)  # as after a kill in the middle of it
+    entries = [writer.describe() for writer in (train, val)]
+    assert [entry["tokens"] for entry in entries] == [min(keep, len(stream)), max(0, len(stream) - keep)]
+    names = [file["file"] for entry in entries for file in entry["shards"]]
+    assert sorted(names) == sorted(path.name for path in folder.iterdir())
+    found = b"".join((folder / name).read_bytes() for name in names)
+    assert found == stream.tobytes()
+
+
+def test_many_processes_and_pieces_write_the_same_bytes(tmp_path: Path, documents: Path) -> None:
+    """Two workers and several pieces a file give what one process gives on the whole."""
+    (documents / "m.txt").write_text("Zwölf Boxkämpfer jagen\nViktor quer über den Sylter Deich. " * 150_000)
+    with (documents / "n.jsonl").open("w") as file:
+        for number in range(60_000):
+            file.write(json.dumps({"text": f"document {number} " + "x" * (number % 97)}) + "\n")
+    assert len(list(tasks(find_corpus(str(documents))))) > 2
+    one = prepare(str(documents), out=tmp_path / "one", workers=1, progress=False)
+    two = prepare(str(documents), out=tmp_path / "two", workers=2, progress=False)
+    facts = [read_manifest(folder) for folder in (one, two)]
+    assert facts[0]["splits"] == facts[1]["splits"]
+    assert facts[0]["unigram_entropy"] == facts[1]["unigram_entropy"]
+    assert facts[0]["documents"] == 60_006
+    np.testing.assert_array_equal(
+        all_tokens(one)[:10_001], np.array([256, *("long " * 2000).encode()]))
+    with (documents / "n.jsonl").open("a") as file:
+        file.write('{"txt": 1}\n')
+    with pytest.raises(UserError, match='line 60001 has no "text"'):  # through a worker process, unharmed
+        prepare(str(documents), out=tmp_path / "three", workers=2, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["documents", "one", "two"]
+
+
+def test_pieces_of_any_size_join_to_the_text(tmp_path: Path) -> None:
+    text = "naïve words\nand 中文 lines\n\n and   spaces\r\nend" * 7
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    for size in (1, 3, 16, 64, 10_000):
+        pieces = [piece for task in tasks(find_corpus(str(tmp_path)), size=size) for piece in task.pieces]
+        read = [entry for piece in pieces for entry in texts(piece)]
+        assert "".join(text for _, text in read) == text
+        assert [begins for begins, _ in read] == [True] + [False] * (len(read) - 1)
+        assert len(pieces) > 1 or size == 10_000
+
+
+def test_stdlib_by_default(cache: Path) -> None:
+    folder = Path(data("prepare", "stdlib").stdout.strip())
+    assert folder.parent == cache / "shards"
+    facts = read_manifest(folder)
+    assert facts["source"]["python"].endswith(".".join(map(str, sys.version_info[:3])))
+    assert facts["unigram_entropy"] == pytest.approx(3.24, abs=0.08)  # the text differs by Python build
+    assert facts["tokens"] == facts["source"]["bytes"] + facts["documents"]
+    assert facts["splits"]["train"]["tokens"] == int(facts["tokens"] * 0.98)
+    opened = TokenData.open(folder)
+    assert opened.tokenizer.decode(opened.split("train")[:40]).startswith("<|endoftext|>")
+    assert opened.split("train")[:].max() <= 256
+    shown = data("show", folder).stdout
+    assert f"{facts['tokens'] - int(facts['tokens'] * 0.98):,} tokens" in shown
+    assert "each as its manifest says" in data("verify", folder).stdout
+    # A second time it is only found; `--check` writes nothing and a prepared folder is a corpus itself.
+    stamp = (folder / "manifest.json").stat().st_mtime_ns
+    again = data("prepare", "stdlib", "--check", "--world-size", 2)
+    assert again.stdout == ""
+    again = data("prepare", "stdlib")
+    assert (again.stdout.strip(), again.stderr) == (str(folder), "")
+    assert (folder / "manifest.json").stat().st_mtime_ns == stamp
+    began = cpu_seconds()
+    check_corpus("stdlib")
+    assert cpu_seconds() - began < 0.3
+    assert prepare(str(folder), "bytes") == folder
+    with pytest.raises(UserError, match="prepared already"):
+        prepare(str(folder), val_fraction=0.3)
+    with pytest.raises(UserError, match="with the tokenizer bytes, not char"):
+        check_corpus(str(folder), "char")
+
+
+def test_shakespeare_by_characters(cache: Path) -> None:
+    """nanoGPT's split of tiny Shakespeare, exactly."""
+    missing = data("prepare", "shakespeare", code=2).stderr
+    assert "python3 -m ezpz_llm.data prepare shakespeare --file FILE (or --download)" in missing
+    folder = Path(data("prepare", "shakespeare", "--file", file_at_hand("tinyshakespeare.txt")).stdout.strip())
+    opened = TokenData.open(folder)
+    assert opened.vocab_size == 65
+    assert (len(opened.split("train")), len(opened.split("val"))) == (1_003_854, 111_540)
+    text = (cache / "corpora" / "tinyshakespeare.txt").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == SHAKESPEARE_SHA
+    assert opened.tokenizer.decode(all_tokens(folder)) == text.decode()
+
+
+def test_another_file_is_not_shakespeare(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "other.txt").write_text("To be")
+    said = data("prepare", "shakespeare", "--file", tmp_path / "other.txt", code=2).stderr
+    assert f"this is not tiny Shakespeare: 5 bytes with sha256 {hashlib.sha256(b'To be').hexdigest()}" in said
+    assert not cache.exists()
+    said = data("prepare", "stdlib", "--file", tmp_path / "other.txt", code=2).stderr
+    assert "for shakespeare, not stdlib" in said
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("empty.txt", b"", "nothing to read: the corpus is empty"),
+    ("latin.txt", b"caf\xe9 au lait", "not UTF-8 text: byte 0xe9 at offset 3"),
+    ("long.txt", b"word " * 1_000_000 + b"\xff", "byte 0xff at offset 5,000,000"),
+    ("nothing.jsonl", b'\n{"text": ""}\n', "nothing to read: no document has any text"),
+    ("cut.jsonl", b'{"text": "a"}\n{"text": "b', "line 2 is not JSON"),
+    ("other.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', 'line 3 has no "text"'),
+    ("number.jsonl", b'{"text": 7}\n', 'line 1 has no "text"'),
+    ("list.jsonl", b'["text"]\n', 'line 1 has no "text"'),
+])
+@pytest.mark.parametrize("tokenizer", ["bytes", "char"])
+def test_bad_corpora_are_refused(tmp_path: Path, cache: Path, name: str, content: bytes, message: str,
+                                 tokenizer: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        prepare(str(tmp_path / name), tokenizer, progress=False)
+    assert message in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+    assert list(cache.rglob("*.*")) == []
+
+
+def test_names_and_numbers_that_do_not_do(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    for words, message in [
+        (["shakespear"], "did you mean shakespeare"),
+        ([tmp_path / "missing.txt"], "no such corpus file or folder"),
+        ([tmp_path / "folder"], "a folder without a file that has text in it"),
+        ([tmp_path / "a.txt", "--tokenizer", "byte"], "did you mean bytes"),
+        ([tmp_path / "a.txt", "--val-fraction", "1"], "a validation fraction of 1.0"),
+        ([tmp_path / "a.txt", "--shard-tokens", "0"], "0 tokens a shard"),
+        ([tmp_path / "a.txt", "--workers", "0"], "0 workers"),
+        ([tmp_path / "a.txt", "--tokenizer", "gpt2"], "is not on this machine"),
+        ([tmp_path / "a.txt", "--out", tmp_path / "a.txt" / "out"], "cannot write here: File exists"),
+        ([tmp_path / "a.txt", "--out", tmp_path], "something else is here"),
+    ]:
+        assert message in data("prepare", *words, code=2).stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "folder"]
+
+
+def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    (tmp_path / "a b.txt").write_text("some text " * 100)
+    out = tmp_path / "out"
+    data("prepare", tmp_path / "a b.txt", "--out", out)
+    before = (out / "train_000000.bin").read_bytes()
+    os.truncate(out / "train_000000.bin", 1001)
+    again = ["prepare", tmp_path / "a b.txt", "--out", out]
+    for words in (["verify", out], ["show", out], ["prepare", out], again):
+        said = data(*words, code=2).stderr
+        assert "train_000000.bin has 1,001 bytes; the manifest expects 1,800 bytes" in said
+    command = said.split("make the folder again: ")[1].strip()
+    mended = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=60)
+    assert mended.returncode == 0
+    assert (out / "train_000000.bin").read_bytes() == before
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    os.truncate(copy / "train_000000.bin", 1001)
+    assert data("show", copy, code=2).stderr.strip().endswith(f"--out '{copy}'" if " " in str(copy)
+                                                              else f"--out {copy}")
+    (out / "train_000000.bin").write_bytes(before[:-1] + b"\x07")
+    assert "has sha256" in data("verify", out, code=2).stderr
+    (out / "val_000000.bin").unlink()
+    with pytest.raises(UserError, match=r"val_000000\.bin is missing"):
+        TokenData.open(out)
+    (out / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="this is not JSON"):
+        TokenData.open(out)
+    (out / "manifest.json").write_text('{"name": "a web app"}')
+    with pytest.raises(UserError, match="does not describe token shards"):
+        prepare(str(out))
+
+
+def test_a_manifest_of_another_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Also gpt2's, whose file need not be on this machine for it."""
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    out = prepare(str(tmp_path / "a.txt"), out=tmp_path / "out", progress=False)
+    whole = json.loads((out / "manifest.json").read_text())
+    for name in ("bytes", "gpt2"):
+        entry = {"name": name, "fingerprint": "0" * 64}
+        (out / "manifest.json").write_text(json.dumps(whole | {"tokenizer": entry}))
+        for check in (lambda: check_corpus(str(out)), lambda: prepare(str(out)),
+                      lambda: prepare(str(tmp_path / "a.txt"), out=out)):
+            with pytest.raises(UserError, match=f"made by another {name} tokenizer: fingerprint 0{{64}}") as caught:
+                check()
+            assert "prepare the corpus again" in str(caught.value)
+    (out / "manifest.json").write_text(json.dumps(whole | {"tokenizer": {"name": "gpt2",
+                                                                          "fingerprint": GPT2_FINGERPRINT}}))
+    check_corpus(str(out), "gpt2")
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.txt", tmp_path / "out"
+    source.write_text("some text " * 100)
+    out.mkdir()  # empty: may be used
+    assert prepare(str(source), out=out, progress=False) == out
+    assert prepare(str(source), out=out, progress=False) == out
+    with pytest.raises(UserError, match="other shards are here"):
+        prepare(str(source), out=out, val_fraction=0.3, progress=False)
+    os.utime(source, ns=(1, 1))
+    with pytest.raises(UserError, match="files that have changed"):
+        prepare(str(source), out=out, progress=False)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on file size stands in for the disk: the write fails with an OSError in the same place."""
+    (tmp_path / "a.txt").write_text("some text " * 100_000)
+    said = data("prepare", tmp_path / "a.txt", "--out", tmp_path / "out", code=2,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))).stderr
+    assert "cannot write here: File too large" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_two_at_once_make_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words of text\n" * 300_000)
+    words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
+    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    ended = [process.communicate(timeout=60) for process in running]
+    assert [process.returncode for process in running] == [0] * 4, ended
+    assert {out.strip() for out, _ in ended} == {str(tmp_path / "out")}
+    assert sum("prepared" in said for _, said in ended) == 1, ended  # the others waited, or came later
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "counts.npy", "manifest.json", "train_000000.bin", "val_000000.bin"]
+    assert verify(tmp_path / "out") == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
+    """Nothing is visible, no worker stays behind, and running it again succeeds."""
+    with (tmp_path / "a.txt").open("w") as file:
+        for _ in range(40):
+            file.write("some words of text\n" * 60_000)
+    words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--workers", "2"]
+    marker = {**os.environ, "EZPZ_LLM_TEST_MARKER": str(tmp_path)}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=marker)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob(".out.partial-*/train_*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(how)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+    while _processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    hidden = list(tmp_path.glob(".*"))
+    if how == signal.SIGKILL:
+        assert len(hidden) == 1
+    else:
+        assert all((folder / JOURNAL).exists() for folder in hidden)  # kept only if it can be gone on with
+    again = data(*words[3:])
+    assert again.stdout.strip() == str(tmp_path / "out")
+    assert verify(tmp_path / "out") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "out"]
+
+
+def _processes_with(value: str) -> list[int]:
+    """Processes whose environment has EZPZ_LLM_TEST_MARKER=value."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"EZPZ_LLM_TEST_MARKER={value}".encode() in environment:
+            found.append(int(folder.name))
+    return found
+
+
+def test_help_is_fast_and_torch_free() -> None:
+    began = cpu_seconds()
+    assert "--val-fraction" in data("prepare", "--help").stdout
+    assert cpu_seconds() - began < 1
+    found = subprocess.run(
+        [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.__main__;"
+         "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
+        capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_a_cache_that_cannot_be_made_is_found_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "taken" / "cache"))
+    with pytest.raises(UserError, match=r"which cannot be made: .*taken is no folder"):
+        check_corpus("stdlib")

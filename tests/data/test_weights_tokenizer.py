@@ -1,0 +1,215 @@
+"""Weights bring their tokenizer: the default; another one is asked for or refused, an unknown one is named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from places import vocab_bpe
+from safetensors.torch import save_file
+
+from ezpz_llm import generate
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.manifest import read_manifest
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.tokenizers import (
+    GPT2_FINGERPRINT,
+    CharTokenizer,
+    Tokenizer,
+    choose,
+    get_tokenizer,
+    provide_gpt2,
+    read_merges,
+    recognise,
+    to_entry,
+)
+from ezpz_llm.evaluate import __main__ as evaluate
+from ezpz_llm.hf.config import stored_tensors, to_hf
+from ezpz_llm.hf.tokenizer import write_tokenizer
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import RunPlan, check_run
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
+OTHER = "THE QUICK BROWN FOX JUMPS\n" * 60
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "other.txt").write_text(OTHER)
+    return tmp_path
+
+
+def char(text: str = TEXT) -> CharTokenizer:
+    return CharTokenizer("".join(sorted(set(text))))
+
+
+def weights(folder: Path, tokenizer: Tokenizer | None, vocab_size: int = 0) -> Path:
+    """A folder of Hugging Face's with random weights, which are sure of what they say, and a tokenizer."""
+    model = get_model_config("tiny-gpt2", n_layer=1, n_head=2, n_embd=16, block_size=32, vocab_multiple=1,
+                             vocab_size=vocab_size or tokenizer.vocab_size)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_hf(model)))
+    draw = torch.Generator().manual_seed(3)
+    save_file({tensor.name: 2 * torch.randn(tensor.stored_shape, generator=draw)
+               for tensor in stored_tensors(model)}, folder / "model.safetensors", {"format": "pt"})
+    if tokenizer is not None:
+        write_tokenizer(to_entry(tokenizer), 32, folder)
+    return folder
+
+
+def train(*words: object) -> RunPlan:
+    """What the check of `ezpz_llm.train` finds before any rank starts."""
+    return check_run(parse([*map(str, words), "--global-batch-size", "4"]), 1)
+
+
+def evaluated(*words: object) -> None:
+    evaluate.main(["val", *map(str, words), "--check"])
+
+
+def test_the_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
+    """Of a corpus that would have another one."""
+    folder = weights(place / "hf", char())
+    plan = train("--init-from", folder, "--corpus", "text.txt")
+    assert (plan.config.tokenizer, plan.sources["tokenizer"]) == (str(folder), "weights to begin with")
+    made = prepare("text.txt", str(folder), progress=False)
+    assert read_manifest(made)["tokenizer"] == to_entry(char())
+    evaluated(folder, "--corpus", "text.txt")
+    # Shards with the same characters, prepared without the weights, are used as they are.
+    plain = prepare("other.txt", "char", progress=False)
+    assert prepare("other.txt", str(weights(place / "same", char(OTHER))), progress=False) == plain
+    assert train("--init-from", place / "same", "--corpus", plain).config.tokenizer == str(place / "same")
+
+
+def test_characters_of_another_alphabet_are_refused(place: Path) -> None:
+    """Although they are fewer than the weights have rows: every id would be another character."""
+    folder = weights(place / "hf", char())
+    shards = prepare("other.txt", "char", progress=False)
+    for check in (lambda: train("--init-from", folder, "--corpus", shards),
+                  lambda: train("--init-from", folder, "--corpus", f"{shards}=1,{folder}/none=1"),
+                  lambda: evaluated(folder, "--corpus", shards)):
+        with pytest.raises(UserError, match=r"tokenizer is char \(28 characters, .* corpus's is char \(21"):
+            check()
+    # "char" is the weights' own alphabet: what it lacks is an error while preparing.
+    plan = train("--init-from", folder, "--corpus", "other.txt", "--tokenizer", "char")
+    with pytest.raises(UserError, match="unknown character"):
+        prepare("other.txt", plan.config.tokenizer, progress=False)
+
+
+def test_a_prepared_corpus_of_another_tokenizer_is_refused_unless_it_is_asked_for(place: Path) -> None:
+    folder = weights(place / "hf", char(), vocab_size=300)
+    shards = prepare("text.txt", "bytes", out=place / "bytes", progress=False)
+    for check in (lambda: train("--init-from", folder, "--corpus", shards),
+                  lambda: train("--preset", "shakespeare-char-cpu", "--init-from", folder, "--corpus", shards,
+                                "--model", "tiny-gpt2"),
+                  lambda: evaluated(folder, "--corpus", shards)):
+        with pytest.raises(UserError) as caught:
+            check()
+        assert "weights' tokenizer is char (28 characters, fingerprint " in str(caught.value)
+        assert "corpus's is bytes (fingerprint " in str(caught.value)
+        assert f"prepare it with --tokenizer {folder}" in str(caught.value)
+    for asked in ("bytes", shards):
+        assert train("--init-from", folder, "--corpus", shards, "--tokenizer", asked).config.tokenizer == "bytes"
+        evaluated(folder, "--corpus", shards, "--tokenizer", asked)
+    with pytest.raises(UserError, match="the weights' tokenizer is char"):
+        train("--init-from", folder, "--corpus", shards, "--tokenizer", "char")
+
+
+def test_unknown_and_unsupported_tokenizers_are_refused_by_name(place: Path) -> None:
+    folder = weights(place / "hf", None, vocab_size=300)
+    for check in (lambda: train("--init-from", folder, "--corpus", "text.txt"),
+                  lambda: evaluated(folder, "--corpus", "text.txt")):
+        with pytest.raises(UserError, match="do not say how text becomes their tokens") as caught:
+            check()
+        assert "--tokenizer gpt2 for GPT-2's" in caught.value.instead
+    assert train("--init-from", folder, "--corpus", "text.txt", "--tokenizer", "bytes").config.tokenizer == "bytes"
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.5]]}}))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizerFast"}')
+    for check in (lambda: train("--init-from", folder, "--corpus", "text.txt"),
+                  lambda: evaluated(folder, "--corpus", "text.txt"),
+                  lambda: prepare("text.txt", str(folder))):
+        with pytest.raises(UserError, match=r"tokenizer is LlamaTokenizerFast \(Unigram, 1 tokens\)"):
+            check()
+    with pytest.raises(UserError, match="says nothing of a tokenizer"):
+        prepare("text.txt", str(place))
+    with pytest.raises(UserError, match="unknown tokenizer 'gtp2'"):
+        train("--init-from", folder, "--tokenizer", "gtp2")
+
+
+def test_gpt2_is_known_by_its_table(place: Path) -> None:
+    """In our export, as transformers writes it, and not if a merge is another; no vocab.bpe is needed for it."""
+    file = vocab_bpe()
+    ours = {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
+    provide_gpt2(file.parent)
+    folder = weights(place / "hf", get_tokenizer("gpt2"))
+    (place / "cache/tiktoken/vocab.bpe").unlink()
+    assert choose(str(folder)).entry == ours
+    with pytest.raises(UserError, match="is not on this machine"):  # and not encoded as bytes
+        train("--init-from", folder, "--corpus", "text.txt")
+    with pytest.raises(UserError, match="is not on this machine"):
+        evaluated(folder, "--corpus", "text.txt")
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    merges = stored["model"]["merges"]
+    stored["model"]["merges"] = [merge.split(" ") for merge in merges]  # as newer versions write them
+    assert recognise(stored) == ours
+    stored["model"]["merges"] = [merges[1], merges[0], *merges[2:]]
+    assert recognise(stored) is None
+    stored["model"]["merges"] = merges
+    stored["added_tokens"].append({"id": 50257, "content": "<pad>", "special": True})
+    assert recognise(stored) == ours
+    stored["pre_tokenizer"]["add_prefix_space"] = True
+    assert recognise(stored) is None
+    transformers = pytest.importorskip("transformers")
+    vocabulary = {name: rank for name, rank in json.loads((folder / "tokenizer.json").read_text())
+                  ["model"]["vocab"].items()}
+    assert len(vocabulary) == len(read_merges(file.read_text("utf-8")))
+    (place / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 50256}))
+    theirs = transformers.GPT2TokenizerFast.from_pretrained(place, vocab_file=str(place / "vocab.json"),
+                                                            merges_file=str(file))
+    theirs.save_pretrained(place / "theirs")
+    assert choose(str(place / "theirs")).entry == ours
+
+
+def test_what_is_known_of_bytes_and_characters_is_the_whole_table(place: Path) -> None:
+    for tokenizer in (get_tokenizer("bytes"), char()):
+        write_tokenizer(to_entry(tokenizer), 32, place)
+        stored = json.loads((place / "tokenizer.json").read_text())
+        assert recognise(stored) == to_entry(tokenizer)
+        first, second = list(stored["model"]["vocab"])[:2]
+        vocabulary = stored["model"]["vocab"]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        assert recognise(stored) is None
+    for nothing in ({}, {"model": None}, {"model": {"vocab": [], "merges": []}}, {"model": {"type": "WordPiece"}}):
+        assert recognise(nothing) is None
+
+
+def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
+        place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Random weights that are sure of themselves: in training and in evaluation."""
+    folder = weights(place / "hf", char(), vocab_size=300)
+    words = [sys.executable, "-m", "ezpz_llm.train", "--init-from", str(folder), "--corpus", "text.txt",
+             "--tokenizer", "bytes", "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--profile",
+             "false", "--precision", "fp32", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp"]
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    both = "the weights' tokenizer is char (28 characters, "
+    assert f"warning    {both}" in done.stdout
+    assert f"of the loaded weights is above ln V = {math.log(300):.2f}" in done.stdout
+    assert evaluate.main(["val", str(folder), "--corpus", "text.txt", "--device", "cpu", "--run-dir", "at"]) == 0
+    assert read_record(RunDir(place / "at"))["evaluation"]["val"]["tokenizer"] == "char"
+    said = capsys.readouterr().err
+    assert f"warning: the loss is above ln V = {math.log(300):.4f}" in said
+    assert both not in said
+    generate.main([str(folder), "--tokenizer", "bytes", "--tokens", "2", "--device", "cpu", "--run-dir", "made"])
+    assert f"warning: {both}" in capsys.readouterr().err

@@ -1,0 +1,298 @@
+"""Offload to host memory and to files computes what one process computes: one job of two ranks for many tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from places import HELPERS
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine import nvme
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout import ops
+from ezpz_llm.layout.layout import Layout, ZeroOptions
+from ezpz_llm.layout.ops import is_built, needed_ops
+from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import plan_run
+
+SCRIPT = HELPERS / "offload_ranks.py"
+STEPS, HALF = 6, 3
+LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
+NORM_BOUND = {"fp32": 1e-4, "bf16": 1e-2}
+# bf16's own noise over 6 steps is 1e-3 in the norm.
+IN_MEMORY = ("zero1+offload", "zero2+offload", "zero3_offload_optimizer", "zero3_offload_all",
+             "zero3_offload_all+only_parameters")
+IN_FILES = ("zero3_nvme", "zero3_nvme+pieces", "zero3_nvme+pieces+overlap", "zero3_nvme+only_optimizer",
+            "zero3_nvme+only_parameters", "zero3_nvme+pieces+some_in_memory", "zero3_nvme+parameters_in_memory")
+OTHERS = ("gpt2:bf16:zero3_offload_all", "gpt2:bf16:zero3_nvme+pieces", "llama:fp32:zero3_offload_all",
+          "llama:fp32:zero3_nvme+pieces", "llama:bf16:zero3_nvme+pieces")
+RUNS = (*(f"gpt2:fp32:{layout}" for layout in (*IN_MEMORY, *IN_FILES)), *OTHERS)
+PAIRS = ("gpt2:fp32:zero3_nvme+pieces->gpt2:fp32:zero1", "gpt2:fp32:zero1->gpt2:fp32:zero3_nvme+pieces")
+OPS = ("cpu_adam", "pin_memory", "async_io")
+
+built = pytest.mark.skipif(not all(map(is_built, OPS)),
+                           reason="cpu_adam and async_io are not built (ezpz-llm doctor --build-ops)")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("offload")
+    references = [f"{shape}:{precision}:ddp" for shape in ("gpt2", "llama") for precision in ("fp32", "bf16")]
+    command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder),
+               *references, *RUNS, *PAIRS]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    unasked = [line for line in lines if not line.startswith(("gpt2:", "llama:"))]
+    (folder / "printed.txt").write_text("\n".join(unasked))
+    return folder
+
+
+def read(folder: Path, run: str) -> dict:
+    return json.loads((folder / f"{run.replace(':', '-')}.json").read_text())
+
+
+@pytest.mark.full
+@built
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("run", RUNS)
+def test_every_step_is_that_of_one_process(two_ranks: Path, run: str) -> None:
+    shape, precision, _ = run.split(":")
+    ours, alone = read(two_ranks, run), read(two_ranks, f"{shape}:{precision}:ddp")
+    assert len(ours["losses"]) == len(ours["norms"]) == STEPS  # one norm a step: ranks agree
+    assert min(alone["norms"]) > 0.5  # the clip
+    assert alone["losses"][-1] < alone["losses"][0] - 0.1
+    assert ours["losses"] == pytest.approx(alone["losses"], abs=LOSS_BOUND[precision], rel=0)
+    assert ours["norms"] == pytest.approx(alone["norms"], rel=NORM_BOUND[precision])
+    per_token = [total / 256 for total in ours["evaluated"]]
+    assert per_token == pytest.approx([alone["evaluated"][0] / 256] * 2, abs=LOSS_BOUND[precision], rel=0)
+
+
+@pytest.mark.full
+@built
+def test_files_hold_what_the_layout_says(two_ranks: Path) -> None:
+    """Weights, moments and gradients of sub-groups, and the wide parameters; nothing where memory holds them."""
+    for layout in IN_MEMORY:
+        assert read(two_ranks, f"gpt2:fp32:{layout}")["files"] == {}
+    counts = {layout: Counter(kind(name) for name in read(two_ranks, f"gpt2:fp32:{layout}")["files"])
+              for layout in IN_FILES}
+    parameters = Counter(param=3)  # attn.c_attn, mlp.c_fc and mlp.c_proj
+    states = Counter(weight=1, exp_avg=1, exp_avg_sq=1, gradient=3)
+    assert counts["zero3_nvme"] == parameters + states
+    assert counts["zero3_nvme+only_parameters"] == parameters
+    assert counts["zero3_nvme+only_optimizer"] == states
+    assert counts["zero3_nvme+pieces"] == parameters + Counter(weight=3, exp_avg=3, exp_avg_sq=3, gradient=3)
+    divided = (3 * 512 + 512 + 2 * 4 * 512) * 512 // 2
+    sizes = read(two_ranks, "gpt2:fp32:zero3_nvme")["files"]
+    assert sum(size for name, size in sizes.items() if kind(name) == "exp_avg_sq") >= 4 * divided
+
+
+def kind(file: str) -> str:
+    """What a file of DeepSpeed's holds: "58_param.tensor.swp", "52_60.tensor.swp", "exp_avg-52_60.tensor.swp"…"""
+    return next((name for name in ("param", "gradient", "exp_avg_sq", "exp_avg") if name in file), "weight")
+
+
+@pytest.mark.full
+@built
+def test_no_file_outlives_its_run_and_deepspeed_is_quiet(two_ranks: Path) -> None:
+    assert list(two_ranks.rglob("*.swp")) == []
+    assert not (two_ranks / "run" / "nvme").exists()
+    assert (two_ranks / "printed.txt").read_text() == ""
+
+
+@pytest.mark.full
+@built
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_checkpoint_goes_from_files_to_memory_and_back(two_ranks: Path, pair: str) -> None:
+    result = read(two_ranks, pair)
+    alone = read(two_ranks, "gpt2:fp32:ddp")["losses"]
+    assert result["losses"] == pytest.approx(result["straight"], abs=LOSS_BOUND["fp32"], rel=0)
+    assert result["begun"] + result["losses"] == pytest.approx(alone, abs=LOSS_BOUND["fp32"], rel=0)
+    assert len(result["losses"]) == STEPS - HALF
+
+
+def test_which_ops_a_layout_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {(None, None): (), ("cpu", None): ("cpu_adam",), (None, "cpu"): (), ("cpu", "cpu"): ("cpu_adam",),
+                ("nvme", None): OPS, ("cpu", "nvme"): OPS, (None, "nvme"): OPS[1:]}
+    for (optimizer, param), needed in expected.items():
+        layout = Layout("mine", "deepspeed", ZeroOptions(3, optimizer, param))
+        assert needed_ops(layout) == needed
+    monkeypatch.setattr(ops, "is_built", lambda name: name == "cpu_adam")
+    resolve("zero3_offload_all", world_size=2)
+    with pytest.raises(UserError) as refused:
+        resolve("zero3_nvme", world_size=2)
+    assert refused.value.instead == "ezpz-llm doctor --build-ops pin_memory async_io"
+
+
+@pytest.fixture
+def ops_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+
+
+def own(folder: Path, **zero: object) -> str:
+    """A ds_config with both in files, changed."""
+    blocks: dict = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+    for key, value in zero.items():
+        blocks[key] = {**blocks[key], **value} if isinstance(value, dict) else value
+    path = folder / "own.json"
+    path.write_text(json.dumps({"zero_optimization": blocks}))
+    return str(path)
+
+
+@pytest.mark.parametrize(("zero", "told"), [
+    ({"offload_optimizer": {"buffer_count": 3}}, "buffer_count is 3 and must be at least 4"),
+    ({"offload_optimizer": {"buffer_count": 8, "pipeline_read": True, "pipeline_write": True}}, "at least 12"),
+    ({"offload_param": {"buffer_count": 1}}, "buffer_count is 1 and must be at least 5"),
+    ({"offload_param": {"buffer_size": 1000}}, "buffer_size is 1000"),
+    ({"offload_optimizer": {"fast_init": True}}, "fast_init"),
+    ({"offload_optimizer": {"ratio": 0.5}}, "ratio"),
+    ({"stage3_prefetch_bucket_size": 1e7}, "stage3_prefetch_bucket_size"),
+    ({"stage3_max_reuse_distance": 1e9}, "stage3_max_reuse_distance"),
+    ({"offload_param": {"nvme_path": "/a"}, "offload_optimizer": {"nvme_path": "/b"}}, "two folders"),
+    ({"stage": 2, "offload_param": {"device": "none"}}, "to NVMe needs ZeRO stage 3"),
+])
+def test_what_deepspeed_would_fail_with_is_refused(tmp_path: Path, ops_are_there: None, zero: dict,
+                                                   told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        resolve(own(tmp_path, **zero), world_size=2, model=get_model_config("gpt2-124m"))
+
+
+def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> None:
+    def zero(world_size: int, **options: object) -> dict:
+        return resolve("zero3_nvme", world_size=world_size, **options).deepspeed["zero_optimization"]
+
+    model = get_model_config("gpt2-124m")
+    table = model.padded_vocab_size * model.n_embd
+    assert zero(2, model=model)["offload_param"]["buffer_size"] == table // 2
+    assert zero(8, model=model)["offload_param"]["buffer_size"] == table // 8
+    assert zero(2, model=get_model_config("tiny-gpt2"))["offload_param"]["buffer_size"] == 2 ** 18
+    # Tensor-parallel ranks divide the table, and each has all positions.
+    long = get_model_config("tiny-gpt2", n_embd=384, n_head=6, block_size=4096)
+    assert zero(4, model=model, tp=2)["offload_param"]["buffer_size"] == table // 4
+    assert zero(2, model=long, tp=2)["offload_param"]["buffer_size"] == 4096 * 384
+    both = resolve(own(tmp_path, offload_optimizer={"pipeline_read": True}), world_size=2, model=model)
+    assert both.deepspeed["zero_optimization"]["offload_optimizer"]["buffer_count"] == 8
+
+
+def test_the_folder_for_files_by_precedence(tmp_path: Path, ops_are_there: None) -> None:
+    theirs = own(tmp_path, offload_param={"nvme_path": "/theirs"}, offload_optimizer={"nvme_path": "/theirs"})
+    for words, path in ((["--ds-config", "zero3_nvme"], None), (["--ds-config", theirs], "/theirs"),
+                        (["--ds-config", theirs, "--nvme-path", "/ours"], "/ours")):
+        resolved = plan_run(parse(words), 2).resolved
+        assert resolved.nvme_path == path
+        assert any("--nvme-path DIR" in note for note in resolved.notes) == (path is None)
+        assert "nvme_path" not in resolved.deepspeed["zero_optimization"]["offload_param"]
+    with pytest.raises(UserError, match="keeps nothing in files"):
+        plan_run(parse(["--ds-config", "zero1", "--nvme-path", "/ours"]), 2)
+
+
+class Owner:
+    """Whatever goes with the files."""
+
+
+def alone(folder: Path) -> Dist:
+    import torch
+
+    run_dir = RunDir(folder / "run")
+    run_dir.create()
+    return Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), run_dir)
+
+
+def prepare(dist: Dist, path: str | None, owner: Owner, numel: int = 1000, **block: object) -> dict:
+    import torch
+
+    zero = {"offload_optimizer": {"device": "nvme", **block}, "offload_param": {"device": "none"}}
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(numel, device="meta"))])
+    nvme.prepare(zero, path, model, dist, owner)
+    return zero
+
+
+def test_a_folder_lives_as_long_as_its_owner(tmp_path: Path) -> None:
+    dist = alone(tmp_path)
+    first, second, third = Owner(), Owner(), Owner()
+    named = tmp_path / "disk"
+    named.mkdir()
+    folders = [Path(prepare(dist, path, owner)["offload_optimizer"]["nvme_path"])
+               for path, owner in ((None, first), (None, second), (str(named), third))]
+    assert len(set(folders)) == 3  # two engines of one run do not meet
+    assert folders[0].parent == dist.run_dir.offloaded
+    assert folders[2].parent == named
+    assert all(folder.is_dir() for folder in folders)
+    del first, second, third
+    assert not any(folder.exists() for folder in folders)
+    assert not dist.run_dir.offloaded.exists()
+    assert named.exists()  # the user's own
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist, owner = alone(tmp_path), Owner()
+    with pytest.raises(UserError, match="No such file or directory") as missing:
+        prepare(dist, str(tmp_path / "missing"), owner)
+    assert "--nvme-path" in missing.value.instead
+    assert missing.value.exit_code != 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Not a directory"):
+        prepare(dist, str(tmp_path / "file"), owner)
+    with pytest.raises(UserError, match=r"No space left on device|File too large"):
+        prepare(dist, None, owner, numel=2 ** 52)
+    monkeypatch.setattr(nvme, "_may_lock_all", lambda: False)
+    monkeypatch.setattr(nvme.resource, "getrlimit", lambda which: (2 ** 16, 2 ** 16))
+    with pytest.raises(UserError, match=r"lock 0.\d+ GB of memory"):
+        prepare(dist, None, owner, numel=10 ** 7)
+    assert not dist.run_dir.offloaded.exists()  # though its owner is still there
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import test_offload
+owner = test_offload.Owner()
+test_offload.prepare(test_offload.alone(Path(sys.argv[1])), sys.argv[1], owner)
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_a_live_one_s_is_not(tmp_path: Path) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), *sys.path],
+                              stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout.readline() == "there\n"
+        left, = tmp_path.glob("ezpz-llm-*")
+        owner = Owner()
+        prepare(alone(tmp_path), str(tmp_path), owner)
+        assert left.exists()
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        worker.stdout.close()
+    time.sleep(0.1)
+    other = Owner()
+    prepare(alone(tmp_path), str(tmp_path), other)
+    assert not left.exists()
+    del owner, other
+    assert list(tmp_path.glob("ezpz-llm-*")) == []
+
+
+def test_launch_removes_what_killed_ranks_left_in_the_run_directory(tmp_path: Path) -> None:
+    program = ("import os, signal; os.makedirs(os.environ['EZPZ_LLM_RUN_DIR'] + '/nvme/rank'); "
+               "os.kill(os.getpid(), signal.SIGKILL)")
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"),
+                           sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "SIGKILL" in done.stderr
+    assert not RunDir(tmp_path / "run").offloaded.exists()

@@ -1,0 +1,139 @@
+"""HellaSwag: both definitions on items with known answers, and what a file must be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from places import ROOT, vocab_bpe
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2
+from ezpz_llm.dist.mesh import Degrees, Mesh
+from ezpz_llm.evaluate.hellaswag import Item, Score, _batch, _rows, _shares, read_items, score
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import init_weights
+
+CPU = torch.device("cpu")
+BYTES = get_tokenizer("bytes")
+SHARED = ROOT.parent / "shared/data/hellaswag_val.jsonl.gz"
+
+KNOWN = [Item("a", ("xx", "yyyyyyyyy", "z", "w"), 0), Item("b", ("xx", "yyyyyyyyy", "zz", "w"), 1),
+         Item("c", ("qq", "xx", "yyyyyyyyy", "zz"), 2), Item("d", ("w", "zz", "yyyyyyyyy", "xx"), 3)]
+PRICE = {ord(" "): 0.0, ord("x"): 1.0, ord("y"): 0.5, ord("z"): 3.0, ord("w"): 9.0, ord("q"): 5.0}
+"""Nats of each character. By sums "xx" (2.0) is the likeliest of all; by means over three and ten tokens, the space
+among them, "yyyyyyyyy" is (4.5 / 10 against 2 / 3)."""
+ANSWER = Score(acc=0.5, acc_norm=0.5, items=4, truncated=0)
+
+
+def priced(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    costs = targets.clone().double()
+    for character, nats in PRICE.items():
+        costs[targets == character] = nats
+    return costs.masked_fill(targets == -100, 0.0).sum(dim=-1)
+
+
+def scored(row_losses, items, **changes) -> Score:
+    settings = {"block_size": 64, "items_at_once": 3, "device": CPU, "mesh": Mesh(Degrees(1), 0)}
+    return score(row_losses, items, BYTES, **{**settings, **changes})
+
+
+def test_both_definitions_give_the_known_answers() -> None:
+    """By sums items 0 and 3 are right, by means items 1 and 2."""
+    assert scored(priced, KNOWN) == ANSWER
+    assert scored(priced, [KNOWN[0], KNOWN[3]]) == Score(1.0, 0.0, 2, 0)
+    assert scored(priced, [KNOWN[1], KNOWN[2]]) == Score(0.0, 1.0, 2, 0)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_batches_do_not_change_the_score(at_once: int) -> None:
+    assert scored(priced, KNOWN, items_at_once=at_once) == ANSWER
+
+
+def test_ending_tokens_begin_with_a_space_and_only_they_count() -> None:
+    rows = _rows(Item("ab", ("cd", "e", "f", "g"), 0), BYTES, 64)
+    assert rows[0].tokens.tolist() == list(b"ab cd")
+    tokens, targets = _batch(rows, 5, 1)
+    assert tokens.tolist()[:2] == [list(b"ab c"), [*b"ab ", 0]]
+    assert targets.tolist()[:2] == [[-100, *b" cd"], [-100, *b" e", -100]]
+    assert targets[4].tolist() == [-100] * 4  # a row that nobody asked for
+
+
+def test_a_leading_space_changes_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path))
+    provide_gpt2(vocab_bpe().parent)
+    gpt2 = get_tokenizer("gpt2")
+    [row, *_] = _rows(Item("Hello, I'm a", ("language model,", "b", "c", "d"), 0), gpt2, 64)
+    assert row.tokens.tolist() == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert row.first == 5
+    assert gpt2.encode("language").tolist() != gpt2.encode(" language").tolist()
+
+
+def test_padding_does_not_change_a_score() -> None:
+    model = GPT(get_model_config("tiny-llama", n_layer=1, block_size=64)).eval()
+    init_weights(model, model.config, 3)
+    rows = _rows(Item("the context", ("one", "another ending", "x", "yy"), 0), BYTES, 64)
+    with torch.no_grad():
+        together, alone = (torch.cat([model(*map(torch.from_numpy, _batch(part, len(part), multiple)), "rows")
+                                      for part in parts])
+                           for parts, multiple in (([rows], 16), ([[row] for row in rows], 1)))
+    assert torch.allclose(together, alone, rtol=1e-5)
+    assert len(set(together.tolist())) == 4
+
+
+def test_a_context_that_is_too_long_loses_its_beginning() -> None:
+    [row, *_] = _rows(Item("0123456789", ("abc", "d", "e", "f"), 0), BYTES, 8)
+    assert row.tokens.tolist() == list(b"56789 abc")
+    assert row.truncated
+    assert len(row.tokens) - row.first == 4
+    [longer, *_] = _rows(Item("01", ("abcdefghijkl", "d", "e", "f"), 0), BYTES, 8)
+    assert (longer.tokens.tolist(), longer.first) == (list(b"defghijkl"), 1)
+    item = Item("0123456789" * 9, ("xx", "yyyyyyyyy", "z", "w"), 0)
+    assert scored(priced, [item, KNOWN[0]]).truncated == 4
+
+
+def test_ranks_take_every_item_once_in_equally_many_batches() -> None:
+    """10,042 items do not come out even on 8 ranks: rates of ranks must not be averaged."""
+    shares = [list(_shares(10_042, 16, rank, 8)) for rank in range(8)]
+    assert {len(share) for share in shares} == {-(-1256 // 16)}
+    taken = [number for share in shares for batch in share for number in batch]
+    assert sorted(taken) == list(range(10_042))
+    assert all(number % 8 == rank for rank, share in enumerate(shares) for batch in share for number in batch)
+    assert list(_shares(1, 4, 1, 2)) == [[]]
+
+
+def test_what_is_no_item_is_named_with_its_line(tmp_path: Path) -> None:
+    good = json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": "2"})
+    path = tmp_path / "items.jsonl"
+    for bad, message in (("{", "not a HellaSwag item"), ('{"ctx": "a"}', "endings"), ("[]", "not a HellaSwag item"),
+                         (json.dumps({"ctx": "a", "endings": ["b"], "label": 0}), "1 endings with label 0"),
+                         (json.dumps({"ctx": "a", "endings": ["b"] * 4, "label": 4}), "with label 4")):
+        path.write_text(f"{good}\n{bad}\n")
+        with pytest.raises(UserError, match=message) as caught:
+            read_items(path)
+        assert "line 2" in caught.value.where
+        assert read_items(path, limit=1) == [Item("a", ("b", "c", "d", "e"), 2)]
+    path.write_text("\n")
+    with pytest.raises(UserError, match="has no items"):
+        read_items(path)
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        read_items(tmp_path / "nowhere.jsonl")
+    packed = tmp_path / "items.jsonl.gz"
+    packed.write_bytes(gzip.compress(good.encode())[:-9])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_items(packed)
+
+
+@pytest.mark.skipif(not SHARED.is_file(), reason="no HellaSwag file beside the checkout")
+def test_the_published_split_is_read_whole() -> None:
+    items = read_items(SHARED)
+    assert len(items) == 10_042
+    assert items[0].context == "A man is sitting on a roof. he"
+    assert items[0].label == 3
+    assert np.bincount([item.label for item in items]).min() > 2400

@@ -1,0 +1,227 @@
+"""`explain` on real runs of two ranks: what their traces add up to, what is found in them, what was planted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from places import HELPERS, ROOT
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.explain.__main__ import main as explain
+from ezpz_llm.explain.counterfactual import taken
+from ezpz_llm.explain.diagnosis import account
+from ezpz_llm.explain.split import split_run
+from ezpz_llm.explain.trace import read_trace
+from ezpz_llm.rundir import RunDir, read_lines
+
+RANKS = HELPERS / "explain_ranks.py"
+RESULT = ROOT / "benchmarks" / "results" / "explain_counterfactual.json"
+LAYOUTS = {
+    "ddp": {"all_reduce (dp)"},
+    "zero1+accumulation=2": {"all_reduce (dp)", "all_gather (dp)"},
+    "zero2": {"all_reduce (dp)", "all_gather (dp)"},
+    "zero3": {"all_gather (dp)", "reduce_scatter (dp)", "all_reduce (dp)"},
+    "tp2": {"all_reduce (tp)", "all_gather (tp)"},
+    "pp2+accumulation=4": {"send (pp)", "recv (pp)", "all_reduce (pp)"},
+}
+SLOW_RANK = "zero1+steps=44+counterfactual-steps=24@rank:1:0.03"
+SLOW_LOADER = "zero1@loader:0.3"
+LATE_CHECKPOINT = "zero1+save-every=4@checkpoint:1.5"
+
+
+def train(folder: Path, *jobs: str, timeout: float = 280) -> Path:
+    """The folder of these runs of two ranks."""
+    command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(RANKS), str(folder), *jobs]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    before = processor_seconds()
+    folder = train(tmp_path_factory.mktemp("explained"), *LAYOUTS, SLOW_RANK, SLOW_LOADER, LATE_CHECKPOINT)
+    everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+    (folder / "share_of_others").write_text(str(1 - ours / everybody))
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", LAYOUTS)
+def test_a_split_adds_up_and_names_every_collective(runs, job):
+    split = split_run(runs / job)
+    assert [rank.rank for rank in split.ranks] == [0, 1]
+    for rank in split.ranks:
+        trace = read_trace(RunDir(runs / job).trace(rank.rank))
+        assert rank.steps == 5
+        assert min(rank.seconds.values()) >= 0
+        assert sum(rank.seconds.values()) == pytest.approx(trace.window[1], rel=1e-6)
+        assert sum(rank.per_step().values()) == pytest.approx(rank.step_s, rel=1e-6)
+        assert rank.seconds["forward"] > 0
+        assert rank.seconds["backward"] > 0
+        found = {exposed.label: exposed for exposed in rank.exposed if "(alone)" not in exposed.label}
+        assert set(found) == LAYOUTS[job]
+        assert all(exposed.bytes for exposed in found.values())
+        assert sum(one.seconds for one in rank.exposed) == pytest.approx(rank.seconds["exposed_communication"])
+        assert all(0 <= one.waited_s <= one.seconds <= one.in_flight_s + 1e-9 for one in rank.exposed)
+        _check_form(RunDir(runs / job).trace(rank.rank))
+    _check_notes(job, split.ranks[0])
+    # The trainer's own clock: a trace loses nothing of a step.
+    seconds = {row["step"]: row["step_time_s"] for row in read_lines(RunDir(runs / job).metrics)}
+    traced = read_trace(RunDir(runs / job).trace(0)).steps
+    spans = sum(end - start for start, end in traced.values())
+    assert spans == pytest.approx(sum(seconds[step] for step in traced), rel=0.02)
+
+
+def processor_seconds():
+    """What all processes have used, at whatever priority; and of it the ended children of this one."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK"), children.ru_utime + children.ru_stime
+
+
+def _check_form(path):
+    """What Perfetto reads: every event has its kind, time and thread, spans a length, and arrows their two ends."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert {event["ph"] for event in events} <= set("XMisf")
+    for event in events:
+        assert event.keys() >= {"name", "ph", "ts", "pid", "tid"}
+        assert isinstance(event["ts"], float | int)
+        assert event["ph"] != "X" or event["dur"] >= 0
+    assert Counter(event["id"] for event in events if event["ph"] == "s") == Counter(
+        event["id"] for event in events if event["ph"] == "f")
+
+
+def _check_notes(job, rank):
+    """DeepSpeed's own logger sees what the census does, and the step's memory is there."""
+    assert rank.notes["transient_bytes"] > 1_000_000
+    logged = {name: entry["count"] for name, entry in rank.notes["deepspeed"].items()}
+    if job.startswith(("zero", "pp")):
+        assert sum(logged.values()) == sum(exposed.count for exposed in rank.exposed) / rank.steps
+    if job.startswith(("zero1", "zero2")):
+        assert rank.notes["flops"]["deepspeed"] == rank.notes["flops"]["ours"]
+    if job.startswith("pp"):
+        assert logged["send"] == logged["recv"] == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("job", "kind", "says"), [
+    (SLOW_RANK, "slow_rank", ("rank 1", "in forward", "outside of operators")),
+    (SLOW_LOADER, "data", ("waiting for data",)),
+    (LATE_CHECKPOINT, "checkpoints", ("waits for checkpoints",)),
+])
+def test_what_was_planted_is_the_first_cause(runs, job, kind, says):
+    first = account(runs / job).causes[0]
+    assert first.kind == kind
+    assert all(words in first.what for words in says)
+
+
+@pytest.mark.full
+def test_memory_by_class_agrees_with_the_arithmetic(runs):
+    for job in ("ddp", "zero1+accumulation=2", "zero3", "tp2"):
+        memory = account(runs / job).memory
+        for kind in ("parameters", "optimizer"):
+            assert memory.measured[kind] == memory.expected[kind], (job, kind)
+        # A step also works with a few tensors that are no activations.
+        assert 0.7 < memory.measured["activations"] / memory.expected["activations"] < 2, job
+        assert sum(size for size in memory.measured.values() if size) == pytest.approx(memory.peak, rel=1e-6)
+    # What of DeepSpeed's bucket is written to: all gradients of a model that is smaller than the bucket.
+    for job in ("zero1+accumulation=2", "zero2", "zero3"):
+        memory = account(runs / job).memory
+        assert memory.measured["buffers"] == pytest.approx(memory.expected["buffers"], rel=0.02), job
+
+
+@pytest.mark.full
+def test_without_collectives_the_waiting_goes_that_the_traces_show(runs):
+    split = split_run(runs / SLOW_RANK)
+    waiting, slow = taken(runs / SLOW_RANK, split)
+    # Rank 1 sleeps 120 ms a step; rank 0 waits for it in collectives, and in nothing else.
+    assert waiting.exposed_share > 0.3
+    assert waiting.removed_share > 0.3
+    # Others on the same cores lengthen either the run with collectives or the one without.
+    if float((runs / "share_of_others").read_text()) < 0.1:
+        assert waiting.removed_share == pytest.approx(waiting.exposed_share, abs=0.1)
+    assert slow.removed_share < waiting.removed_share
+    assert slow.stubbed_s > 0.12
+
+
+@pytest.mark.full
+def test_the_command_prints_for_people_and_for_machines(runs):
+    env = {**os.environ, "COLUMNS": "80"}
+    text = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3")], env=env, timeout=60,
+                          capture_output=True, text=True, check=True).stdout
+    for words in ("could be had back", "try: ", "exposed all_gather (dp)", "Ranks, ms a step", "slowest"):
+        assert words in text
+    found = json.loads(subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3"), "--json"],
+                                      timeout=60, capture_output=True, text=True, check=True).stdout)
+    assert [rank["rank"] for rank in found["split"]["ranks"]] == [0, 1]
+    assert found["causes"] == sorted(found["causes"], key=lambda cause: -cause["seconds"])
+    refused = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs)], timeout=60, capture_output=True,
+                             text=True, check=False)
+    assert refused.returncode == 2
+    assert "instead" in refused.stderr
+
+
+@pytest.mark.full
+def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
+    whole = runs / "zero3"
+    shutil.copytree(whole, tmp_path / "a")
+    run_dir = RunDir(tmp_path / "a")
+    run_dir.trace(1).unlink()
+    assert explain([str(tmp_path / "a")]) == 0
+    assert "No trace of rank(s) 1: means are over the others" in capsys.readouterr().out
+    assert account(tmp_path / "a").as_record()["split"]["untraced"] == [1]
+    assert account(whole).as_record()["split"]["untraced"] == []
+    (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')
+    for path in (run_dir.layout, run_dir.profile / "host.json", run_dir.metrics):
+        before = path.read_text()
+        path.write_text("{\n" + before)
+        with pytest.raises(UserError, match="this is not JSON") as error:
+            account(tmp_path / "a")
+        assert error.value.where.startswith(str(path))
+        path.write_text(before)
+    assert explain([str(tmp_path / "a")]) == 0
+    run_dir.layout.unlink()
+    with pytest.raises(UserError, match=r"left no layout\.json"):
+        account(tmp_path / "a")
+
+
+@pytest.mark.slow
+def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
+    """On idle cores, medians of 48 steps of each kind; 5 points of the step time.
+
+    Others' work, at the lowest priority too, fills the cores while a rank waits, and slows what it computes next:
+    caches are emptied, and it has to get back onto a core. That goes with the collectives, but no trace has it.
+    """
+    more = "+steps=132+trace-steps=48+counterfactual-steps=64+block-size=256+micro-batch=8"
+    jobs = {name.partition("+")[0]: name + more for name in LAYOUTS}
+    found, before = {}, processor_seconds()
+    train(tmp_path, *jobs.values(), timeout=900)
+    everybody, ours = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+    for name, job in jobs.items():
+        ranks = taken(tmp_path / job, split_run(tmp_path / job))
+        found[name] = {"removed": [round(one.removed_share, 4) for one in ranks],
+                       "exposed": [round(one.exposed_share, 4) for one in ranks],
+                       "step_ms": [round(one.real_s * 1e3, 2) for one in ranks]}
+    if request.config.getoption("--write-counterfactual"):
+        RESULT.write_text(json.dumps({
+            "command": "pytest -m slow tests/explain/test_explain_run.py --write-counterfactual",
+            "date": time.strftime("%Y-%m-%d"),
+            "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2, 8 sequences of 256 tokens "
+                    "at a time",
+            "processor_share_of_others": round(1 - ours / everybody, 3), "layouts": found}, indent=1) + "\n")
+    for name, one in found.items():
+        difference = sum(one["removed"]) / 2 - sum(one["exposed"]) / 2
+        assert abs(difference) < 0.05, (name, one)

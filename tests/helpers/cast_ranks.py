@@ -1,0 +1,53 @@
+"""Run by several ranks: what part of the blocks' matrices autograd keeps in bf16 between forward and backward pass.
+
+    mpiexec -n 2 python3 tests/helpers/cast_ranks.py FOLDER zero1 fsdp2 …
+
+Rank 0 writes FOLDER/results.json: the share by layout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from engine_ranks import CONFIGS, make_engine
+from rank_jobs import sequences
+
+from ezpz_llm.dist.setup import setup
+from ezpz_llm.model.parameters import block_matrix_count
+
+_TOKENS = 23
+"""Nothing in the model has this size: no activation looks like a matrix."""
+
+
+def share(dist, layout: str) -> float:
+    """Of one forward pass."""
+    config = CONFIGS["llama"]
+    engine = make_engine(dist, layout, "bf16", ["llama"])
+    sizes = Counter(config.n_layer * [
+        tuple(sorted(shape)) for shape in ((config.n_embd, config.n_embd + 2 * config.kv_width),
+                                           (config.n_embd, config.n_embd),
+                                           *3 * [(config.n_embd, config.intermediate_size)])])
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bfloat16 and tuple(sorted(tensor.shape)) in sizes:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    rows = sequences(0, 1, _TOKENS + 1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=True)
+    engine.backward(loss)
+    return sum(tensor.numel() for tensor in kept.values()) / (config.n_layer * block_matrix_count(config))
+
+
+if __name__ == "__main__":
+    folder, layouts = Path(sys.argv[1]), sys.argv[2:]
+    with setup(device="cpu", run_dir=folder / "run") as dist:
+        found = {layout: share(dist, layout) for layout in layouts}
+        if dist.is_main:
+            (folder / "results.json").write_text(json.dumps(found))

@@ -1,0 +1,138 @@
+"""Run by several ranks, or one: train a tiny model under each layout named and write what every step gave.
+
+    mpiexec -n 2 python3 tests/helpers/engine_ranks.py FOLDER fp32:reference fp32:zero2 bf16:ddp+early-sync …
+
+A layout may carry a planted fault or a setting after a plus. `reference` is one process of the same precision.
+Rank 0 writes FOLDER/<precision>-<layout>.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rank_jobs import sequences
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.dist.setup import setup
+from ezpz_llm.engine import build
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import build_engine
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import decay_groups, init_weights
+
+STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP = 20, 8, 2, 0.5
+BLOCK = 32
+CONFIGS = {shape: replace(get_model_config(f"tiny-{shape}", n_layer=2, n_head=2, n_kv_head=1 + (shape == "gpt2"),
+                                           n_embd=32, block_size=BLOCK), vocab_size=64)
+           for shape in ("gpt2", "llama")}
+
+
+def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> Engine:
+    """The engine of a layout at work on the same model as every other."""
+    source = "ddp" if layout == "reference" else layout
+    if "buckets" in options:
+        path = dist.run_dir.path / f"{layout}-buckets.json"
+        values = json.loads((data_dir("ds_configs") / f"{layout}.json").read_text())
+        values["zero_optimization"].update(reduce_bucket_size=1000, allgather_bucket_size=1000, overlap_comm=True,
+                                           stage3_param_persistence_threshold=0)
+        path.write_text(json.dumps(values))
+        source = str(path)
+    resolved = resolve(source, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
+                       accumulation=ACCUMULATION, precision=precision)
+    model = GPT(CONFIGS["llama" if "llama" in options else "gpt2"])
+    init_weights(model, model.config, 1337)
+    engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
+                          param_groups=decay_groups(model, 0.1))
+    if "undivided" in options:
+        engine.batch = replace(engine.batch, accumulation=1)
+    if "overflow" in options:
+        engine._scale.scale = 2.0 ** 22
+    return engine
+
+
+def train(dist: Dist, name: str, precision: str) -> dict:
+    """Losses, norms and more of STEPS steps with accumulation, clipping, decay and a moving learning rate."""
+    layout, *options = name.split("+")
+    engine = make_engine(dist, layout, precision, options)
+    dp_size = engine.batch.dp_size
+    rounds = count_rounds(engine)
+    losses, norms = [], []
+    for step in range(STEPS):
+        data = sequences(step, GLOBAL_BATCH, BLOCK + 1)
+        mine = data.chunk(dp_size)[dist.mesh.dp_rank].chunk(ACCUMULATION)
+        total = torch.zeros(())
+        for index, part in enumerate(mine):
+            last = index == (0 if "early-sync" in options else ACCUMULATION - 1)
+            loss = engine.forward(part[:, :-1], part[:, 1:], last_micro_step=last)
+            engine.backward(loss)
+            total += loss.detach() / ACCUMULATION
+        norms.append(gathered(engine.step(2e-3 * (1 + math.cos(math.pi * step / STEPS))), dp_size))
+        losses.append(sum(gathered(total, dp_size)) / dp_size)
+    held_out = sequences(STEPS, GLOBAL_BATCH, BLOCK + 1)
+    with engine.evaluating():
+        modes = [engine.module.training]
+        evaluated = gathered(engine.module(held_out[:, :-1], held_out[:, 1:]), dp_size)
+    return {"losses": losses, "norms": [norm[0] for norm in norms], "evaluated": evaluated[0],
+            "norms_agree": all(len(set(norm)) == 1 for norm in norms), "ranks_agree": len(set(evaluated)) == 1,
+            "rounds": rounds[0], "training": [*modes, engine.module.training], "skipped": engine.skipped_steps,
+            "keys": list(engine.module.state_dict()),
+            "optimizer_is_models": optimizer_parameters(engine) == {id(p) for p in engine.module.parameters()}}
+
+
+def gathered(value: torch.Tensor, dp_size: int) -> list[float]:
+    """A 0-d value of every rank."""
+    if dp_size == 1:
+        return [value.item()]
+    values = [torch.zeros(()) for _ in range(dp_size)]
+    torch.distributed.all_gather(values, value.detach().float().clone())
+    return [entry.item() for entry in values]
+
+
+def count_rounds(engine: Engine) -> list[int]:
+    """Let DDP count the buckets that it reduces; the model fits one bucket, so a round is one."""
+    count = [0]
+    wrapped = getattr(engine, "_wrapped", None)
+    if isinstance(wrapped, DistributedDataParallel):
+        def hook(state, bucket):  # torch refuses annotations that are strings
+            count[0] += 1
+            return allreduce_hook(torch.distributed.group.WORLD, bucket)
+        wrapped.register_comm_hook(None, hook)
+    return count
+
+
+def optimizer_parameters(engine: Engine) -> set[int] | None:
+    """What torch's optimizer steps, where it steps the model's own parameters."""
+    optimizer = getattr(engine, "_optimizer", None) or engine._engine.optimizer
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return None
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def main() -> None:
+    build.check_precision = lambda *args: None  # fp16 runs on CPUs as long as nobody minds the time
+    folder, runs = Path(sys.argv[1]), sys.argv[2:]
+    with setup(device="cpu", run_dir=folder / "run") as dist:
+        alone = Dist(RankInfo(0, 1, 0, 1, 0, "test"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)
+        for run in runs:
+            precision, name = run.split(":")
+            result = train(alone if name.startswith("reference") else dist, name, precision)
+            if dist.is_main:
+                (folder / f"{precision}-{name}.json").write_text(json.dumps(result))
+                print(run, result["losses"][-1], flush=True)
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Short traced training runs, one after the other in the same processes.
+
+    mpiexec -n 2 python3 tests/helpers/explain_ranks.py FOLDER JOB…
+
+A JOB is LAYOUT[+OPTION=VALUE…][@PLANT], with what planted_train.py plants. Each leaves FOLDER/JOB.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from planted_train import plant
+
+from ezpz_llm.checkpoint.saver import Saver
+from ezpz_llm.data.samples import Batches
+from ezpz_llm.model.gpt import Block
+from ezpz_llm.train import main
+
+_SHORT = ("--steps", "14", "--trace-steps", "5", "--profile", "false", "--save-every", "-1", "--eval-tokens",
+          "1024", "--sample-tokens", "0", "--log-every", "4", "--block-size", "128", "--loss-chunk", "0")
+
+
+def run(folder: Path, job: str) -> int:
+    """One training run; its exit code."""
+    what, _, planted = job.partition("@")
+    layout, *options = what.split("+")
+    changed = [word for option in options for word in ("--" + option).split("=")]
+    original = Block.forward, Batches.micro_batches, Saver.start
+    if planted:
+        plant(*planted.split(":"))
+    try:
+        return main(["--ds-config", layout, "--run-dir", str(folder / job), *_SHORT, *changed])
+    finally:
+        Block.forward, Batches.micro_batches, Saver.start = original
+
+
+if __name__ == "__main__":
+    for job in sys.argv[2:]:
+        if code := run(Path(sys.argv[1]), job):
+            raise SystemExit(code)

@@ -1,0 +1,28 @@
+"""Ranks that measure links between pretended hosts: for 4, 3, 2 hosts and 1, and the last of them slow.
+
+    mpiexec -n 4 python3 tests/helpers/link_ranks.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ezpz_llm.dist.links import measure_links
+from ezpz_llm.dist.setup import setup
+
+if __name__ == "__main__":
+    with setup(device="cpu", run_dir=Path(sys.argv[1])) as dist:
+        found = {}
+        for hosts in (4, 3, 2, 1):
+            found[hosts] = measure_links(dist, f"node{dist.rank * hosts // 4}")
+        send = torch.distributed.send
+        if dist.rank == 3:
+            torch.distributed.send = lambda *args, **options: (time.sleep(0.1), send(*args, **options))
+        found["slow"] = measure_links(dist, f"node{dist.rank}")
+        if dist.is_main:
+            (Path(sys.argv[1]) / "links.json").write_text(json.dumps(found))

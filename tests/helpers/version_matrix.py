@@ -1,0 +1,141 @@
+"""The fast tests of model, engine, dist, data and trainer, and every layout, under other versions.
+
+    python3 tests/helpers/version_matrix.py [oldest] [newest] [--folder DIR] [--write]
+
+Makes an environment from the package index for each: `oldest` has what pyproject.toml asks for at least, `newest`
+what is newest in its ranges. Each takes 6 GB and some minutes; what lies in DIR already is brought up to date and
+used again. --write puts the lines of what has run into the table of docs/versions.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from places import ROOT, TESTS
+
+PAGE = ROOT / "docs" / "versions.md"
+PYTHONS = {"oldest": "3.10", "newest": "3.13"}
+SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
+BUILT_BY_HAND = ("mpi4py",)
+"""Without a wheel of the oldest release: its build needs an MPI library."""
+CHECKED = ("model_config", "model_gpt", "model_init", "model_loss", "model_row_attention", "model_token_table",
+         "engine_batch", "engine_deepspeed", "engine_resolve", "engine_torch", "gate", "dist_parts", "dist_setup",
+         "data_samples", "data_mixture", "data_tokenizers", "trainer_options", "trainer_position",
+         "trainer_schedule", "trainer_guards")
+LAYOUTS = {"ddp": 2, "fsdp2": 2, "zero0": 2, "zero1": 2, "zero2": 2, "zero3": 2, "tp2": 2, "pp2": 2, "sp2": 2,
+           "tiled": 2, "tp2_zero3": 4, "pp2_tp2": 4}
+"""With the ranks that they are tried on: what needs no compiled op."""
+SHORT = ("--device", "cpu", "--model", "tiny-llama", "--n-layer", "2", "--n-embd", "64", "--n-head", "4",
+         "--block-size", "64", "--eval-tokens", "1024", "--steps", "4", "--log-every", "1", "--save-every", "2")
+
+
+def main() -> int:
+    """0 if all that was asked for has passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(PYTHONS), metavar="NAME", help="oldest, newest (both)")
+    parser.add_argument("--folder", type=Path, help="where environments are kept (default: a new one, removed)")
+    parser.add_argument("--write", action="store_true", help="change the table of docs/versions.md")
+    options = parser.parse_args()
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="versions-"))).absolute()
+    failed = False
+    try:
+        for name in options.names:
+            python = make(folder / name, PYTHONS[name], list(requirements(name == "oldest")))
+            line, good = examine(python, name)
+            failed |= not good
+            print(line, flush=True)
+            if options.write:
+                write(line, name)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder)
+    return int(failed)
+
+
+def requirements(oldest: bool) -> Iterator[str]:
+    """Words for pip, from pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    for word in re.findall(r'^    "(.*)",', block, re.MULTILINE):
+        name = re.match(r"[\w-]+", word)[0]
+        yield re.sub(r">=([\d.]+)(,<[\d.]+)?", r"==\1", word) if oldest and name not in BUILT_BY_HAND else word
+    yield from ("mpich>=4.2", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
+
+
+def make(folder: Path, version: str, words: list[str]) -> Path:
+    """An environment with these packages and this checkout; its Python."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([find_python(version), "-m", "venv", str(folder)], check=True)
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    environment = {**os.environ, "DS_BUILD_OPS": "0"}
+    subprocess.run([*pip, "-U", "pip"], check=True, env=environment)
+    subprocess.run([*pip, "-U", *words], check=True, env=environment)
+    subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True, env=environment)
+    return python
+
+
+def find_python(version: str) -> str:
+    """A Python of this version: on PATH, or one of pyenv's."""
+    own = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for found in (shutil.which(f"python{version}"), *own.glob(f"{version}.*/bin/python")):
+        if found and subprocess.run([str(found), "-c", ""], capture_output=True, check=False).returncode == 0:
+            return str(found)
+    raise SystemExit(f"no Python {version}: install it, or put it on PATH as python{version}")
+
+
+def examine(python: Path, name: str) -> tuple[str, bool]:
+    """A line of the table, and whether all passed."""
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
+                   "OMP_WAIT_POLICY": "PASSIVE", "VIRTUAL_ENV": str(python.parent.parent)}
+    environment.pop("PYTHONPATH", None)
+    asked = "import importlib.metadata as m, platform; print(platform.python_version(), " \
+            f"*map(m.version, {SHOWN}))"
+    versions = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
+    files = [str(next(TESTS.rglob(f"test_{test}.py"))) for test in CHECKED]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow and not cluster", *files]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout[-6000:], file=sys.stderr, flush=True)
+    counts = re.sub(r" in [\d.]+s.*", "", done.stdout.strip().rpartition("\n")[2])
+    tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}
+    wrong = {layout: told for layout, told in tried.items() if told is not None}
+    trained = f"{len(LAYOUTS) - len(wrong)} of {len(LAYOUTS)}"
+    cells = [name, *versions, counts, "; ".join([trained, *(f"{one}: {told}" for one, told in wrong.items())]),
+             f"{datetime.datetime.now(datetime.timezone.utc).date()}"]
+    return f"| {' | '.join(cells)} |", done.returncode == 0 and not any("refused" not in told
+                                                                        for told in wrong.values())
+
+
+def train(python: Path, layout: str, ranks: int, environment: dict[str, str]) -> str | None:
+    """What is wrong with a short run under this layout; None if nothing is."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = [python, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", f"{folder}/run"]
+        command = [*launch, python, "-m", "ezpz_llm.train", "--ds-config", layout, *SHORT]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600,
+                              check=False)
+    if done.returncode == 0:
+        return None
+    print(layout, done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr, flush=True)
+    said = re.search(r"^error: (.*)", done.stderr, re.MULTILINE)
+    return f"refused ({said[1]})" if said and done.returncode == 2 else f"code {done.returncode}"
+
+
+def write(line: str, name: str) -> None:
+    """Put a line into the page's table, in place of the one of that name."""
+    lines = [old for old in PAGE.read_text().splitlines() if not old.startswith(f"| {name} |")]
+    last = max(number for number, old in enumerate(lines) if old.startswith("|"))
+    lines.insert(last + 1 if name == "newest" else last + 1 - lines[last].startswith("| newest |"), line)
+    PAGE.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

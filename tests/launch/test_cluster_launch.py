@@ -1,0 +1,250 @@
+"""launch on four simulated nodes with real Slurm: every launcher, the kinds of job, and which ranks ran where.
+
+The whole matrix of programs, nodes and launchers, with its results written down:
+pytest -m "slow or not slow" -k on_nodes tests/launch/test_cluster_launch.py --write-matrix
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from launch_runs import record
+from places import HELPERS
+
+from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.dist.device import device_index
+from ezpz_llm.launch.ranks import RankInfo
+
+MEET = f"{sys.executable} {HELPERS / 'meeting_ranks.py'}"
+LAUNCHERS = ("srun", "mpiexec", "torchrun")
+PROGRAMS = {
+    "test_dist": ["--steps", "10", "--device", "cpu"],
+    "train": ["--steps", "5", "--n-layer", "2", "--n-embd", "64", "--block-size", "64", "--eval-tokens", "2048",
+              "--sample-tokens", "10", "--log-every", "5", "--precision", "fp32", "--device", "cpu"],
+}
+FULL = (("train", 4, "srun"), ("test_dist", 2, "mpiexec"), ("train", 2, "torchrun"))
+STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8"}
+"""What somebody has exported in the shell for another program."""
+MATRIX = data_dir("benchmarks") / "results/cluster_matrix.json"
+
+
+def _cases() -> list:
+    return [pytest.param(program, nodes, launcher, id=f"{program}-{nodes}-{launcher}",
+                         marks=pytest.mark.full if (program, nodes, launcher) in FULL else pytest.mark.slow)
+            for program in PROGRAMS for nodes in (1, 2, 4) for launcher in LAUNCHERS]
+
+
+def _hosts_of(run_dir: Path) -> dict[int, str]:
+    """Each rank's host, as the agents on the hosts report it."""
+    found = {}
+    for path in (run_dir / "heartbeat").glob("node*.json"):
+        report = json.loads(path.read_text())
+        found |= {int(rank): report["host"] for rank in report["ranks"]}
+    return found
+
+
+def _met(run_dir: Path) -> list[dict]:
+    """What the ranks of meeting_ranks.py found themselves to be."""
+    return json.loads((run_dir / "met.json").read_text())
+
+
+def _places(run_dir: Path) -> list[tuple[str, int]]:
+    return [(rank["host"], rank["local_rank"]) for rank in _met(run_dir)]
+
+
+def _two_on(*hosts: str) -> list[tuple[str, int]]:
+    return [(host, local_rank) for host in hosts for local_rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("program", "nodes", "launcher"), _cases())
+def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureRequest, program: str, nodes: int,
+                           launcher: str) -> None:
+    """From an salloc shell, on the login node: every rank is there, on its host, and the program is content."""
+    began = time.monotonic()
+    done = cluster.run("salloc", f"-N{nodes}", "--ntasks-per-node=2", "-t5", "launch", "--launcher", launcher,
+                       "--run-dir", "run", "python3", "-m", f"ezpz_llm.{program}", *PROGRAMS[program],
+                       cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(_cache(request)), **STALE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "run"
+    expected = {rank: f"n{rank // 2 + 1}" for rank in range(2 * nodes)}
+    assert _hosts_of(run_dir) == expected
+    launched = record(run_dir)["launch"]
+    assert (launched["launcher"], launched["world_size"]) == (launcher, 2 * nodes)
+    assert launched["hosts"] == [f"n{number}" for number in range(1, nodes + 1)]
+    assert re.search(rf"^(?:world|ranks) +{2 * nodes} (?:rank|on )", done.stdout, re.MULTILINE), done.stdout
+    if program == "test_dist":
+        for rank, host in expected.items():
+            log = (run_dir / f"logs/rank{rank:04d}.log").read_text()
+            assert f"[cpu][rank={rank}/{2 * nodes - 1}][{rank % 2}][{host}]" in log
+        assert "healthy" in done.stdout
+    else:
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+        assert lines[-1]["loss"] < lines[0]["loss"]
+    assert cluster.processes(launched["env"]["EZPZ_LLM_RUN_ID"]) == {}
+    if request.config.getoption("--write-matrix"):
+        _write(program, nodes, launcher, time.monotonic() - began, sorted(set(expected.values())))
+
+
+def _cache(request: pytest.FixtureRequest) -> Path:
+    """One folder for all tests: the data are prepared once."""
+    return request.getfixturevalue("tmp_path_factory").getbasetemp() / "cluster-cache"
+
+
+def _write(program: str, nodes: int, launcher: str, seconds: float, hosts: list[str]) -> None:
+    found = json.loads(MATRIX.read_text()) if MATRIX.exists() else {
+        "command": "pytest -m 'slow or not slow' -k on_nodes tests/launch/test_cluster_launch.py --write-matrix",
+        "what": "4 simulated nodes with real Slurm; seconds of the whole job, all ranks on one machine's cores",
+        "cores": os.cpu_count(), "runs": {}}
+    found["runs"][f"{program}, {nodes} x 2, {launcher}"] = {
+        "exit_code": 0, "hosts": hosts, "seconds": round(seconds, 1),
+        "date": datetime.now(timezone.utc).date().isoformat()}
+    MATRIX.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _batch(cluster, folder: Path, options: str, script: str, timeout: float = 120) -> str:
+    """What an sbatch script printed."""
+    (folder / "job.sh").write_text(f"#!/bin/bash\n#SBATCH --output=out-%a.txt -t 5\n#SBATCH {options}\n{script}")
+    states = cluster.batch("job.sh", cwd=folder, timeout=timeout)
+    output = "".join(path.read_text() for path in sorted(folder.glob("out-*.txt")))
+    assert set(states) == {"COMPLETED"}, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def job(cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One batch job on four nodes that launches in many ways; its folder and its output."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "hosts").write_text("n1\nn3\nn4\n")
+    return folder, _batch(cluster, folder, "-N4 --ntasks-per-node=2", timeout=280, script=f"""
+run() {{ timeout 120 launch --run-dir "$@" {MEET}; echo "$1 rc=$?"; }}
+squeue --noheader --jobs $SLURM_JOB_ID --format %e > end
+run all
+run first --nodes 2
+for launcher in srun mpiexec torchrun; do run without-n2-$launcher --launcher $launcher --hostfile hosts; done
+HYDRA_LAUNCHER=ssh run ssh --launcher mpiexec --hosts n[2-3]
+launch --hosts n1,n2 --run-dir one {MEET} 1 & launch --hosts n[3-4] --run-dir two --launcher mpiexec {MEET} 1 &
+wait %1; echo "one rc=$?"; wait %2; echo "two rc=$?"
+srun -N1 -n1 --nodelist n3 launch --run-dir nested -n 2 {MEET}; echo "nested rc=$?"
+srun -N2 -n4 launch {MEET.split()[0]} -c '
+import os, socket
+from ezpz_llm.launch.ranks import find_rank
+info = find_rank(os.environ)
+print(f"rank {{info.rank}} of {{info.world_size}} on {{socket.gethostname()}}")'
+launch --hosts n1,n5 hostname
+echo "outside rc=$?"
+""")
+
+
+@pytest.mark.parametrize(("run", "hosts"), [
+    ("all", ("n1", "n2", "n3", "n4")),
+    ("first", ("n1", "n2")),
+    ("without-n2-srun", ("n1", "n3", "n4")),
+    ("without-n2-mpiexec", ("n1", "n3", "n4")),
+    ("without-n2-torchrun", ("n1", "n3", "n4")),
+    ("ssh", ("n2", "n3")),
+    ("one", ("n1", "n2")),
+    ("two", ("n3", "n4")),
+    ("nested", ("n3",)),
+])
+def test_ranks_are_on_these_hosts(job, run: str, hosts: tuple[str, ...]) -> None:
+    """As the ranks themselves say: by the job, --nodes, --hosts, a hostfile that leaves a node out, a step."""
+    folder, output = job
+    assert f"{run} rc=0" in output, output
+    assert _places(folder / run) == _two_on(*hosts)
+
+
+def test_ranks_know_the_end_of_the_job(job) -> None:
+    folder, _ = job
+    ends_at = time.mktime(time.strptime((folder / "end").read_text().strip(), "%Y-%m-%dT%H:%M:%S"))
+    for run in ("all", "without-n2-mpiexec", "without-n2-torchrun", "ssh"):
+        assert {rank["EZPZ_LLM_ENDS_AT"] for rank in _met(folder / run)} == {f"{ends_at:.0f}"}
+
+
+def test_two_launches_of_a_job_side_by_side(job) -> None:
+    """They ran at the same time, and met at different places."""
+    folder, _ = job
+    begun, ended = ([record(folder / run)[part][when] for run in ("one", "two")]
+                    for part, when in (("launch", "started"), ("exit", "ended")))
+    assert max(begun) < min(ended)
+    one, two = (_met(folder / run)[0] for run in ("one", "two"))
+    assert (one["MASTER_ADDR"], two["MASTER_ADDR"]) == ("n1", "n3")
+    assert one["MASTER_PORT"] != two["MASTER_PORT"]
+
+
+def test_launch_inside_a_step(job) -> None:
+    """The one task of a step starts ranks of its own; each of several is a rank already."""
+    folder, output = job
+    assert "its 4 hosts: those of the step count" in output
+    assert record(folder / "nested")["launch"]["hosts"] == ["n3"]
+    assert sorted(re.findall(r"^rank \d of 4 on n\d$", output, re.MULTILINE)) == [
+        "rank 0 of 4 on n1", "rank 1 of 4 on n1", "rank 2 of 4 on n2", "rank 3 of 4 on n2"]
+
+
+def test_a_host_outside_the_job_is_refused(job) -> None:
+    _, output = job
+    assert "outside rc=2" in output
+    assert "n5" in next(line for line in output.splitlines() if line.startswith("error:"))
+
+
+def test_array_jobs(cluster, tmp_path: Path) -> None:
+    """Both tasks of an array at once, each on its own nodes; the last one has the array's own job id."""
+    output = _batch(cluster, tmp_path, "--array=0-1 -N2 --ntasks-per-node=2", f"""
+launch --run-dir run$SLURM_ARRAY_TASK_ID {MEET} 1
+echo rc=$?
+""")
+    assert output.count("rc=0") == 2, output
+    met = [_met(tmp_path / f"run{task}") for task in (0, 1)]
+    hosts = [list(dict.fromkeys(rank["host"] for rank in ranks)) for ranks in met]
+    assert [len(ranks) for ranks in met] == [4, 4]
+    assert sorted(hosts[0] + hosts[1]) == ["n1", "n2", "n3", "n4"]
+    for task, ranks in enumerate(met):
+        assert {rank["SLURM_ARRAY_TASK_ID"] for rank in ranks} == {str(task)}
+        assert len({rank["SLURM_JOB_ID"] for rank in ranks}) == 1
+    assert met[0][0]["SLURM_JOB_ID"] != met[1][0]["SLURM_JOB_ID"]
+    assert met[0][0]["MASTER_PORT"] != met[1][0]["MASTER_PORT"]
+
+
+_DEVICES = """
+import json, os, socket
+from ezpz_llm.launch.devices import visible_devices
+from ezpz_llm.launch.ranks import find_rank
+info = find_rank(os.environ)
+print(json.dumps({"host": socket.gethostname(), "local_rank": info.local_rank, "local_size": info.local_size,
+                  "visible": visible_devices(os.environ).ids}))
+"""
+
+
+def _devices_taken(run_dir: Path) -> list[tuple[str, str, int]]:
+    """Each rank's host, what it sees there, and which of those our rule gives it."""
+    taken = []
+    for rank in range(4):
+        said = json.loads((run_dir / f"logs/rank{rank:04d}.log").read_text())
+        info = RankInfo(rank, 4, said["local_rank"], said["local_size"], rank // 2, "the test")
+        taken.append((said["host"], ",".join(said["visible"]), device_index("cuda", len(said["visible"]), info)))
+    return taken
+
+
+def test_devices(gpu_cluster, tmp_path: Path) -> None:
+    """A rank that sees one device takes that; one that sees its host's takes the one of its local rank. Nobody
+    asked for tasks: the devices decide how many ranks a host gets."""
+    (tmp_path / "devices.py").write_text(_DEVICES)
+    site = tmp_path / "one_each.toml"
+    site.write_text('description = "each rank sees its own device"\n[options]\nsrun = ["--gpus-per-task=1"]\n')
+    output = _batch(gpu_cluster, tmp_path, "-N2 --gpus-per-node=2", f"""
+launch --run-dir node python3 devices.py; echo rc=$?
+launch --run-dir task --site {site} python3 devices.py; echo rc=$?
+launch --run-dir mpiexec --launcher mpiexec python3 devices.py; echo rc=$?
+""")
+    assert output.count("rc=0") == 3, output
+    assert _devices_taken(tmp_path / "task") == [("n1", "0", 0), ("n1", "1", 0), ("n2", "0", 0), ("n2", "1", 0)]
+    for run in ("node", "mpiexec"):
+        assert _devices_taken(tmp_path / run) == [("n1", "0,1", 0), ("n1", "0,1", 1), ("n2", "0,1", 0),
+                                                  ("n2", "0,1", 1)]

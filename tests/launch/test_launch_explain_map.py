@@ -1,0 +1,156 @@
+"""Which rank of a layout stands on which host: drawn under --explain, and warned about where it would be slow."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_runs import captured_env, clean_env, launch
+from places import ROOT
+
+from ezpz_llm.dist.degrees import Degrees
+from ezpz_llm.launch.hostlist import expand_hosts, fold_hosts
+from ezpz_llm.launch.precheck import read_places, write_places
+from ezpz_llm.launch.variables import PLACES_VARIABLE
+from ezpz_llm.layout.layout import Layout, ZeroOptions
+from ezpz_llm.layout.rank_map import crossing, rank_map
+
+TRAIN = ("python3", "-m", "ezpz_llm.train")
+
+
+def explained(tmp_path: Path, *words: str, job: str = "slurm/env_sbatch_script.txt",
+              **changes: str) -> subprocess.CompletedProcess[str]:
+    """`launch --dry-run --explain WORDS` as it would be typed in a captured job of two hosts."""
+    srun = tmp_path / "bin/srun"
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text("#!/bin/sh\nexit 1\n")
+    srun.chmod(0o755)
+    env = clean_env() | captured_env(job) | changes
+    env["PATH"] = f"{srun.parent}:{clean_env()['PATH']}"
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "--dry-run", "--explain", *words],
+                          cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60,
+                          stdin=subprocess.DEVNULL, check=False)
+
+
+def test_the_map_of_a_slurm_job_of_two_hosts(tmp_path: Path) -> None:
+    done = explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "3d", "--gradient-accumulation-steps", "8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "layout        3d: pp 2 x dp 2 x tp 2  command line" in done.stdout
+    assert done.stdout.split("ranks of 3d: pp 2 x dp 2 x tp 2\n")[1] == """\
+  rank  pp  dp  tp  host
+  0     0   0   0   n1
+  1     0   0   1   n1
+  2     0   1   0   n1
+  3     0   1   1   n1
+  4     1   0   0   n2
+  5     1   0   1   n2
+  6     1   1   0   n2
+  7     1   1   1   n2
+"""
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_a_group_that_crosses_hosts_is_warned_about_and_what_is_offered_has_none(tmp_path: Path) -> None:
+    done = explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2")
+    assert done.returncode == 0
+    assert done.stderr == ("warning: 1 tensor-parallel group(s) of 2 cross hosts, such as ranks 2 to 3 on n1 to "
+                           "n2\n  instead: launch --ppn 2 or launch --ppn 4 or --tp 1\n")
+    assert explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "tp2").stderr == ""
+    assert explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2", "--tp", "1").stderr == ""
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs/layouts.md").read_text()
+    shown = re.findall(r"\$ launch --dry-run --explain (.*)\n((?:(?!\$|```).*\n)*)", page)
+    assert len(shown) == 2
+    for words, lines in shown:
+        done = explained(tmp_path, *words.split())
+        said = (done.stdout + done.stderr).splitlines()
+        assert all(line.strip() == "…" or line in said for line in lines.splitlines()), lines
+
+
+def test_a_pbs_job_and_a_group_as_large_as_the_job(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\nn2\nn2\n")
+    done = explained(tmp_path, *TRAIN, "--ds-config", "tp2_zero1", "--tp", "4",
+                     job="pbs/env_job_sel2_nc2_mpi2.txt", PBS_NODEFILE=str(nodes), MASTER_ADDR="n1")
+    assert done.returncode == 0, done.stderr
+    assert "such as ranks 0 to 3 on n1 to n2\n  instead: launch --ppn 4 or --tp 2" in done.stderr
+    assert "  2     0   2   n2\n" in done.stdout
+
+
+def test_a_mistake_ends_it_with_code_2(tmp_path: Path) -> None:
+    done = explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "zero3", "--pp", "2")
+    assert done.returncode == 2
+    assert "instead: --ds-config pp2 or --pp 1" in done.stderr
+    assert "ranks of" not in done.stdout
+
+
+def test_other_programs_have_nothing_to_explain(tmp_path: Path) -> None:
+    done = explained(tmp_path, "hostname")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.rstrip().endswith("-")  # the rank table is the last of it
+
+
+@pytest.mark.full
+def test_a_run_draws_it_and_says_its_degrees(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--explain", "-n", "2", "--run-dir", "run", *TRAIN, "--ds-config", "tp2", "--steps",
+                  "1", "--eval-tokens", "256", "--sample-tokens", "0", "--save-every", "-1", "--precision", "fp32",
+                  OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = r"  rank  dp  tp  host\n  0     0   0   (\S+)\n  1     0   1   \1\n"
+    assert re.search(r"ranks of tp2: dp 1 x tp 2\n" + rows, done.stderr)
+    assert "\nlayout     tp2: dp 1 x tp 2, fp32\n" in done.stdout
+
+
+@settings(deadline=None)
+@given(st.lists(st.from_regex(r"[a-z]{1,2}[0-9]{0,3}(-[a-z]{0,1}[0-9]{0,2}[a-z])?", fullmatch=True), min_size=1,
+                max_size=12), st.data())
+def test_hosts_are_told_in_short_and_read_back(hosts: list[str], data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=len(hosts), max_size=len(hosts)))
+    places = list(zip(hosts, counts, strict=True))
+    assert read_places({PLACES_VARIABLE: write_places(places)}) == places
+
+
+@pytest.mark.parametrize(("hosts", "short"), [
+    (["n1", "n2", "n3", "n7"], "n[1-3],n7"),
+    (["n08", "n09", "n10"], "n[08-10]"),
+    (["n9", "n10"], "n[9-10]"),
+    (["n1", "n01"], "n1,n01"),
+    (["gpu1-ib", "gpu2-ib"], "gpu[1-2]-ib"),
+    (["n2", "n1"], "n2,n1"),
+    (["login", "login"], "login,login"),
+])
+def test_short_forms(hosts: list[str], short: str) -> None:
+    assert fold_hosts(hosts) == short
+    assert expand_hosts(short) == hosts
+
+
+def test_ten_thousand_hosts_are_a_short_line() -> None:
+    places = [(f"nid{number:06d}", 12) for number in range(10_000)]
+    assert write_places(places) == "nid[000000-009999] 12(x10000)"
+    layout = Layout("3d", "deepspeed", ZeroOptions(1), tp=4, pp=2)
+    drawn = rank_map(layout, places).splitlines()
+    assert len(drawn) == 35
+    assert drawn[-1].split() == ["119999", "1", "14999", "3", "nid009999"]
+    assert "… 119968 more" in drawn[18]
+
+
+def test_every_group_that_crosses_is_counted() -> None:
+    layout = Layout("x", "deepspeed", ZeroOptions(1), tp=4, sp=2)
+    uneven = [("a", 4), ("b", 2), ("c", 1), ("d", 9)]
+    degrees = Degrees.of_world(16, tp=4, sp=2)
+    host_of = [host for host, count in uneven for _ in range(count)]
+    split = {tuple(degrees.peers(rank, "tp")) for rank in range(16)
+             if len({host_of[peer] for peer in degrees.peers(rank, "tp")}) > 1}
+    text = crossing(layout, uneven, lambda world_size, tp: world_size % (tp * 2) == 0)
+    assert f"{len(split)} tensor-parallel group(s)" in text
+    assert "ranks 4 to 7 on b to d" in text
+    assert text.endswith("instead: launch --ppn 8 or launch --ppn 12 or --tp 1")
+    assert crossing(layout, [("a", 8), ("b", 4), ("c", 4)], lambda *_: True) is None
+    assert "\n" not in crossing(layout, uneven, lambda *_: False)

@@ -1,0 +1,93 @@
+"""Machines that lack something: no shared memory, a file size limit, little memory, a checkout that is read-only, a
+clock that is set during a run. A run ends with its own code, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, left_over, record
+from places import ROOT
+
+
+def _inside(setting: str, cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`launch WORDS` where the shell command `setting` has changed what this process and its children see."""
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", setting], capture_output=True, text=True, timeout=120,
+                           check=False)
+    if tried.returncode:
+        pytest.skip(f"not to be had here: {tried.stderr.strip()[-200:]}")
+    command = f'{setting} && exec "$0" -m ezpz_llm.launch "$@"'
+    return subprocess.run(["unshare", "-m", "sh", "-c", command, sys.executable, *words], cwd=cwd,
+                          env=clean_env(**env), capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.mark.parametrize("how", ["ro", "size=4k,nr_inodes=1"], ids=["read-only", "without-room"])
+def test_no_shared_memory(tmp_path: Path, how: str) -> None:
+    """Where it is read-only the temporary folder serves; where it is full a hang cannot be seen, which is said."""
+    child = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True); sys.exit(3)"
+    done = _inside(f"mount -t tmpfs -o {how} none /dev/shm", tmp_path, "-n", "2", "--run-dir", "r", sys.executable,
+                   "-c", child, TMPDIR=str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("a hang here cannot be seen" in done.stderr) == (how != "ro")
+    assert left_over(tmp_path / "r") == {}
+
+
+def test_files_may_not_grow(tmp_path: Path) -> None:
+    """As over quota: writes fail in the middle of a file."""
+    program = "import sys; print('x' * 300_000, flush=True); print('y', file=sys.stderr); sys.exit(7)"
+    done = _inside("ulimit -f 128", tmp_path, "-n", "2", "--run-dir", "r", "--tee", "none", sys.executable, "-c",
+                   program)
+    assert done.returncode == 7, done.stderr
+    assert "continues without its log: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert record(tmp_path / "r")["exit"]["code"] == 7
+
+
+def test_a_rank_that_gets_no_memory_is_named(tmp_path: Path) -> None:
+    program = ("import os, resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20,) * 2)\n"
+               "if os.environ['EZPZ_LLM_RANK'] == '1': x = bytearray(1 << 30)\n"
+               "import time; time.sleep(60)")
+    done = _inside("true", tmp_path, "-n", "2", "--run-dir", "r", sys.executable, "-c", program)
+    assert done.returncode == 1, done.stderr
+    assert record(tmp_path / "r")["exit"]["kind"] == "host_memory"
+    assert "rank 1 on" in done.stderr
+    assert "MemoryError" in done.stderr
+
+
+def test_a_checkout_that_is_read_only(tmp_path: Path) -> None:
+    done = _inside(f"mount --bind {ROOT} {ROOT} && mount -o remount,bind,ro {ROOT}", tmp_path,
+                   "-n", "2", "--run-dir", "r", sys.executable, "-c", "import ezpz_llm, pathlib, sys; "
+                   "sys.exit(0 if not __import__('os').access(pathlib.Path(ezpz_llm.__file__), 2) else 9)")
+    assert done.returncode == 0, done.stderr
+    assert left_over(tmp_path / "r") == {}
+
+
+def test_a_run_in_a_folder_that_is_read_only(tmp_path: Path) -> None:
+    (tmp_path / "ro").mkdir()
+    done = _inside(f"mount -t tmpfs -o ro none {tmp_path / 'ro'} && cd {tmp_path / 'ro'}", tmp_path, "-n", "1",
+                   "true")
+    assert done.returncode in (2, 3), done.stderr
+    assert "Read-only file system" in done.stderr
+    assert "--run-dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_clock_that_is_set_during_a_run(tmp_path: Path) -> None:
+    """The shim's own wall clock jumps by a day between the rank's start and its end: the duration does not."""
+    for name in ("logs", "errors", "heartbeat", "control"):
+        (tmp_path / name).mkdir(mode=0o700)
+    jumping = ("import sys, time; real, calls = time.time, []\n"
+               "def jumped(): calls.append(1); return real() + (86400 if len(calls) > 1 else 0)\n"
+               "time.time = jumped\n"
+               "from ezpz_llm.launch.shim.__main__ import main; sys.exit(main(sys.argv[1:]))")
+    env = clean_env(EZPZ_LLM_RUN_DIR=str(tmp_path), EZPZ_LLM_RUN_ID=f"test-clock-{os.getpid()}",
+                    EZPZ_LLM_WORLD_SIZE="1", PMI_RANK="0", PMI_SIZE="1", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="1")
+    done = subprocess.run([sys.executable, "-c", jumping, "--", "sh", "-c", "sleep 0.3; exit 5"], env=env,
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 5, done.stderr
+    assert 0 < json.loads((tmp_path / "errors/rank0000.json").read_text())["duration_s"] < 60

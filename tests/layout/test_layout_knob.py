@@ -1,0 +1,90 @@
+"""How an option of a layout works, shown with hpZ in a ds_config from outside the package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.certify.case import textbook
+from ezpz_llm.layout import ds_config, suggest
+from ezpz_llm.layout.knobs import KNOBS, knob_rows
+from ezpz_llm.layout.layout import Layout, ZeroOptions
+from ezpz_llm.layout.memory import held_parameters, memory_per_rank
+from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.model.config import MODELS
+
+TINY = MODELS["tiny-gpt2"]
+HPZ2 = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+
+
+@pytest.fixture
+def zeropp(tmp_path: Path):
+    def zeropp(world_size: int, **given: int) -> Resolved:
+        path = tmp_path / "zeropp.json"
+        path.write_text(json.dumps(HPZ2))
+        return resolve(str(path), world_size=world_size, model=TINY, **given)
+    return zeropp
+
+
+def test_the_check_names_the_option_and_refuses_groups_that_do_not_divide(zeropp) -> None:
+    resolved = zeropp(4)
+    assert resolved.layout.zero == ZeroOptions(3, hpz_partition_size=2)
+    assert "zero_hpz_partition_size" in resolved.explain()
+    assert "no certificate covers these keys of zeropp.json" in " ".join(resolved.notes)
+    with pytest.raises(UserError, match="2 does not divide the 3 ranks"):
+        zeropp(3)
+
+
+def test_the_second_copy_is_memory_and_its_gathers_are_traffic(zeropp) -> None:
+    resolved, zero3 = zeropp(8, accumulation=2), resolve("zero3", world_size=8, model=TINY, accumulation=2)
+    held = held_parameters(zero3.layout, TINY, 0)
+    more = {part.kind: part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)}
+    assert more.pop("secondary") == 4 * held // 2
+    assert more == {part.kind: part.bytes for part in memory_per_rank(zero3.layout, TINY, 8)}
+    volume, whole = (textbook(one.layout, TINY, one.batch) for one in (resolved, zero3))
+    assert whole["all_gather"] == 4 * (4 * held)
+    assert (volume["all_gather"], volume["all_gather (2 ranks)"]) == (4 * held, 3 * (4 * held))
+
+
+def test_a_new_file_changes_no_other_layouts_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ds_configs"
+    shutil.copytree(data_dir("ds_configs"), folder)
+    before = [suggest.selection(layout) for layout in suggest.shipped_layouts()]
+    (folder / "zeropp.json").write_text(json.dumps(HPZ2))
+    with monkeypatch.context() as patched:
+        patched.setattr(ds_config, "data_dir", lambda name: folder)
+        suggest.shipped_layouts.cache_clear()
+        found = {layout.name: suggest.selection(layout) for layout in suggest.shipped_layouts()}
+    suggest.shipped_layouts.cache_clear()
+    assert found.pop("zeropp") == "--ds-config zeropp"
+    assert list(found.values()) == before
+
+
+def test_layouts_are_values_and_their_record_is_read_back() -> None:
+    layout = Layout("mine", "deepspeed", ZeroOptions(3, tiled=(("mlp.c_fc", 1, 4),), hpz_partition_size=2), sp=2)
+    record = json.loads(json.dumps(layout.as_record()))
+    assert Layout.from_record(record, "layout.json") == layout == Layout("other", "deepspeed", layout.zero, sp=2)
+    del record["hpz_partition_size"]
+    assert Layout.from_record(record, "layout.json") == layout.with_zero(hpz_partition_size=1)
+
+
+def test_the_page_prints_the_table_which_has_each_option_once() -> None:
+    assert [knob.field for knob in KNOBS] == [item.name for item in fields(ZeroOptions)]
+    page = (ROOT / "docs" / "layouts.md").read_text()
+    for row in knob_rows():
+        assert f"| {' | '.join(row)} |" in page
+
+
+def test_an_option_is_certified_where_a_layout_with_a_certificate_sets_it() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+    certified = {one["layout"] for one in kept["results"] if one["passed"]}
+    layouts = [layout for layout in suggest.shipped_layouts() if layout.name in certified]
+    for knob in KNOBS:
+        assert knob.certified == any(knob.is_set(layout) for layout in layouts), knob.key

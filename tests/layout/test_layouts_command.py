@@ -1,0 +1,192 @@
+"""`ezpz-llm layouts`: what it lists, that its bytes are those of the real parts, and its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from places import HELPERS, ROOT
+from rank_jobs import results_of
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist.degrees import Degrees
+from ezpz_llm.engine.precision import autocast_forward
+from ezpz_llm.layout import ds_config, ops
+from ezpz_llm.layout.layout import Layout, ZeroOptions
+from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total
+from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.suggest import shipped_layouts
+from ezpz_llm.layouts import main
+from ezpz_llm.model.config import MODELS
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.parameters import block_matrix_count, parameter_count
+
+PAGE = ROOT / "docs/layouts_command.md"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+def test_every_layout_has_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys).splitlines()
+    assert sorted(line.split()[0] for line in lines) == ds_config.names()
+    assert all(len(line.split()) > 4 for line in lines)
+    assert any(line.startswith("tiled ") and "gathered one at a time" in line for line in lines)
+    assert sorted(json.loads(printed(capsys, "--json"))) == ds_config.names()
+
+
+def resolved(typed: str, model: str, world: int) -> Resolved:
+    """What a run resolves to with these words on its command line."""
+    words = shlex.split(typed)
+    given = {name.lstrip("-"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    name = given.pop("ds-config")
+    return resolve(name, world_size=world, model=MODELS[model], accumulation=8,
+                   **{degree: int(value) for degree, value in given.items()})
+
+
+def test_what_it_says_is_legal_is_planned_and_what_it_refuses_is_not(
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_built", lambda name: True)
+    for model, world in (("llama3-8b", 64), ("gpt2-1558m", 6), ("tiny-llama", 1)):
+        said = json.loads(printed(capsys, "--world", str(world), "--model", model, "--json"))
+        assert sorted(entry["name"] for entry in said["named"]) == ds_config.names()
+        for entry in said["named"]:
+            typed = f"--ds-config {entry['name']}"
+            if entry["reason"] is None:
+                assert resolved(typed, model, world).batch.dp_size == entry["degrees"]["dp"]
+                continue
+            with pytest.raises(UserError, match=re.escape(entry["reason"])):
+                resolved(typed, model, world)
+            for offer in entry["instead"]:
+                ranks = re.fullmatch(r"(\d+) ranks", offer)
+                resolved(f"{typed} {'' if ranks else offer}", model, int(ranks[1]) if ranks else world)
+        for grid in said["degrees"]:
+            for stage, entry in grid["stages"].items():
+                layout = resolved(entry["words"], model, world).layout
+                assert (layout.tp, layout.pp, layout.sp) == (grid["tp"], grid["pp"], grid["sp"])
+                assert layout.zero.stage == int(stage)
+
+
+def test_degrees_that_are_left_out_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(printed(capsys, "--world", "8", "--model", "tiny-llama", "--json"))
+    listed = {(grid["tp"], grid["pp"], grid["sp"], int(stage))
+              for grid in said["degrees"] for stage in grid["stages"]}
+    for tp, pp, sp, stage in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (0, 1, 2, 3)):
+        try:
+            layout = resolved(f"--ds-config zero{stage} --tp {tp} --pp {pp} --sp {sp}", "tiny-llama", 8).layout
+        except UserError:
+            assert (tp, pp, sp, stage) not in listed
+        else:
+            assert (tp, pp, sp, layout.zero.stage) in listed
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-llama"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+def test_the_arithmetic_counts_what_ranks_really_hold(model: str, tp: int, pp: int) -> None:
+    """Against the parts that are assembled for training, on every rank."""
+    from ezpz_llm.engine.build import assemble
+
+    config, layout = MODELS[model], Layout("x", "deepspeed", ZeroOptions(1), tp=tp, pp=pp)
+    degrees = Degrees.of_world(tp * pp, tp, pp)
+    for rank in range(tp * pp):
+        place = degrees.coordinates(rank)
+        mesh = SimpleNamespace(group=lambda *axes: None, tp_rank=place["tp"], tp_size=tp, pp_rank=place["pp"],
+                               pp_size=pp)
+        part = assemble(config, layout, mesh, seed=0)
+        assert sum(parameter.numel() for parameter in part.parameters()) == held_parameters(layout, config,
+                                                                                            place["pp"])
+
+
+@pytest.mark.parametrize(("name", "device", "host", "files"), [
+    ("ddp", 16, 0, 0), ("fsdp2", 4, 0, 0), ("zero0", 16, 0, 0), ("zero1", 8 + 12 / 4, 0, 0),
+    ("zero2", 4 + 16 / 4, 0, 0), ("zero3", 5, 0, 0), ("zero3_offload_optimizer", 1, 4, 0),
+    ("zero3_offload_all", 0, 5, 0), ("zero3_nvme", 0, 1, 4), ("sp2", 8 + 12 / 4, 0, 0), ("tiled", 5, 0, 0)])
+def test_bytes_a_parameter_on_four_ranks(name: str, device: float, host: float, files: float) -> None:
+    config = MODELS["gpt2-124m"]
+    layout = next(layout for layout in shipped_layouts() if layout.name == name)
+    parts = memory_per_rank(layout, config, 4)
+    count = parameter_count(config)
+    for where, expected in (("device", device), ("host", host), ("files", files)):
+        assert total(parts, where) == pytest.approx(expected * count, rel=1e-6)
+
+
+@pytest.mark.full
+def test_casts_are_counted_where_autograd_keeps_them(tmp_path: Path) -> None:
+    """Against one forward pass in bf16 on two ranks: FSDP2 keeps as much as DDP, ZeRO-3 nothing."""
+    layouts = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
+    kept = results_of(HELPERS / "cast_ranks.py", tmp_path, layouts, 2)
+    config = MODELS["gpt2-124m"]
+    for layout in shipped_layouts():
+        if layout.name in layouts:
+            count = config.n_layer * block_matrix_count(config)
+            assert cast_per_rank(layout, config).bytes == pytest.approx(2 * kept[layout.name] * count)
+    assert list(kept.values()) == [1, 1, 1, 1, 1, 0]
+
+
+def test_each_micro_batch_on_its_way_has_casts_of_its_own() -> None:
+    config, kept = MODELS["tiny-llama"], {}
+    model = GPT(config)
+    autocast_forward(model, torch.device("cpu"), "bf16")
+    matrices = {tuple(parameter.shape) for name, parameter in model.named_parameters() if ".h." in name}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & matrices:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens, losses = torch.zeros(1, 23, dtype=torch.long), []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for number in (1, 2):
+            losses.append(model(tokens, tokens))
+            elements = sum(tensor.numel() for tensor in kept.values())
+            assert elements == number * config.n_layer * block_matrix_count(config)
+
+
+def test_groups_that_cross_nodes_are_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(printed(capsys, "--world", "16", "--model", "llama3-1b", "--ranks-per-node", "4", "--json"))
+    assert {grid["tp"] for grid in said["degrees"] if grid["crosses_nodes"]} == {8}
+    text = printed(capsys, "--world", "16", "--model", "llama3-1b", "--ranks-per-node", "6")
+    assert re.search(r"zero1 --tp 4 .*crosses nodes", text)
+    assert re.search(r"tp2_zero1 .*in a node", text)
+
+
+@pytest.mark.parametrize("argv", [("--world", "0"), ("--world", "2", "--ranks-per-node", "0"),
+                                  ("--ranks-per-node", "2"), ("--world", "2", "--model", "llama3-9b")])
+def test_numbers_that_are_none_are_refused(argv: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as raised:
+        main(argv)
+    assert raised.value.instead
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = ("import sys; from ezpz_llm.layouts import main; main(['--world', '64', '--model', "
+               "'llama3-8b']); sys.exit(bool({'torch', 'deepspeed', 'numpy', 'rich'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_page_shows_what_the_command_prints(request: pytest.FixtureRequest) -> None:
+    """Each block of the page that begins with the command, run as it is typed."""
+    def run(block: re.Match[str]) -> str:
+        program = "from ezpz_llm.cli import main; raise SystemExit(main())"
+        done = subprocess.run([sys.executable, "-c", program, *shlex.split(block[1])], capture_output=True,
+                              text=True, timeout=60, check=True)
+        return f"```\n$ ezpz-llm {block[1]}\n{done.stdout}```\n"
+
+    text = PAGE.read_text()
+    now, blocks = re.subn(r"```\n\$ ezpz-llm (layouts.*)\n(?:.*\n)*?```\n", run, text)
+    assert blocks == 2
+    if request.config.getoption("--write-layouts-page"):
+        PAGE.write_text(now)
+    else:
+        assert now == text, "it prints something else: write the page anew with --write-layouts-page"

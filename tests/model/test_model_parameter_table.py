@@ -1,0 +1,101 @@
+"""The table of parameters is what the model has, what the docs print, and all that a new parameter needs."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from places import ROOT
+from qk_norm import ROWS, qk_norm
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.engine.build import assemble
+from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.memory import held_parameters
+from ezpz_llm.model import tensor_parallel
+from ezpz_llm.model.config import MODELS, get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import decay_counts, decay_groups
+from ezpz_llm.model.parameters import (
+    AFTER,
+    BEFORE,
+    BLOCK,
+    add_to_block,
+    check_parameters,
+    matrix_parameter_count,
+    parameter_count,
+    parameter_shapes,
+)
+
+PAGE = ROOT / "docs" / "architecture.md"
+ALONE = SimpleNamespace(group=lambda *axes: None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+DDP = Layout("ddp", "ddp")
+TINY = MODELS["tiny-llama"]
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return GPT(config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_is_what_the_model_has(name):
+    config = MODELS[name]
+    shapes = {name: tuple(parameter.shape) for name, parameter in on_meta(config).named_parameters()}
+    assert list(parameter_shapes(config).items()) == list(shapes.items())
+    check_parameters(config, shapes)
+    assert parameter_count(config) == sum(map(math.prod, shapes.values()))
+
+
+def test_the_docs_print_the_table():
+    page = PAGE.read_text()
+    for place, rows in (("h.N.", BLOCK), ("", BEFORE + AFTER)):
+        for row in rows:
+            name, shape = place + row.name.removeprefix("transformer."), " x ".join(row.shape)
+            decays, matmul = ("yes" if one else "no" for one in (row.decays, row.is_matmul))
+            assert (f"| `{name}` | {shape} | {row.initial} | {row.tp} | {decays} | {matmul} | "
+                    f"{row.when} |") in page, row
+
+
+def test_a_new_parameter_is_one_row():
+    """Initial weights, weight decay, counts, shapes, memory and FLOPs of QK norm all follow."""
+    before = parameter_count(TINY), matrix_parameter_count(TINY), held_parameters(DDP, TINY, 0)
+    groups = decay_counts(TINY)
+    with qk_norm():
+        model = assemble(TINY, DDP, ALONE, seed=1)
+        named = dict(model.named_parameters())
+        gains = [named[f"transformer.h.{layer}.{row.name}"] for layer in range(TINY.n_layer) for row in ROWS]
+        more = sum(gain.numel() for gain in gains)
+        assert more == 2 * TINY.n_layer * TINY.head_dim
+        assert all(bool((gain == 1).all()) for gain in gains)
+        assert parameter_shapes(TINY) == {name: tuple(one.shape) for name, one in named.items()}
+        assert (parameter_count(TINY), matrix_parameter_count(TINY),
+                held_parameters(DDP, TINY, 0)) == (before[0] + more, before[1], before[2] + more)
+        assert decay_counts(TINY) == [groups[0], (groups[1][0] + len(gains), groups[1][1] + more)]
+        undecayed = {id(one) for one in decay_groups(model, 0.1)[1]["params"]}
+        assert all(id(gain) in undecayed for gain in gains)
+        tokens = torch.randint(257, (2, 9), generator=torch.Generator().manual_seed(0))
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        assert all(bool(gain.grad.norm() > 0) for gain in gains)
+        with pytest.raises(ValueError, match="in the table of parameters already"):
+            add_to_block(ROWS[0])
+
+
+def test_a_model_other_than_the_table_is_refused_before_it_starts():
+    name = r"transformer\.h\.0\.attn\.q_norm\.weight"
+    with qk_norm(in_table=False), pytest.raises(UserError, match=f"{name} is not in the table of parameters"):
+        assemble(TINY, DDP, ALONE, seed=1)
+    shapes = parameter_shapes(TINY)
+    with qk_norm(), pytest.raises(UserError, match=f"{name} is absent in the model and 32 in the table"):
+        check_parameters(TINY, shapes)
+    wrong = shapes | {"transformer.ln_f.weight": (3,)}
+    with pytest.raises(UserError, match=r"transformer\.ln_f\.weight is 3 in the model and 128 in the table"):
+        check_parameters(TINY, wrong)
+
+
+def test_tensor_parallel_refuses_a_parameter_without_a_rule():
+    with qk_norm(tp=None), pytest.raises(UserError, match=r"q_norm\.weight has no tensor-parallel rule") as it:
+        tensor_parallel.apply(on_meta(get_model_config("tiny-gpt2")), None, 0, 2)
+    assert "summed" in str(it.value)

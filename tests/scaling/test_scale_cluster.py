@@ -1,0 +1,154 @@
+"""Studies on simulated nodes with real Slurm: parts of one reservation, one job a point, links of known bandwidth.
+
+What is committed, written anew: pytest -m slow tests/scaling/test_scale_cluster.py -k bandwidth --write-study
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+import torch
+from launch_runs import record
+from places import ROOT
+from scale_runs import TRAIN
+from simcluster.cluster import Cluster, missing
+
+from ezpz_llm.observe.traffic import measured, step_traffic
+from ezpz_llm.scaling.sample import Repeat, read_repeats
+
+# One rank a node: two cores are all that the nodes have together.
+STUDY = ("--", "launch", "--ppn", "1", "python3", *TRAIN[1:], "--steps", "30", "--trace-steps", "3")
+
+# A batch with which communication takes about as long as the rest of a step.
+RESULT = ROOT / "benchmarks/results/scaling_links.json"
+SHAPED = ("--", "launch", "--ppn", "1", "python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "2",
+          "--n-embd", "256", "--block-size", "128", "--micro-batch-size", "2", "--precision", "fp32")
+WEIGHTS = 4 * 1_670_144
+CORES = 0.5
+STEPS = {"1gbit": "30", "200mbit": "20"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.getbasetemp() / "cluster-cache")
+
+
+def _hosts(study: Path, one: Repeat) -> list[str]:
+    return record(study / one.run_dir)["launch"]["hosts"]
+
+
+def test_a_point_uses_its_part_of_the_reservation(cluster, tmp_path: Path, cache: str) -> None:
+    words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "2", "--study", "s", "--ds-config", "ddp")
+    done = cluster.run("salloc", "-N2", "-t5", *words, "--point", "weak-ddp-n1", *STUDY, cwd=tmp_path, timeout=200,
+                       OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
+    # The other point's runs are still to be made, but were not asked for.
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_repeats(tmp_path / "s")
+    assert [(one.nodes, one.ranks, _hosts(tmp_path / "s", one), one.slowest_host) for one in found] == [
+        (1, 1, ["n1"], "n1"), (1, 1, ["n2"], "n2")]
+    assert "run 1  on n2 " in done.stdout
+    done = cluster.run("salloc", "-N1", "-t5", "ezpz-llm", "scale", "--study", "s", cwd=tmp_path, timeout=60)
+    assert (done.returncode, "point weak-ddp-n2 needs 2 nodes, and there are 1" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_one_job_a_point_and_then_the_report(cluster, tmp_path: Path, cache: str) -> None:
+    words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1", "--study", "s", "--ds-config", "ddp")
+    done = cluster.run(*words, "--submit", "--time 0:05:00", *STUDY, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="1",
+                       EZPZ_LLM_CACHE=cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    deadline = time.monotonic() + 200
+    while cluster.run("squeue", "--noheader").stdout.strip():
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    logs = "".join(path.read_text() for path in tmp_path.glob("s/points/*/job/logs/*"))
+    found = {one.point: one for one in read_repeats(tmp_path / "s")}
+    assert {name: (one.ranks, one.error) for name, one in found.items()} == {
+        "weak-ddp-n1": (1, None), "weak-ddp-n2": (2, None)}, logs
+    assert len(_hosts(tmp_path / "s", found["weak-ddp-n2"])) == 2
+    assert found["weak-ddp-n2"].split["exposed_communication"] > 0
+    done = cluster.run("ezpz-llm", "scale", "report", "s", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "weak-ddp-n2" in done.stdout
+    assert (tmp_path / "s/report.html").exists()
+
+
+def moving_s(nodes: int, rate: str) -> float:
+    """What ZeRO-1 needs a step to move its gradients and weights."""
+    issued = {"all_reduce": {"count": 1, "bytes": WEIGHTS}, "all_gather": {"count": 2, "bytes": WEIGHTS}}
+    bandwidth = measured("gloo")["goodput"][rate]
+    return sum(one.seconds(bandwidth) for one in step_traffic("gloo", issued, nodes).values())
+
+
+def test_a_slow_network_shows_in_a_study(cluster: Cluster, tmp_path: Path, cache: str) -> None:
+    cluster.shape("200mbit")
+    try:
+        done = cluster.run("salloc", "-N2", "-t5", "ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "1",
+                           "--study", "s", "--ds-config", "zero1", *SHAPED, "--steps", "16", "--trace-steps", "3",
+                           cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=cache)
+    finally:
+        cluster.shape(None)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (next(found for found in read_repeats(tmp_path / "s") if found.nodes == nodes) for nodes in (1, 2))
+    assert two.split["exposed_communication"] > 0.85 * moving_s(2, "200mbit")
+    assert min(two.step_times_s) > 0.85 * moving_s(2, "200mbit")
+    assert 2 * one.tokens_per_second > two.tokens_per_second
+    assert "Weak scaling, zero1: 2 sequences a step and device at every size" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four nodes with half a core each, as much as a machine of two cores has for all of them at once."""
+    if (why := missing()) is not None:
+        pytest.skip(why)
+    with Cluster(tmp_path_factory.mktemp("nodes") / "sim") as found, ExitStack() as undo:
+        for node in found.nodes:
+            undo.callback(found.limit_cores(node, CORES))
+        yield found
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rate", STEPS)
+def test_a_study_finds_the_bandwidth(nodes: Cluster, tmp_path: Path, request, rate: str) -> None:
+    nodes.shape(rate)
+    words = ("ezpz-llm", "scale", "--nodes", "1,2,4", "--mode", "both", "--ds-config", "zero1", "--study", rate)
+    done = nodes.run("salloc", "-N4", "-t30", *words, *SHAPED, "--steps", STEPS[rate], "--log-every", "6",
+                     cwd=tmp_path, timeout=1700, COLUMNS="100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / rate / "report.json").read_text())
+    points = {one["point"]: one for one in report["points"]}
+    assert {name: (one["nodes"], one["runs"], one["runs_failed"]) for name, one in points.items()} == {
+        f"{mode}-zero1-n{nodes}": (nodes, 3, 0) for mode in ("weak", "strong") for nodes in (1, 2, 4)}
+    if request.config.getoption("--write-study"):
+        write(rate, report, done.stdout)
+    for row in report["fits"][0]["points"]:
+        size = points[row["point"]]["nodes"]
+        moving = sum(part_s for part, part_s in row["parts_s"].items() if part.startswith(("bandwidth", "latency")))
+        expected = moving_s(size, rate) if size > 1 else 0
+        assert moving == pytest.approx(expected, rel=0.2), row
+        assert points[row["point"]]["exposed_communication_s"] > 0.85 * expected
+
+
+def write(rate: str, report: dict, said: str) -> None:
+    """Put a study beside those of the other rates that were measured."""
+    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"studies": {}}
+    kept |= {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": "pytest -m slow tests/scaling/test_scale_cluster.py -k bandwidth --write-study",
+        "machine": f"{os.cpu_count()} cores; four simulated nodes with {CORES} of a core each, one rank a node, "
+                   "real Slurm; a node's link is held by tbf to the rate in both directions",
+        "versions": {"torch": torch.__version__}}
+    numbers = {**report, "points": [{name: value for name, value in point.items() if name != "origin"}
+                                    for point in report["points"]]}
+    lines = [line for line in said.splitlines() if not line.startswith(("study ", "page: ", "numbers: "))]
+    kept["studies"][rate] = {"report": numbers, "said": lines}
+    RESULT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,286 @@
+"""Studies: what is typed, points and their batches, the order of runs, carving, one job a point."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, scheduler
+from scale_runs import TRAIN, scale
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
+from ezpz_llm.scaling.measure import measure, untraced
+from ezpz_llm.scaling.options import parse, value_of, without
+from ezpz_llm.scaling.precheck import MEASURING, plan_study
+from ezpz_llm.scaling.running import left
+from ezpz_llm.scaling.sample import Repeat, add_repeat, points_file, read_repeats
+from ezpz_llm.scaling.sizes import find_sizes
+from ezpz_llm.scaling.study import Point, Study, carve, read_study, run_dir_of, study_file
+
+PLAIN = "python3 -m ezpz_llm.train"
+ENV = clean_env()
+
+
+def plan(folder: Path, words: str, *command: str) -> Study:
+    return plan_study(parse([*words.split(), "--", *(command or TRAIN)]), ENV, folder, ())
+
+
+def batches(study: Study) -> dict[str, tuple[int, int, int]]:
+    return {point.name: (point.global_batch, point.micro_batch, point.accumulation) for point in study.points}
+
+
+def point(name: str = "weak-ddp-n1", **changes: object) -> Point:
+    return replace(Point(name, "weak", "ddp", 1, 1, 4, 4, 1, ("-n", "1"), TRAIN), **changes)
+
+
+def study(*points: Point, **changes: object) -> Study:
+    return replace(Study("scaling", "weak", "nodes", 3, 0, (), "/", None, 1, points or (point(),)), **changes)
+
+
+def repeat(**changes: object) -> Repeat:
+    return replace(Repeat("weak-ddp-n1", "weak", "ddp", 1, 1, 0, 4, 4, 1, 32, (0.1, 0.2), 900.0, None, None, 5000,
+                          {"compute": 0.1}, 0, "vm", 5.5, 4.0, "points/weak-ddp-n1/run-0"), **changes)
+
+
+def test_options_on_a_command_line_are_read_and_left_out() -> None:
+    words = ("train", "--lr", "1", "--steps=5", "--lr=2", "-x", "--steps-more", "7")
+    assert (value_of(words, "--lr"), value_of(words, "--steps"), value_of(words, "--st")) == ("2", "5", None)
+    assert without(words, "--lr", "--steps") == ("train", "-x", "--steps-more", "7")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (f"-- {PLAIN}", "a study needs its sizes"),
+    (f"--nodes 1,2 --ranks 1 -- {PLAIN}", "both in nodes and in ranks"),
+    (f"--nodes 1,2,2 -- {PLAIN}", "each once"),
+    (f"--nodes 0 -- {PLAIN}", "whole numbers"),
+    (f"--nodes 1,2 --mode medium -- {PLAIN}", "weak, strong, both"),
+    (f"--nodes 1,2 --target 80 -- {PLAIN}", "0.8"),
+    (f"--node 1,2 -- {PLAIN}", "--nodes"),
+    ("--nodes 1,2", "no command to study"),
+    ("--nodes 1,2 -- python3 train.py", "a study runs ezpz_llm.train"),
+    ("--nodes 1,2 -- launch python3 -m ezpz_llm.test_dist", "a study runs ezpz_llm.train"),
+    (f"--nodes 1,2 -- launch -n 4 {PLAIN}", "launch -n"),
+    (f"--nodes 1,2 -- launch --nodes 4 {PLAIN}", "launch --nodes"),
+    (f"--nodes 1,2 -- {PLAIN} --run-dir x", "--run-dir in a study"),
+    (f"--nodes 1,2 -- {PLAIN} --resume x", "--resume in a study"),
+    (f"--nodes 1,2 --ds-config ddp -- {PLAIN} --ds-config zero1", "named twice"),
+    (f"--nodes 1,2 --what layouts -- {PLAIN}", "at one size"),
+    (f"--nodes 2 --what layouts --mode weak -- {PLAIN}", "the same global batch"),
+    ("--study x --repeats 5", "cannot change"),
+])
+def test_a_wrong_word_is_named(words: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse(words.split())
+    assert message in str(raised.value)
+
+
+def test_words_for_launch_and_the_command_are_told_apart() -> None:
+    options = parse(["--nodes", "1,2", "--model", "tiny-llama", "--", "launch", "--launcher", "srun", "--hosts",
+                     "n[1-4]", "--", "python3", "-m", "ezpz_llm.train", "--model=tiny-gpt2", "--lr", "1"])
+    assert (options.launch_words, options.hosts) == (("--launcher", "srun"), "n[1-4]")
+    assert options.command == ("python3", "-m", "ezpz_llm.train", "--lr", "1", "--model", "tiny-llama")
+
+
+@pytest.mark.full
+def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--ranks 2,1 --mode both --ds-config ddp", *TRAIN, "--micro-batch-size", "2",
+                 "--gradient-accumulation-steps", "3")
+    assert batches(found) == {"weak-ddp-r1": (6, 2, 3), "weak-ddp-r2": (12, 2, 3),
+                              "strong-ddp-r1": (12, 2, 6), "strong-ddp-r2": (12, 2, 3)}
+    assert "strong: every step has 12 sequences, what 2 rank(s) take by themselves" in found.notes[0]
+    # A global batch is the strong study's own; the weak one takes from it what a rank has at the smallest size.
+    found = plan(tmp_path, "--ranks 2,4 --mode both --ds-config ddp,tp2", *TRAIN, "--global-batch-size", "16")
+    assert batches(found) == {
+        "weak-ddp-r2": (16, 4, 2), "weak-ddp-r4": (32, 4, 2), "weak-tp2-r2": (16, 4, 4), "weak-tp2-r4": (32, 4, 4),
+        "strong-ddp-r2": (16, 4, 2), "strong-ddp-r4": (16, 4, 1), "strong-tp2-r2": (16, 4, 4),
+        "strong-tp2-r4": (16, 4, 2)}
+    for one in found.points:
+        assert value_of(one.command, "--ds-config") == one.ds_config
+        assert value_of(one.launch, "-n") == str(one.ranks)
+        typed = ("--eval-tokens",)
+        assert all(value_of(one.command, name) == value for name, value in MEASURING.items() if name not in typed)
+        assert value_of(one.command, "--eval-tokens") == "512"
+
+
+def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    code, said = scale(tmp_path, "--ranks", "1,3", "--mode", "strong", "--", *TRAIN, "--global-batch-size", "8")
+    assert code == 2
+    assert "error: point strong-zero1-r3, on 3 ranks cannot run: a global batch of 8 sequences is not" in said
+    assert "instead: a global batch of 6 or 9" in said
+    code, said = scale(tmp_path, "--ranks", "2", "--ds-config", "ddp,tp3", "--", *TRAIN)
+    assert (code, "tp3" in said, "Traceback" in said) == (2, True, False)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="accumulation is what a strong study solves"):
+        plan(tmp_path, "--ranks 1 --mode strong", *TRAIN, "--global-batch-size", "8",
+             "--gradient-accumulation-steps", "2")
+    with pytest.raises(UserError, match="secret"):
+        plan(tmp_path, "--ranks 1", "launch", "--wrap", "env API_KEY=abcdefgh123", *TRAIN)
+
+
+@pytest.mark.full
+def test_layouts_are_compared_at_one_global_batch_without_those_that_cannot_run(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--ranks 3 --what layouts")
+    assert (found.mode, [one.name for one in found.points]) == (
+        "strong", ["strong-ddp-r3", "strong-zero1-r3", "strong-zero2-r3", "strong-zero3-r3"])
+    assert {one.global_batch for one in found.points} == {12}
+    assert [note.partition(":")[0] for note in found.notes] == ["left out", "left out", "strong"]
+    with pytest.raises(UserError, match="tp2"):
+        plan(tmp_path, "--ranks 3 --what layouts --ds-config ddp,tp2")
+    with pytest.raises(UserError, match="not a comparison"):
+        plan(tmp_path, "--ranks 2 --what layouts", *TRAIN, "--ds-config", "zero1")
+
+
+def test_sizes_are_those_of_the_reservation_with_their_ranks_said_outright(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("n1 slots=2\nn2 slots=2\nn3 slots=2\n")
+    words = ("launch", "--hostfile", str(hosts), "--launcher", "mpiexec", *PLAIN.split())
+    sizes = find_sizes(parse(["--nodes", "2,1", "--", *words]), ENV)
+    assert [(size.label, size.ranks) for size in sizes] == [("n1", 2), ("n2", 4)]
+    assert [size.launch[-4:] for size in sizes] == [("-n", "2", "--ppn", "2"), ("-n", "4", "--ppn", "2")]
+    # Ranks of a smaller size get no more cores than those of the largest.
+    assert {size.threads for size in find_sizes(parse(["--ranks", "1,2", "--", *PLAIN.split()]), ENV)} == {
+        len(os.sched_getaffinity(0)), len(os.sched_getaffinity(0)) // 2}
+    assert plan(tmp_path, "--ranks 1,2").threads == len(os.sched_getaffinity(0)) // 2
+    with pytest.raises(UserError, match="a point of 4 nodes, and there are 3: n1, n2, n3"):
+        find_sizes(parse(["--nodes", "1,4", "--", *words]), ENV)
+    with pytest.raises(UserError, match="this is one of a launch's already"):
+        find_sizes(parse(["--ranks", "1", "--", *PLAIN.split()]), ENV | {"RANK": "0", "WORLD_SIZE": "2",
+                                                                        "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                                                                        "TORCHELASTIC_RUN_ID": "x"})
+
+
+def test_every_round_has_all_points_in_an_order_of_its_own() -> None:
+    points = [point(f"weak-ddp-n{nodes}", nodes=nodes) for nodes in (1, 2, 4, 8)]
+    runs = study(*points, repeats=6, seed=1).order()
+    rounds = [[one.name for one, number in runs if number == round_] for round_ in range(6)]
+    assert [number for _, number in runs] == sorted(number for _, number in runs)
+    assert {tuple(sorted(names)) for names in rounds} == {tuple(sorted(one.name for one in points))}
+    assert len({tuple(names) for names in rounds}) > 3
+    assert runs == study(*points, repeats=6, seed=1).order() != study(*points, repeats=6, seed=2).order()
+
+
+def test_a_point_moves_over_the_hosts_from_repeat_to_repeat() -> None:
+    hosts = ["n1", "n2", "n3", "n4"]
+    assert [carve(hosts, 1, number) for number in range(5)] == [("n1",), ("n2",), ("n3",), ("n4",), ("n1",)]
+    assert [carve(hosts, 2, number) for number in range(3)] == [("n1", "n2"), ("n3", "n4"), ("n1", "n2")]
+    assert [carve(hosts, 3, number) for number in range(2)] == [("n1", "n2", "n3"), ("n4", "n1", "n2")]
+    assert {carve(hosts, 4, number) for number in range(3)} == {tuple(hosts)}
+
+
+def test_a_study_and_its_repeats_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    ours = study(point(), point("weak-ddp-n2", nodes=2), notes=("a note",))
+    ours.write(tmp_path)
+    assert read_study(tmp_path) == ours
+    first, second = repeat(), repeat(repeat=1, error="it broke", tokens_per_second=None, step_times_s=())
+    add_repeat(tmp_path, first)
+    add_repeat(tmp_path, second)
+    assert read_repeats(tmp_path) == [first, second]
+    to_make = left(ours, tmp_path, ["weak-ddp-n1"], False)
+    assert [(one.name, number) for one, number in to_make] == [("weak-ddp-n1", 2)]
+    assert len(left(ours, tmp_path, [], True)) == 5
+    again = replace(second, error=None, tokens_per_second=5.0)
+    add_repeat(tmp_path, again)
+    assert read_repeats(tmp_path) == [first, again]
+    with points_file(tmp_path).open("a") as file:
+        file.write('{"point": "x"}\n')
+    with pytest.raises(UserError, match="after 2 runs"):
+        read_repeats(tmp_path)
+    for text, message in ((None, "no study.json"), ('{"version": 0}', "of this version"), ("[]", "of this version"),
+                          ('{"version": 1}', "what is missing"),
+                          ('{"version": 1, "points": [{}]}', "what is missing")):
+        study_file(tmp_path).unlink(missing_ok=True)
+        if text:
+            study_file(tmp_path).write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_study(tmp_path)
+
+
+@pytest.mark.parametrize(("record", "error"), [
+    ({"exit": {"code": 1, "cause": "rank 1 on vm: ValueError"}}, "rank 1 on vm: ValueError (code 1)"),
+    ({"exit": {"code": 0, "cause": "all ranks ended with 0"}}, "0 steady steps are too few to measure"),
+    ({"exit": {"code": 1, "cause": "a bad loss"}, "stopped": "ten bad steps"}, "a bad loss (code 1)"),
+    ({"exit": {"code": 124, "cause": "idle", "stopped": {"kind": "idle"}}}, "idle (code 124)"),
+    ({"exit": {"code": 0, "cause": ""}, "stopped": "the reservation ends"}, None),
+    ({"exit": {"code": 143, "cause": "SIGTERM", "stopped": {"kind": "signal"}}}, None),
+    ({"exit": None}, None),
+    ({}, None),
+])
+def test_a_run_without_its_last_step_counts_for_nothing_and_a_failed_one_is_kept(record: dict, error: str | None,
+                                                                               tmp_path: Path) -> None:
+    run_dir = RunDir(run_dir_of(tmp_path, point(), 0).path).create()
+    update_record(run_dir, **record)
+    found = measure(tmp_path, point(), 0)
+    if error is None:
+        assert found is None
+    else:
+        assert error in found.error
+        assert (found.step_times_s, found.tokens_per_second) == ((), None)
+        assert found.run_dir == "points/weak-ddp-n1/run-0"
+
+
+@pytest.mark.parametrize(("mfus", "mfu"), [((0.4,) * 12, 0.4), ((0.4,) * 8 + (None,) * 4, 0.4),
+                                          ((None,) * 9 + (0.98,) * 3, math.inf), ((None,) * 12, None)])
+def test_steps_whose_mfu_cannot_be_count_as_that(mfus: tuple[float | None, ...], mfu: float | None,
+                                                 tmp_path: Path) -> None:
+    """The trainer leaves out an MFU above 1: the median of the others would be a number that looks right."""
+    run_dir = RunDir(run_dir_of(tmp_path, point(), 0).path).create()
+    update_record(run_dir, exit={"code": 0, "cause": ""}, model={"block_size": 8},
+                  memory={"host_peak": 1, "peak": 1}, environment={"device": {"type": "cpu"}},
+                  launch={"hosts": ["a"], "ranks_per_host": [1]})
+    write_json(run_dir.layout, {"batch": {"global_batch": 4, "micro_batch": 4, "accumulation": 1}})
+    for step, one in enumerate((mfus[0], *mfus, mfus[0]), 1):
+        append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10,
+                                      **({} if one is None else {"mfu": one})})
+    found = measure(tmp_path, point(), 0)
+    if mfu == math.inf:
+        assert "an MFU above 100 %, which cannot be" in found.error
+    else:
+        assert (found.error, found.mfu) == (None, mfu)
+
+
+def test_times_leave_out_what_was_traced(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path).create()
+    rows = [{"step": step} for step in range(1, 21)]
+    assert [row["step"] for row in untraced(rows, run_dir)] == list(range(3, 20))
+    for rank in (0, 1):
+        run_dir.trace(rank).write_bytes(gzip.compress(b'{"name": "step 7"} {"name": "step 8"} {"name": "step 9"}'))
+    assert [row["step"] for row in untraced(rows, run_dir)] == list(range(12, 20))
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
+    code, said = scale(tmp_path, "--ranks", "1,2", "--repeats", "2", "--study", "s", "--dry-run", "--", *TRAIN)
+    assert code == 0, said
+    assert "2 points x 2, of which 4 are to be made" in said
+    assert "2 rank(s)" in said
+    assert not (tmp_path / "s").exists()
+    code, said = scale(tmp_path, "reprot", "s")
+    assert (code, "ezpz-llm scale report D" in said) == (2, True)
+
+
+@pytest.mark.full
+def test_one_job_a_point_is_queued_and_its_script_runs_that_point(tmp_path: Path) -> None:
+    bin_ = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    path = f"{bin_}{os.pathsep}{ENV['PATH']}"
+    words = ("--nodes", "1,2", "--repeats", "2", "--study", "s", "--submit", "--time 1:00:00", "--",
+             "launch", "--ppn", "1", *TRAIN)
+    code, said = scale(tmp_path, *words, PATH=path)
+    assert code == 0, said
+    jobs = [tmp_path / "s/points" / name / "job/job.sh" for name in ("weak-zero1-n1", "weak-zero1-n2")]
+    assert (bin_ / "calls").read_text().split() == ["--parsable", str(jobs[0]), "--parsable", str(jobs[1])]
+    assert "#SBATCH --nodes=2" in jobs[1].read_text()
+    command = f"command=(ezpz-llm scale --study {tmp_path}/s --point weak-zero1-n2)"
+    assert command in " ".join(jobs[1].read_text().split())
+    # The job's own command, as far as it goes without its two nodes.
+    command = ["ezpz-llm", "scale", "--study", str(tmp_path / "s"), "--point", "weak-zero1-n2"]
+    done = subprocess.run(command, env=ENV, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "point weak-zero1-n2 needs 2 nodes, and there are 1" in done.stderr
+    assert read_study(tmp_path / "s").points[1].launch == ("-n", "2", "--ppn", "1")
+    with pytest.raises(UserError, match="--ranks one reservation"):
+        plan(tmp_path, "--ranks 1,2 --submit --time=1h")

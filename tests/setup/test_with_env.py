@@ -1,0 +1,319 @@
+"""with-env and activate on a copy of the checkout, built on a virtual environment whose torch it reuses.
+
+Nothing is downloaded: what the set-up needs is there already, and pip has an index that cannot be reached or that
+never answers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from made_up_wheels import write_wheel
+from places import ROOT
+
+# A set-up starts pip and torch several times: seconds alone, minutes beside eight busy processes.
+pytestmark = pytest.mark.timeout(900)
+
+
+def no_network(port: int = 9) -> dict[str, str]:
+    """Settings of pip with nothing but an index on this host, where by default nothing listens."""
+    return {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "",
+            "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
+
+
+@dataclass
+class Checkout:
+    """A copy of the checkout with a cache of its own."""
+
+    root: Path
+    cache: Path
+    wheels: Path
+    python: Path
+
+    def command(self, *words: str) -> list[str]:
+        return [str(self.root / "launchers" / "with-env"), *words]
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "EZPZ_LLM_TORCH")}
+        # The build back end is that of the tests' own environment.
+        outside = {name: str(self.outside / name) for name in ("HOME", "TMPDIR")}
+        for folder in outside.values():
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        return {**kept, **outside, "PIP_NO_BUILD_ISOLATION": "0", "EZPZ_LLM_CACHE": str(self.cache),
+                "EZPZ_PYTHON": str(self.python), **no_network(), "PIP_FIND_LINKS": str(self.wheels), **variables}
+
+    def run(self, *words: str, stdin: str = "", timeout: float = 280, **variables: str):
+        return subprocess.run(self.command(*words), input=stdin, capture_output=True, text=True, timeout=timeout,
+                              env=self.environment(**variables), cwd=self.root.parent, check=False)
+
+    @property
+    def outside(self) -> Path:
+        return self.cache.parent / "outside"
+
+    @property
+    def venv(self) -> Path:
+        found = [path for path in (self.cache / "venvs").iterdir() if path.is_dir()]
+        assert len(found) == 1, found
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    exit_code: int
+    shown: str
+    left_running: list[str]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    folder = tmp_path_factory.mktemp("with env")  # the blank is meant
+    root = folder / "a checkout"
+    root.mkdir()
+    for name in ("ezpz_llm", "ds_configs", "launchers", "jobs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, root / name)
+    wheels = tmp_path_factory.mktemp("wheels")  # no blank: PIP_FIND_LINKS is split at blanks
+    scripts = dict.fromkeys((f"mpich-5.0.2.data/scripts/{name}" for name in ("mpiexec", "mpirun")),
+                            "#!/bin/sh\necho HYDRA build details:\n")
+    write_wheel(wheels, "mpich", "5.0.2", scripts)
+    return Checkout(root, folder / "cache", wheels, environment_with_torch(folder / "active"))
+
+
+def environment_with_torch(folder: Path) -> Path:
+    """The Python of a virtual environment with a torch as pip installs PyPI's: its metadata says 2.13.0 where
+    torch.__version__ says 2.13.0+cu130. It is that of the tests, under metadata without the local part."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "torch").symlink_to(Path(importlib.util.find_spec("torch").origin).parent)
+    version = importlib.metadata.version("torch").partition("+")[0]
+    info = site / f"torch-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    (site / "borrowed.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
+    return folder / "bin" / "python"
+
+
+def write_program(path: Path, line: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def interrupted(checkout: Checkout) -> Interrupted:
+    """A first set-up that pip hangs in, ended by SIGINT."""
+    with socket.create_server(("127.0.0.1", 0)) as silent_index:
+        variables = no_network(silent_index.getsockname()[1])
+        env = checkout.environment(**variables)
+        del env["PIP_NO_BUILD_ISOLATION"]
+        process = subprocess.Popen(checkout.command("true"), env=env, stderr=subprocess.PIPE, text=True)
+        silent_index.settimeout(280)
+        connection, _ = silent_index.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, shown = process.communicate(timeout=100)
+    return Interrupted(process.returncode, shown, processes_that_name(str(checkout.cache)))
+
+
+@pytest.fixture(scope="module")
+def ready(checkout: Checkout, interrupted: Interrupted) -> Checkout:
+    """The same checkout, set up: what the interrupt left is repaired."""
+    shutil.rmtree(checkout.outside)  # of a pip that was killed
+    done = checkout.run("true", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "setting up" in done.stderr
+    assert f"using torch {importlib.metadata.version('torch').partition('+')[0]} of {checkout.python.parents[1]}" \
+        in done.stderr
+    return checkout
+
+
+def processes_that_name(text: str) -> list[str]:
+    for _ in range(20):  # a process that was told to end needs a moment
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if text in words:
+                found.append(words)
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize(("words", "shown"), [
+    ((), "no command given"),
+    (("--wheel", "x", "true"), "unknown option --wheel"),
+    (("--wheels",), "--wheels needs a folder"),
+])
+def test_usage_errors(checkout: Checkout, words: tuple[str, ...], shown: str) -> None:
+    done = checkout.run(*words)
+    assert done.returncode == 2
+    assert shown in done.stderr
+    assert "usage: launchers/with-env" in done.stderr
+
+
+def test_help(checkout: Checkout) -> None:
+    done = checkout.run("--help")
+    assert done.returncode == 0
+    assert "--wheels DIR" in done.stdout
+
+
+def test_no_python_and_an_old_python_are_named(checkout: Checkout, tmp_path: Path) -> None:
+    done = checkout.run("true", EZPZ_PYTHON=str(tmp_path / "python3"))
+    assert (done.returncode, "EZPZ_PYTHON" in done.stderr) == (1, True)
+    old = tmp_path / "python3.8"
+    write_program(old, "echo 3.8")
+    done = checkout.run("true", EZPZ_PYTHON=str(old), EZPZ_LLM_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1
+    assert "is Python 3.8; 3.10 or newer is needed" in done.stderr
+
+
+def test_interrupt_ends_pip_and_says_how_to_go_on(interrupted: Interrupted) -> None:
+    assert interrupted.exit_code == 128 + signal.SIGINT
+    assert "interrupted by SIGINT; the same command again" in interrupted.shown
+    assert interrupted.left_running == []
+
+
+def test_command_gets_streams_and_gives_exit_code(ready: Checkout) -> None:
+    done = ready.run("sh", "-c", "cat; echo error >&2; exit 7", stdin="input")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "input", "error\n")
+    assert ready.run("--", "sh", "-c", "kill -9 $$").returncode == -signal.SIGKILL
+    missing = ready.run("no-such-command")
+    assert (missing.returncode, missing.stderr) == (127, "with-env: no command no-such-command\n")
+
+
+def test_environment_is_the_checkouts_with_the_torch_that_was_there(ready: Checkout) -> None:
+    script = "import ezpz_llm, torch; print(ezpz_llm.__file__); print(torch.__file__)"
+    ours, torch_file = ready.run("python3", "-c", script).stdout.splitlines()
+    assert Path(ours).is_relative_to(ready.root)
+    assert Path(torch_file).is_relative_to(ready.python.parents[1])
+    assert ready.run("launch", "--dry-run", "hostname").returncode == 0
+
+
+def test_set_up_leaves_nothing_outside_the_cache(ready: Checkout) -> None:
+    # pip asks rustc for its version, and a rustup there makes its own folder.
+    left = {path.name for folder in ready.outside.iterdir() for path in folder.iterdir()} - {".rustup", ".cargo"}
+    assert left == set()
+
+
+def test_warm_start_adds_little(ready: Checkout) -> None:
+    def median_ms(words: list[str]) -> float:
+        """Of processor time, which does not depend on what else runs here."""
+        times = []
+        for _ in range(11):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(words, env=ready.environment(), check=True, timeout=120)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
+        return statistics.median(times)
+
+    assert median_ms(ready.command("true")) - median_ms(["true"]) < 50
+
+
+def test_unchanged_pyproject_with_a_newer_date_costs_nothing(ready: Checkout) -> None:
+    (ready.root / "pyproject.toml").touch()
+    done = ready.run("true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> None:
+    ours, site = ready.venv / "mpi" / "mpiexec", tmp_path / "site" / "mpiexec"
+    write_program(site, "echo site")
+    bare = "/usr/bin:/bin"
+
+    def found(path: str, before: str = "") -> str:
+        return ready.run("bash", "-c", f"{before} type -P mpiexec", PATH=path).stdout.strip()
+
+    if not shutil.which("mpiexec", path=bare):
+        assert found(bare) == str(ours)
+    assert found(f"{site.parent}:{bare}") == str(site)
+    assert found(f"{bare}:{site.parent}") != str(ours)
+    assert found(bare, f"PATH={site.parent}:$PATH;") == str(site), "loaded later"
+    library = ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="").stdout
+    assert library == f":{ready.venv}/mpich/lib\n", "first what the linker finds, then ours"
+    assert ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="mine").stdout == "mine\n"
+    assert ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="", CRAYPE_VERSION="2.7").stdout == "\n"
+
+
+def test_launch_takes_mpich_also_where_a_site_had_an_mpiexec_at_set_up(ready: Checkout, tmp_path: Path) -> None:
+    """Which mpiexec is taken is decided when launch is run: the environment always has one to offer."""
+    site, of_pbs = tmp_path / "site", tmp_path / "pbs"
+    write_program(site / "mpiexec", "echo 'mpiexec (OpenRTE) 4.1.8'")
+    write_program(of_pbs / "mpiexec", "echo pbs_version = 23.06.06")
+    ours = str(ready.venv / "mpi" / "mpiexec")
+    for folders, expected in (((of_pbs,), ours), ((of_pbs, site), str(site / "mpiexec")), ((), ours)):
+        path = ":".join([*map(str, folders), str(tmp_path)])
+        # The programs that with-env itself needs are given by link: this machine may have an mpiexec beside them.
+        for name in ("bash", "sh", "readlink", "sha256sum", "grep", "sed"):
+            if not (tmp_path / name).exists():
+                (tmp_path / name).symlink_to(shutil.which(name))
+        done = ready.run("launch", "--dry-run", "--json", "-n", "2", "hostname", PATH=path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["argv"][0] == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_activate_and_deactivate(ready: Checkout, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    script = """
+        before=$PATH
+        deactivate() { echo "outer deactivate"; }
+        . "$1/launchers/activate" || exit 9
+        . "$1/launchers/activate"
+        command -v launch
+        PATH=/loaded/later:$PATH
+        deactivate
+        test "$PATH" = "/loaded/later:$before" && test -z "${VIRTUAL_ENV:-}" && echo "as before"
+        deactivate
+        false
+        echo "still here"
+    """
+    done = subprocess.run([shell, "-c", script, shell, str(ready.root)], env=ready.environment(), timeout=60,
+                          capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    found = str(ready.venv / "bin" / "launch")
+    assert done.stdout.splitlines() == [found, "as before", "outer deactivate", "still here"]
+
+
+@pytest.mark.full
+def test_two_at_once_make_one_environment_and_failure_is_explained(checkout: Checkout, tmp_path: Path) -> None:
+    """Two set-ups start together; the index cannot be reached, so both fail, one after the other."""
+    env = checkout.environment(EZPZ_LLM_CACHE=str(tmp_path), EZPZ_LLM_TORCH="torch==2.13.0")
+    command = checkout.command("true")
+    both = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    shown = [process.communicate(timeout=280)[1] for process in both]
+    assert [process.returncode for process in both] == [1, 1]
+    assert sum("waiting for it to end" in text for text in shown) == 1
+    for text in shown:
+        assert "there seems to be no network here" in text
+        assert "with-env --wheels DIR" in text
+        assert "with the cause out of the way, the same command starts over" in text
+    assert len([path for path in tmp_path.glob("venvs/*") if path.is_dir()]) == 1
+
+
+@pytest.mark.full
+def test_broken_stamp_means_starting_over(ready: Checkout) -> None:
+    (ready.venv / "stamp").write_text("")
+    done = ready.run("true", timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "setting up" in done.stderr
+    assert ready.run("true").stderr == ""

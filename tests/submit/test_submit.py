@@ -1,0 +1,355 @@
+"""From a launch command to a job script and a queued job; the schedulers here only print what real ones print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, scheduler
+from places import TESTS
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.schedulers import pbs, slurm
+from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days, read_duration
+from ezpz_llm.rundir import RunDir, update_record
+from ezpz_llm.submit.options import parse
+from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, outside_a_job, request_lines
+from ezpz_llm.submit.state import find_state
+
+GOLDEN = TESTS / "golden"
+ODD_WORDS = ["a b", "it's", 'say "hi"', "$(touch made)", "`touch made`", "a;b", "*", "", "#x", "\\", "$HOME",
+             "--x=a b", "line\n#SBATCH --account=other", "ä", "${x}", "!y", "~", "-n"]
+
+
+def submit(cwd: Path, *words: str, path: Path | None = None, bare: bool = False,
+           **changes: str) -> subprocess.CompletedProcess[str]:
+    """`ezpz-llm submit WORDS`, with the programs in `path` first; a `bare` environment has but PATH of ours."""
+    ours = {"PATH": str(Path(sys.executable).parent)} if bare else clean_env()
+    env = ours | {"HOME": "/home/user"} | changes
+    if path:
+        env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.submit", *words], cwd=cwd, env=env, text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+
+def request(**changes: object) -> Request:
+    values: dict = {"name": "train", "nodes": 4, "time_s": 3600, "output": Path("/home/user/run/logs"),
+                    "account": None, "queue": None, "reservation": None, "requeue": False, "devices": None}
+    return Request(**(values | changes))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("1:00:00", 3600), ("0:00:30", 30), ("36:00:00", 129600), ("1-12:00:00", 129600), ("90m", 5400), ("12h", 43200),
+    ("1d12h", 129600), ("2h30m", 9000),
+])
+def test_a_time_is_read_and_written_for_both_schedulers(text: str, seconds: int) -> None:
+    assert read_duration(text) == seconds
+    assert read_duration(clock(seconds)) == read_duration(clock_with_days(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["60", "1:30", "1:60:00", "0:00:00", "1-24:00:00", "-1:00:00", "1.5h", "", "h",
+                                  "1h:00", "90 m", "1:00:00 ", "\u0661:00:00"])
+def test_an_unclear_time_is_refused(text: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse(["--nodes", "1", "--time", text, "--", "launch", "x"])
+    assert "H:MM:SS" in str(raised.value)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--time 1h -- launch x", "--nodes"),
+    ("--nodes 2 -- launch x", "--time"),
+    ("--nodes 2 --time 1h", "no command for the job"),
+    ("--nodes 2 --time 1h -- python3 x.py", "does not begin with launch"),
+    ("--nodes 2 --time 1h -- launch", "no command to launch"),
+    ("--nodes 2 --time 1h -- launch --dry-run x", "ezpz-llm submit --dry-run"),
+    ("--nodes 2 --time 1h -- launch --pnp 2 x", "--ppn"),
+    ("--nodes 2 --time 1h --acount x -- launch x", "--account"),
+    ("--nodes 2 --time 1h --account a;b -- launch x", "letters, digits"),
+    ("--nodes 2 --time 1h --queue $(id) -- launch x", "letters, digits"),
+    ("--nodes 0 --time 1h -- launch x", "1 or more"),
+    ("--nodes 2 --time 1h --chain 0 -- launch x", "1 or more"),
+])
+def test_a_wrong_word_is_named(words: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        parse(words.split())
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("start", ["launch", "/opt/env/bin/launch", "ezpz-llm launch", "python3 -m ezpz_llm.launch",
+                                   "/usr/bin/python3.11 -u -m ezpz_llm.launch"])
+def test_every_spelling_of_launch_begins_a_job(start: str) -> None:
+    command = ("--ppn", "3", "python3", "x.py", "-n", "4")
+    options = parse(["--nodes", "2", "--time", "1h", "--", *start.split(), *command])
+    assert options.launch_words == tuple(start.split())
+    assert (options.launch.per_host, options.launch.command) == (3, ("python3", "x.py", "-n", "4"))
+
+
+def test_words_arrive_in_the_job_as_they_were_typed(tmp_path: Path) -> None:
+    lines = array_lines("command", [*ODD_WORDS, str(tmp_path)], {str(tmp_path): '"$run_dir"'})
+    script = "\n".join([f"run_dir={shlex.quote(str(tmp_path))}", *lines, 'printf "%s\\0" "${command[@]}"'])
+    done = subprocess.run(["bash"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          check=True)
+    assert done.stdout.split("\0")[:-1] == [*ODD_WORDS, str(tmp_path)]
+    assert not list(tmp_path.iterdir())
+    assert max(map(len, lines)) < 130
+
+
+def test_only_the_scheduler_s_own_id_is_taken_for_one() -> None:
+    for line, job in (("5", "5"), ("17;cluster", "17"), ("", None), ("Submitted batch job 5", None), ("5 6", None)):
+        assert slurm.job_id(line) == job
+    for line, job in (("5.login", "5.login"), ("10[].login", "10[].login"), ("", None), ("login", None),
+                      ("8246832.aurora-pbs-0001.hostmgmt.cm.aurora.alcf.anl.gov",) * 2, ("qsub: waiting", None)):
+        assert pbs.job_id(line) == job
+
+
+def test_pbs_refuses_what_it_would_misread() -> None:
+    assert "#PBS -l walltime=36:00:00" in pbs.directives(request(time_s=129600))
+    assert "#SBATCH --time=1-12:00:00" in slurm.directives(request(time_s=129600))
+    for changes in ({"name": "two words"}, {"name": "1st"}, {"name": "x;y"}, {"output": Path("/a b/logs")},
+                    {"output": Path("/a:b")}, {"queue": "q", "reservation": "R1"}):
+        with pytest.raises(UserError):
+            pbs.directives(request(**changes))
+    with pytest.raises(UserError):
+        slurm.directives(request(name="a\n#SBATCH --account=b"))
+
+
+def test_a_site_s_lines_replace_ours() -> None:
+    values = {"nodes": "4", "time": "1:00:00", "account": "A", "queue": "debug", "reservation": None,
+              "devices": "4"}
+    lines = request_lines(pbs.directives(request(account="A", queue="debug")),
+                          ["#PBS -l select={nodes}:system=polaris", "#PBS -l filesystems=home:eagle"],
+                          values, pbs.subjects, "polaris")
+    assert [line for line in lines if "select" in line] == ["#PBS -l select=4:system=polaris"]
+    assert {"#PBS -A A", "#PBS -q debug", "#PBS -l place=scatter:excl"} <= set(lines)
+    lines = request_lines(slurm.directives(request(account="A", queue="debug")),
+                          ["#SBATCH -C gpu", "#SBATCH --qos={queue}", "#SBATCH -N {nodes}",
+                           "#SBATCH --gpus-per-node={devices}"], values, slurm.subjects, "perlmutter")
+    assert "#SBATCH --qos=debug" in lines
+    assert not [line for line in lines if "--partition" in line or "--nodes=" in line]
+    with pytest.raises(UserError, match="needs --account"):
+        request_lines([], ["#PBS -A {account}"], values | {"account": None}, pbs.subjects, "polaris")
+
+
+def test_the_environment_goes_along_without_secrets_and_devices(tmp_path: Path) -> None:
+    env = {"PATH": "/opt/mpi/bin:/usr/bin", "HOME": "/home/user", "VIRTUAL_ENV": "/env", "HF_HOME": "/data/it's",
+           "HF_TOKEN": "hf_secret", "CUDA_VISIBLE_DEVICES": "", "EZPZ_LLM_RUN_DIR": "/old", "NCCL_DEBUG": "INFO",
+           "EZPZ_LLM_CACHE": "/data/cache", "EDITOR": "vi"}
+    script = "\n".join([*environment_lines(env, tmp_path, ("SET_UP=done",), 3600), "pwd", "env", "echo $SET_UP"])
+    job = subprocess.run(["/bin/bash"], input=script, env={"PATH": "/bin"}, cwd="/", capture_output=True, text=True,
+                         timeout=120, check=True)
+    lines = job.stdout.splitlines()
+    assert lines[0] == str(tmp_path)
+    assert {"HF_HOME=/data/it's", "NCCL_DEBUG=INFO", "EZPZ_LLM_CACHE=/data/cache", "VIRTUAL_ENV=/env"} <= set(lines)
+    assert f"PATH={sys.prefix}/bin:/opt/mpi/bin:/usr/bin:/bin" in lines
+    left_out = ("HF_TOKEN", "CUDA_", "EZPZ_LLM_RUN_DIR", "EDITOR", "HOME")
+    assert not [line for line in lines if line.startswith(left_out)]
+    now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True, check=True).stdout)
+    ends_at = next(int(line.partition("=")[2]) for line in lines if line.startswith("EZPZ_LLM_ENDS_AT="))
+    assert now + 3000 < ends_at < now + 3600
+    assert any(line.endswith("+ 75))") for line in environment_lines(env, tmp_path, (), 90))
+
+
+def test_a_job_submitted_from_a_job_does_not_inherit_its_variables() -> None:
+    inside = {"SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_CONF": "/etc/s", "PMI_RANK": "1",
+              "EZPZ_LLM_RUN_ID": "x"}
+    assert outside_a_job({"A": "1", **inside}) == {"A": "1", "SLURM_CONF": "/etc/s"}
+    assert outside_a_job({"A": "1", "SLURM_CLUSTERS": "c"}) == {"A": "1", "SLURM_CLUSTERS": "c"}
+
+
+@pytest.mark.parametrize(("record", "files", "state"), [
+    ({}, "", "new"),
+    ({"submit": {"launched_before": None}}, "", "new"),
+    ({"submit": {"launched_before": 5.0}, "launch": {"started": 5.0}, "exit": {"code": 0}}, "latest", "new"),
+    ({"submit": {"launched_before": 5.0}, "launch": {"started": 6.0}, "exit": None}, "latest", "resume"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 143}}, "metrics latest", "resume"),
+    ({"launch": {"started": 6.0}, "exit": None}, "metrics", "restart"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 1}}, "", "new"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 0}}, "", "complete"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 0}, "config": {"steps": 9}, "steps": 9}, "latest", "complete"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 0}, "config": {"steps": 9}, "steps": 4}, "latest", "resume"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 137}, "config": {"steps": 4}}, "latest", "complete"),
+    ({"launch": {"started": 6.0}, "exit": {"code": 137}, "config": {"steps": 5}}, "metrics manifest", "resume"),
+])
+def test_a_job_knows_how_far_its_run_has_come(record: dict, files: str, state: str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path).create()
+    if record:
+        update_record(run_dir, **record)
+    if "latest" in files:
+        (run_dir.checkpoints / "latest").write_text("step-00000004")
+    if "manifest" in files:
+        # Between two checkpoints of one step there may be a moment without `latest`.
+        (run_dir.checkpoints / ".step-00000004.replaced").mkdir()
+        (run_dir.checkpoints / ".step-00000004.replaced" / "manifest.json").write_text("{}")
+    if "metrics" in files:
+        run_dir.metrics.write_text("{}\n")
+    assert find_state(run_dir) == state
+
+
+JOB = ("--nodes", "2", "--time", "10m")
+
+
+def test_a_chain_is_queued_by_checked_ids_and_recorded(tmp_path: Path) -> None:
+    count = 'n=$(wc -l < $(dirname $0)/calls); echo "Welcome to the site"; echo "4$n.login"'
+    path = scheduler(tmp_path / "bin", "qsub", count)
+    done = submit(tmp_path, *JOB, "--chain", "3", "--requeue", "--site", str(pbs_site(tmp_path)), "--run-dir", "r",
+                  "--", "launch", "-n", "2", "hostname", path=path)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "r"
+    assert (path / "calls").read_text().splitlines() == [
+        f"{run_dir}/job.sh", f"-W depend=afterany:41.login {run_dir}/job.sh",
+        f"-W depend=afterany:42.login {run_dir}/job.sh"]
+    assert "qdel 41.login 42.login 43.login" in done.stdout
+    record = json.loads((run_dir / "run.json").read_text())["submit"]
+    assert record["jobs"] == ["41.login", "42.login", "43.login"]
+    assert (record["ranks"], record["scheduler"], record["typed"][:2]) == (2, "pbs", ["ezpz-llm", "submit"])
+    assert "#PBS -r y" in (run_dir / "job.sh").read_text()
+
+
+def pbs_site(folder: Path) -> Path:
+    """A site file that says no more than which scheduler there is."""
+    path = folder / "here.toml"
+    path.write_text('scheduler = "pbs"\n')
+    return path
+
+
+@pytest.mark.parametrize(("script", "code", "messages", "left"), [
+    # Slurm 22.05's own words.
+    ('echo "sbatch: error: invalid partition specified: nix" >&2\n'
+     'echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2; exit 1', 1,
+     ("sbatch: error: invalid partition specified: nix\n", "--queue", "code 1", "--dry-run prints it"), []),
+    ("exit 0", 1, ("no job id",), ["hostname"]),
+    ('echo "Submitted batch job"', 1, ("no job id", "Submitted batch job"), ["hostname"]),
+    ('[[ $* == *afterany* ]] && { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }; echo 7', 1,
+     ("QOSMaxSubmitJobPerUserLimit", "job 2 of the chain", "scancel 7\n"), ["hostname"]),
+])
+def test_a_refusal_is_shown_as_it_is_with_a_hint(script: str, code: int, messages: tuple[str, ...],
+                                                 left: list[str], tmp_path: Path) -> None:
+    path = scheduler(tmp_path / "bin", "sbatch", script)
+    done = submit(tmp_path, *JOB, "--chain", "2", "--", "launch", "hostname", path=path)
+    assert done.returncode == code
+    for message in messages:
+        assert message in done.stderr + done.stdout, done.stderr
+    assert "Traceback" not in done.stderr
+    # A job that is queued, or may be, keeps its run; a refused one leaves none that would be the newest.
+    assert [run.name.partition("-")[0] for run in (tmp_path / "runs").iterdir()] == left
+
+
+def test_a_refusal_leaves_a_named_run_directory_as_it_was(tmp_path: Path) -> None:
+    path = scheduler(tmp_path / "bin", "sbatch", "exit 1")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    assert submit(tmp_path, *JOB, "--run-dir", "r", "--", "launch", "hostname", path=path).returncode == 1
+    assert (tmp_path / "r" / "notes.txt").read_text() == "mine"
+    assert submit(tmp_path, *JOB, "--run-dir", "new", "--", "launch", "hostname", path=path).returncode == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_wrong_ds_config_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    train = ("python3", "-m", "ezpz_llm.train", "--ds-config")
+    for dry_run in ((), ("--dry-run",)):
+        done = submit(tmp_path, *JOB, *dry_run, "--", "launch", "--ppn", "2", *train, "zero17", path=path)
+        assert done.returncode == 2
+        assert "zero17" in done.stderr
+        assert "submit: nothing was queued: the command's own check failed" in done.stderr
+        assert "launch:" not in done.stderr
+    done = submit(tmp_path, *JOB, "--dry-run", "--", "launch", "--ppn", "2", *train, "zero1", path=path)
+    assert done.returncode == 0, done.stderr
+    assert "# ranks      4 (--ppn)" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("# queued by  sbatch --parsable ")
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=120)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+    assert not (path / "calls").exists()
+
+
+def test_one_run_directory_and_one_site_are_named_once(tmp_path: Path) -> None:
+    path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    done = submit(tmp_path, *JOB, "--run-dir", "a", "--", "launch", "--run-dir", "b", "hostname", path=path)
+    assert (done.returncode, "two run directories" in done.stderr) == (2, True)
+    done = submit(tmp_path, *JOB, "--site", "polaris", "--", "launch", "--site", "aurora", "hostname", path=path)
+    assert (done.returncode, "two sites" in done.stderr) == (2, True)
+    done = submit(tmp_path, *JOB, "--", "launch", "--nodes", "3", "hostname", path=path)
+    assert (done.returncode, "--nodes 3" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("site", ["polaris", "aurora", "sunspot", "frontier", "perlmutter", "generic"])
+def test_the_script_of_each_site(site: str, tmp_path: Path) -> None:
+    """Golden scripts; EZPZ_LLM_WRITE_GOLDEN=1 writes them anew."""
+    path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    done = submit(tmp_path, "--site", site, "--nodes", "4", "--time", "1:00:00", "--account", "proj", "--queue",
+                  "debug", "--run-dir", "runs/a", "--dry-run", "--", "launch", "python3", "-m", "ezpz_llm.train",
+                  "--ds-config", "zero3", path=path, bare=True, EZPZ_LLM_CACHE="/home/user/cache")
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.replace(str(tmp_path), "/home/user/work").replace(sys.prefix, "/home/user/env")
+    path_line = "export PATH=(as submitted):$PATH\n"
+    lines = found.splitlines(keepends=True)
+    found = "".join(path_line if "/home/user/work/bin:" in line else line for line in lines)
+    golden = GOLDEN / f"submit_{site}.sh"
+    if os.environ.get("EZPZ_LLM_WRITE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(found)
+    assert found == golden.read_text()
+
+
+@pytest.mark.parametrize("name", ["pbs.sh", "slurm.sh"])
+def test_a_template_has_every_section_and_loses_only_what_is_filled(name: str) -> None:
+    sections = {"request": ["#X -a"], "environment": ["cd /"], "command": ["command=(:)"]}
+    filled = fill_template(name, "# by hand", sections)
+    assert filled.startswith("#!/bin/bash\n# by hand\n\n# ---- request\n#X -a\n\n# ---- environment\ncd /\n\n")
+    assert "ezpz_llm.submit.state" in filled
+    assert "ACCOUNT" not in filled
+
+
+STOPS = """
+import json, sys
+from pathlib import Path
+from ezpz_llm.rundir import RunDir, read_record, update_record
+run_dir, steps, code = RunDir(Path(sys.argv[1])), *map(int, sys.argv[2:4])
+done = read_record(run_dir).get("steps", 0) + steps
+update_record(run_dir, launch={"started": done}, config={"steps": 30}, steps=done, exit={"code": code})
+if steps:
+    (run_dir.checkpoints / "latest").write_text(f"step-{done:08d}")
+sys.exit(code)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("steps", "code", "words", "asks"), [
+    (10, 0, ("--requeue",), 2),  # after steps 10 and 20; at 30 it is complete
+    (10, 0, (), 0),
+    (0, 0, ("--requeue",), 0),  # it comes no further: it would for ever
+    (10, 1, ("--requeue",), 0),  # a failure is somebody's to look at
+])
+def test_a_run_that_ends_early_asks_to_be_queued_again(steps: int, code: int, words: tuple[str, ...], asks: int,
+                                                       tmp_path: Path) -> None:
+    """The job's script itself, with a scontrol that only notes what it was asked."""
+    path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    (path / "launch").write_text(f'#!/bin/bash\nexec {sys.executable} {tmp_path}/stops.py "$2" {steps} {code}\n')
+    (path / "launch").chmod(0o755)
+    (tmp_path / "stops.py").write_text(STOPS)
+    done = submit(tmp_path, *JOB, *words, "--run-dir", "r", "--", str(path / "launch"), "python3", "-m",
+                  "ezpz_llm.train", path=path)
+    assert done.returncode == 0, done.stderr
+    scheduler(path, "scontrol", ":")
+    (path / "calls").unlink()
+    env = clean_env() | {"SLURM_JOB_ID": "7", "PATH": f"{path}{os.pathsep}{clean_env()['PATH']}"}
+    for _ in range(4):
+        ended = subprocess.run(["bash", str(tmp_path / "r/job.sh")], env=env, capture_output=True, text=True,
+                               timeout=60, check=False)
+        assert ended.returncode == code, ended.stderr
+    calls = (path / "calls").read_text().splitlines() if (path / "calls").exists() else []
+    assert calls == ["requeue 7"] * asks
+    if asks:
+        assert "is complete, nothing is left to do" in ended.stdout
+
+
+def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = ("import sys; from ezpz_llm.submit.command import main; main(['--help']); "
+            "assert not {'torch', 'numpy', 'deepspeed'} & sys.modules.keys()")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120, capture_output=True)
