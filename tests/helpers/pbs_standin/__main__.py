@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from places import ROOT
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pbs_standin.commands import pbsnodes, qdel, qstat
 from pbs_standin.qsub import qsub
