@@ -19,28 +19,6 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", 
 _FIXTURES = (*_SETTLED, "wide_cluster", "links")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-deepspeed-keys", action="store_true",
-                     help="write ezpz_llm/layout/deepspeed_keys.json (test_ds_config.py)")
-    parser.addoption("--write-faults", action="store_true", help="write docs/faults.md (test_cluster_faults.py)")
-    parser.addoption("--write-foreign-scripts", action="store_true",
-                     help="write benchmarks/results/foreign_scripts.json (test_foreign_scripts.py)")
-    parser.addoption("--write-layouts-page", action="store_true",
-                     help="write docs/layouts_command.md (test_layouts_command.py)")
-    parser.addoption("--write-resume-results", action="store_true",
-                     help="write benchmarks/results/kills.json and resume_matrix.json (test_checkpoint_*.py)")
-    parser.addoption("--write-counterfactual", action="store_true",
-                     help="write benchmarks/results/explain_counterfactual.json (test_explain_run.py)")
-    parser.addoption("--write-layout-links", action="store_true",
-                     help="write benchmarks/results/layout_links.json (test_traffic_layouts.py)")
-    parser.addoption("--write-matrix", action="store_true",
-                     help="write benchmarks/results/cluster_matrix.json (test_cluster_launch.py)")
-    parser.addoption("--write-study", action="store_true",
-                     help="write benchmarks/results/scaling_links.json (test_scale_cluster.py)")
-    parser.addoption("--write-traffic", action="store_true",
-                     help="write ezpz_llm/observe/traffic_gloo.json (test_traffic.py)")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in _FIXTURES for name in getattr(item, "fixturenames", ())):
@@ -52,6 +30,12 @@ def _started(factory: pytest.TempPathFactory, **settings: object) -> Iterator[Cl
         pytest.skip(why)
     with Cluster(factory.mktemp("cluster") / "sim", **settings) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def recording(pytestconfig: pytest.Config) -> bool:
+    """Whether to write down what is seen, which only benchmarks/record.py asks for."""
+    return pytestconfig.pluginmanager.has_plugin("recording")
 
 
 @pytest.fixture(scope="session")

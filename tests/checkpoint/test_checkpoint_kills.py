@@ -115,15 +115,13 @@ def test_five_kills(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """pytest -m slow tests/checkpoint/test_checkpoint_kills.py --write-resume-results
-
-    19 minutes on two busy cores."""
+def test_fifty_kills(server: Server, tmp_path: Path, recording: bool) -> None:
+    """python3 benchmarks/record.py kills: 19 minutes on two busy cores."""
     lives = survive(server, tmp_path, kills=50, steps=300, seed=50)
     assert sum(life["was_writing"] for life in lives) >= 10
-    if request.config.getoption("--write-resume-results"):
+    if recording:
         write_json(RESULT, {
-            "command": "pytest -m slow tests/checkpoint/test_checkpoint_kills.py --write-resume-results",
+            "command": "python3 benchmarks/record.py kills",
             "date": datetime.date.today().isoformat(), "layout": "zero2 on 2 ranks, fp32, CPU, dropout 0.1",
             "kills": len(lives), "while_writing_a_checkpoint": sum(life["was_writing"] for life in lives),
             "by_moment": {moment: sum(life["moment"] == moment for life in lives) for moment in MOMENTS},

@@ -158,10 +158,8 @@ def test_no_sample_is_lost_or_repeated_when_the_global_batch_changes(server: Ser
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_every_pair_of_layouts(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """pytest -m slow tests/checkpoint/test_checkpoint_layouts.py --write-resume-results
-
-    10 minutes on two cores."""
+def test_every_pair_of_layouts(server: Server, tmp_path: Path, recording: bool) -> None:
+    """python3 benchmarks/record.py resume-matrix: 10 minutes on two cores."""
     names = [name for name in LAYOUTS if "zero3_" not in name or all(map(is_built, OPS))]
     saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in names}
     places = {name: found["folder"] for name, found in saved.items()}
@@ -170,10 +168,10 @@ def test_every_pair_of_layouts(server: Server, tmp_path: Path, request: pytest.F
         resumed[name] = ask(server, tmp_path, "go_on_from_each", name, checkpoints={
             other: place for other, place in places.items() if _global_batch(other) == _global_batch(name)})
     differences = compare(saved, resumed)
-    if request.config.getoption("--write-resume-results"):
+    if recording:
         worst = max(differences, key=differences.__getitem__)
         write_json(RESULT, {
-            "command": "pytest -m slow tests/checkpoint/test_checkpoint_layouts.py --write-resume-results",
+            "command": "python3 benchmarks/record.py resume-matrix",
             "date": datetime.date.today().isoformat(),
             "what": f"each layout saves after {STEPS} steps; every layout goes on from each for {STEPS} steps: "
                     "fp32 on CPU ranks, losses against the run that saved, samples by their hash",

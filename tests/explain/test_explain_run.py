@@ -199,7 +199,7 @@ def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
+def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, recording):
     """On idle cores, medians of 48 steps of each kind; 5 points of the step time.
 
     Others' work, at the lowest priority too, fills the cores while a rank waits, and slows what it computes next:
@@ -215,9 +215,9 @@ def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, request):
         found[name] = {"removed": [round(one.removed_share, 4) for one in ranks],
                        "exposed": [round(one.exposed_share, 4) for one in ranks],
                        "step_ms": [round(one.real_s * 1e3, 2) for one in ranks]}
-    if request.config.getoption("--write-counterfactual"):
+    if recording:
         RESULT.write_text(json.dumps({
-            "command": "pytest -m slow tests/explain/test_explain_run.py --write-counterfactual",
+            "command": "python3 benchmarks/record.py counterfactual",
             "date": time.strftime("%Y-%m-%d"),
             "what": "shares of the step time, by rank; two gloo ranks, tiny-gpt2, 8 sequences of 256 tokens "
                     "at a time",

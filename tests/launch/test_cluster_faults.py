@@ -1,7 +1,7 @@
 """Faults on simulated nodes with real Slurm, each with the message and the exit code that it must have; after each,
 no process of the run may be left on any node. What was seen is written to docs/faults.md by
 
-    pytest -m "full or not full" tests/launch/test_cluster_faults.py --write-faults
+    python3 benchmarks/record.py faults
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ each of two simulated nodes, with real Slurm, MPICH and torch; after each, while
 process of it was left on any node. In an expected message, FIRST and LAST are the run's hosts, … is any words.
 Seconds are from the start of launch to its end; several faults were played at a time, on two cores.
 
-`pytest -m "full or not full" tests/launch/test_cluster_faults.py --write-faults` writes this
+`python3 benchmarks/record.py faults` writes this
 page. The default `pytest` plays some of these faults, `pytest -m full` the others.
 
 | fault | launcher | expected | seen | message | seconds | date |
@@ -355,8 +355,8 @@ def _row(fault: Fault, seen: Seen) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def test_the_page_lists_these_faults(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--write-faults"):
+def test_the_page_lists_these_faults(recording: bool) -> None:
+    if recording:
         assert list(_SEEN) == [fault.key for fault in FAULTS]
         PAGE.write_text(_HEAD + "".join(_row(fault, _SEEN[fault.key]) for fault in FAULTS))
     rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]

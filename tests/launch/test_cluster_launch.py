@@ -1,7 +1,7 @@
 """launch on four simulated nodes with real Slurm: every launcher, the kinds of job, and which ranks ran where.
 
 The whole matrix of programs, nodes and launchers, with its results written down:
-pytest -m "slow or not slow" -k on_nodes tests/launch/test_cluster_launch.py --write-matrix
+python3 benchmarks/record.py cluster-matrix
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _two_on(*hosts: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("program", "nodes", "launcher"), _cases())
-def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureRequest, program: str, nodes: int,
-                           launcher: str) -> None:
+def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureRequest, recording: bool, program: str,
+                           nodes: int, launcher: str) -> None:
     """From an salloc shell, on the login node: every rank is there, on its host, and the program is content."""
     began = time.monotonic()
     done = cluster.run("salloc", f"-N{nodes}", "--ntasks-per-node=2", "-t5", "launch", "--launcher", launcher,
@@ -89,7 +89,7 @@ def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureReque
         assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
         assert lines[-1]["loss"] < lines[0]["loss"]
     assert cluster.processes(launched["env"]["EZPZ_LLM_RUN_ID"]) == {}
-    if request.config.getoption("--write-matrix"):
+    if recording:
         _write(program, nodes, launcher, time.monotonic() - began, sorted(set(expected.values())))
 
 
@@ -100,7 +100,7 @@ def _cache(request: pytest.FixtureRequest) -> Path:
 
 def _write(program: str, nodes: int, launcher: str, seconds: float, hosts: list[str]) -> None:
     found = json.loads(MATRIX.read_text()) if MATRIX.exists() else {
-        "command": "pytest -m 'slow or not slow' -k on_nodes tests/launch/test_cluster_launch.py --write-matrix",
+        "command": "python3 benchmarks/record.py cluster-matrix",
         "what": "4 simulated nodes with real Slurm; seconds of the whole job, all ranks on one machine's cores",
         "cores": os.cpu_count(), "runs": {}}
     found["runs"][f"{program}, {nodes} x 2, {launcher}"] = {

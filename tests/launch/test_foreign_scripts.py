@@ -2,7 +2,7 @@
 ranks are one world, or the start is refused by name.
 
 The whole matrix, with its results written down:
-pytest -m "slow or not slow" -k test_a_script_of tests/launch/test_foreign_scripts.py --write-foreign-scripts
+python3 benchmarks/record.py foreign-scripts
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _cells() -> list:
 
 @pytest.mark.timeout(600)  # DeepSpeed compiles an op once, for minutes
 @pytest.mark.parametrize(("script", "way", "nodes"), _cells())
-def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, request: pytest.FixtureRequest, script: str,
+def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, recording: bool, script: str,
                                      way: str, nodes: int) -> None:
     """Two ranks whose data differ end with the same sum only if they have talked to each other."""
     pytest.importorskip(NEEDS[script], reason=f"{NEEDS[script]} is not installed (the extra `test` has it)")
@@ -70,14 +70,13 @@ def test_a_script_of_another_project(cluster: Cluster, tmp_path: Path, request: 
         assert [words[:2] for rank in said for words in rank] == [("0", "2"), ("1", "2")], said
         assert said[0][0][2] == said[1][0][2]
         result = "ranks 0 and 1 of 2, the same sum"
-    if request.config.getoption("--write-foreign-scripts"):
+    if recording:
         _write(script, way, nodes, result, time.monotonic() - began)
 
 
 def _write(script: str, way: str, nodes: int, result: str, seconds: float) -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {
-        "command": 'pytest -m "slow or not slow" -k test_a_script_of tests/launch/test_foreign_scripts.py'
-                   " --write-foreign-scripts",
+        "command": "python3 benchmarks/record.py foreign-scripts",
         "what": "2 ranks of each script of tests/foreign_scripts on simulated nodes with real Slurm; seconds of the"
                 " whole job, all ranks on one machine's cores", "cores": os.cpu_count(), "versions": {}, "runs": {}}
     names = ("torch", "mpi4py", "deepspeed", "accelerate", "transformers")

@@ -132,9 +132,9 @@ def test_a_key_that_only_a_newer_deepspeed_may_know_is_a_warning(own, monkeypatc
 
 @THEIRS
 def test_the_table_of_keys_is_that_of_the_installed_deepspeed(
-        pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    if pytestconfig.getoption("--write-deepspeed-keys"):
+    if recording:
         write()
     assert json.loads(TABLE.read_text()) == deepspeed_table()
     assert removed() == set(REMOVED)

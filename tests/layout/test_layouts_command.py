@@ -175,7 +175,7 @@ def test_nothing_heavy_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_page_shows_what_the_command_prints(request: pytest.FixtureRequest) -> None:
+def test_the_page_shows_what_the_command_prints(recording: bool) -> None:
     """Each block of the page that begins with the command, run as it is typed."""
     def run(block: re.Match[str]) -> str:
         program = "from ezpz_llm.cli import main; raise SystemExit(main())"
@@ -186,7 +186,7 @@ def test_the_page_shows_what_the_command_prints(request: pytest.FixtureRequest) 
     text = PAGE.read_text()
     now, blocks = re.subn(r"```\n\$ ezpz-llm (layouts.*)\n(?:.*\n)*?```\n", run, text)
     assert blocks == 2
-    if request.config.getoption("--write-layouts-page"):
+    if recording:
         PAGE.write_text(now)
     else:
-        assert now == text, "it prints something else: write the page anew with --write-layouts-page"
+        assert now == text, "it prints something else: python3 benchmarks/record.py layouts-page"

@@ -1,6 +1,6 @@
 """Bytes on the wire: the committed table beside a link that counts.
 
-The whole table, written anew: pytest -m slow tests/observe/test_traffic.py --write-traffic
+The whole table, written anew: python3 benchmarks/record.py traffic
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_what_the_table_says_of_another_bandwidth(links, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_whole_table(tmp_path, request):
+def test_the_whole_table(tmp_path, recording):
     if (why := missing()) is not None:
         pytest.skip(why)
     cases = [[kind, ranks, size - size % (4 * ranks), 7] for ranks in RANKS for kind in COLLECTIVES
@@ -99,13 +99,13 @@ def test_the_whole_table(tmp_path, request):
             same = lists[row["ranks"], row["bytes"]]["sent"]
             assert row["sent"] == pytest.approx(same, rel=0.05, abs=500), "all functions that gather are one kind"
     rows = [row for row in rows if row["kind"] != "all_gather_list"]
-    if request.config.getoption("--write-traffic"):
+    if recording:
         write(rows, goodput)
 
 
 def write(rows: list[dict], goodput: dict[str, float]) -> None:
     about = {"backend": "gloo", "date": datetime.now(timezone.utc).date().isoformat(),
-             "command": "pytest -m slow tests/observe/test_traffic.py --write-traffic",
+             "command": "python3 benchmarks/record.py traffic",
              "versions": {"torch": torch.__version__},
              "link": "one a node, to a switch, held by tbf to the rate in both directions; one rank a node; bytes "
                      "are the node's own link's counters, seconds the median of seven calls from when the last "

@@ -1,6 +1,6 @@
 """Layouts on links of known bandwidth: what they issue, what that takes, and a slow link that is named.
 
-What is committed, written anew: pytest -m slow tests/observe/test_traffic_layouts.py --write-layout-links
+What is committed, written anew: python3 benchmarks/record.py layout-links
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_slow_link_is_named_first(links, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_what_layouts_issue_takes_what_the_wire_table_says(links, tmp_path, request):
+def test_what_layouts_issue_takes_what_the_traffic_table_says(links, tmp_path, recording):
     rows: dict[tuple[str, int], dict[str, Moved]] = {}
     for nodes in (2, 4):
         for number, rate in enumerate(RATES):
@@ -100,7 +100,7 @@ def test_what_layouts_issue_takes_what_the_wire_table_says(links, tmp_path, requ
             bandwidth = measured("gloo")["goodput"][rate]
             for name, job in JOBS.items():
                 rows.setdefault((name, nodes), {})[rate] = moved(folder / job, bandwidth)
-    if request.config.getoption("--write-layout-links"):
+    if recording:
         write(rows)
     for (name, nodes), by_rate in rows.items():
         for rate, one in by_rate.items():
@@ -112,7 +112,7 @@ def write(rows: dict[tuple[str, int], dict[str, Moved]]) -> None:
     """The result, and the page's table from it."""
     RESULT.write_text(json.dumps({
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "pytest -m slow tests/observe/test_traffic_layouts.py --write-layout-links",
+        "command": "python3 benchmarks/record.py layout-links",
         "versions": {"torch": torch.__version__}, "runs": JOBS,
         "what": "two and four simulated nodes with one rank each; measured_s: exposed communication of the median "
                 "step, mean over ranks, without waiting for ranks that compute; expected_s: what the traffic table "

@@ -1,6 +1,6 @@
 """Studies on simulated nodes with real Slurm: parts of one reservation, one job a point, links of known bandwidth.
 
-What is committed, written anew: pytest -m slow tests/scaling/test_scale_cluster.py -k bandwidth --write-study
+What is committed, written anew: python3 benchmarks/record.py scaling-links
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rate", STEPS)
-def test_a_study_finds_the_bandwidth(nodes: Cluster, tmp_path: Path, request, rate: str) -> None:
+def test_a_study_finds_the_bandwidth(nodes: Cluster, tmp_path: Path, recording: bool, rate: str) -> None:
     nodes.shape(rate)
     words = ("ezpz-llm", "scale", "--nodes", "1,2,4", "--mode", "both", "--ds-config", "zero1", "--study", rate)
     done = nodes.run("salloc", "-N4", "-t30", *words, *SHAPED, "--steps", STEPS[rate], "--log-every", "6",
@@ -128,7 +128,7 @@ def test_a_study_finds_the_bandwidth(nodes: Cluster, tmp_path: Path, request, ra
     points = {one["point"]: one for one in report["points"]}
     assert {name: (one["nodes"], one["runs"], one["runs_failed"]) for name, one in points.items()} == {
         f"{mode}-zero1-n{nodes}": (nodes, 3, 0) for mode in ("weak", "strong") for nodes in (1, 2, 4)}
-    if request.config.getoption("--write-study"):
+    if recording:
         write(rate, report, done.stdout)
     for row in report["fits"][0]["points"]:
         size = points[row["point"]]["nodes"]
@@ -143,7 +143,7 @@ def write(rate: str, report: dict, said: str) -> None:
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"studies": {}}
     kept |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "pytest -m slow tests/scaling/test_scale_cluster.py -k bandwidth --write-study",
+        "command": "python3 benchmarks/record.py scaling-links",
         "machine": f"{os.cpu_count()} cores; four simulated nodes with {CORES} of a core each, one rank a node, "
                    "real Slurm; a node's link is held by tbf to the rate in both directions",
         "versions": {"torch": torch.__version__}}

@@ -1,0 +1,57 @@
+"""Run tests that measure, and write down what they see: the committed results, pages and tables.
+
+    python3 benchmarks/record.py NAME [PYTEST ARGUMENTS]
+
+Without a name it lists them. A test only compares or asserts; here it gets the fixture `recording`, which lets it
+write. Most need root and what docs/testing.md says of simulated nodes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ALL = ("-m", "full or slow or not full")
+RECORDS = {
+    "cluster-matrix": ("benchmarks/results/cluster_matrix.json", *ALL, "-k", "on_nodes",
+                       "tests/launch/test_cluster_launch.py"),
+    "counterfactual": ("benchmarks/results/explain_counterfactual.json", "-m", "slow",
+                       "tests/explain/test_explain_run.py"),
+    "deepspeed-keys": ("ezpz_llm/layout/deepspeed_keys.json", *ALL, "-k", "table_of_keys",
+                       "tests/layout/test_ds_config.py"),
+    "faults": ("docs/faults.md", *ALL, "tests/launch/test_cluster_faults.py"),
+    "foreign-scripts": ("benchmarks/results/foreign_scripts.json", *ALL, "-k", "test_a_script_of",
+                        "tests/launch/test_foreign_scripts.py"),
+    "kills": ("benchmarks/results/kills.json", "-m", "slow", "tests/checkpoint/test_checkpoint_kills.py"),
+    "layout-links": ("benchmarks/results/layout_links.json and docs/traffic.md", "-m", "slow",
+                     "tests/observe/test_traffic_layouts.py"),
+    "layouts-page": ("the outputs in docs/layouts_command.md", *ALL, "-k", "page",
+                     "tests/layout/test_layouts_command.py"),
+    "resume-matrix": ("benchmarks/results/resume_matrix.json", "-m", "slow",
+                      "tests/checkpoint/test_checkpoint_layouts.py"),
+    "scaling-links": ("benchmarks/results/scaling_links.json", "-m", "slow", "-k", "bandwidth",
+                      "tests/scaling/test_scale_cluster.py"),
+    "traffic": ("ezpz_llm/observe/traffic_gloo.json", "-m", "slow", "tests/observe/test_traffic.py"),
+}
+
+
+class Recording:
+    """A plugin of pytest whose presence tests see in the fixture `recording`."""
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in RECORDS:
+        print(__doc__, *(f"{name:16} writes {written}" for name, (written, *_) in RECORDS.items()), sep="\n")
+        return 2
+    name, *more = arguments
+    written, *words = RECORDS[name]
+    print(f"{name}: writes {written}", flush=True)
+    return pytest.main([f"--rootdir={ROOT}", *words[:-1], str(ROOT / words[-1]), *more],
+                       plugins=[("recording", Recording())])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
