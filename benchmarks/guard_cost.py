@@ -1,7 +1,7 @@
 """What the guards and the norms by decay group cost: python3 benchmarks/guard_cost.py [--model M] [--out FILE.json]
 
 Trains on random tokens in one process under layout ddp, and takes the processor time of the optimizer step in three
-kinds, in random order: with no gate before the optimizer, with it, and with the norms of the decay groups measured
+kinds, in random order: with no check before the optimizer, with it, and with the norms of the decay groups measured
 too. Prints, and writes, one JSON object: the median of each and the differences, beside that of the whole step.
 """
 
@@ -61,9 +61,9 @@ def measure(model: str, block_size: int, steps: int) -> dict[str, object]:
                 engine.backward(loss)
                 before = time.process_time()
                 if kind == "norms":
-                    engine.gate.measure(engine.training_state())
+                    engine.step_skip.measure(engine.training_state())
                 engine.step(1e-4)
-                engine.gate.measured()
+                engine.step_skip.measured()
                 ended = time.process_time()
                 losses.append(loss.item())
                 if number:  # the first makes the moments

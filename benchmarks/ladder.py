@@ -87,7 +87,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
     from ezpz_llm.data.samples import Batches
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.evaluate.validation import open_corpus
-    from ezpz_llm.model.flops import flops_per_token
+    from ezpz_llm.model.parameters import flops_per_token
     from ezpz_llm.observe import peak_flops, run_environment
     from ezpz_llm.trainer.options import parse
     from ezpz_llm.trainer.plan import plan_run

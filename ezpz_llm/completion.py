@@ -13,7 +13,7 @@ from ezpz_llm.base.errors import run_command
 from ezpz_llm.cli import find_commands, module_of
 from ezpz_llm.layout.ds_config import names
 from ezpz_llm.model.config import MODELS
-from ezpz_llm.trainer.presets import PRESETS
+from ezpz_llm.trainer.config import PRESETS
 
 _OPTION = re.compile(r"^ {2,4}(?:-\w(?: \S+)?, )*(--[a-z][a-z0-9-]*)(?: \{([^}]*)\})?", re.MULTILINE)
 _SUBCOMMAND = re.compile(r"^    ([a-z][a-z0-9_-]*)(?:  |$)", re.MULTILINE)

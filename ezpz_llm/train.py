@@ -12,7 +12,7 @@ from dataclasses import asdict
 from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import CheckReport, read_places
-from ezpz_llm.layout.rank_map import Places
+from ezpz_llm.layout.layout import Places
 from ezpz_llm.trainer.check_report import account, remarks, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run

@@ -11,7 +11,7 @@ from typing import Any
 
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.dist.setup import setup
-from ezpz_llm.model.flops import flops_per_token
+from ezpz_llm.model.parameters import flops_per_token
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse

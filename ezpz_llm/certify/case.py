@@ -22,7 +22,7 @@ from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, release
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import CollectiveCounter, by_ranks
-from ezpz_llm.engine.live_memory import held, living_storages
+from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.knobs import KNOBS
 from ezpz_llm.layout.layout import Layout
@@ -75,7 +75,7 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
 def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
          steps: int) -> tuple[verdict.Numbers, dict[str, Any]]:
     fault = find_fault(case.fault) if case.fault else None
-    before = living_storages()
+    before = live_storages()
     sabotage = None
     if fault is not None and fault.model is not None:
         def sabotage(model: torch.nn.Module) -> None:
@@ -125,7 +125,7 @@ class _Watcher:
         if self._looking and phase in ("backward", "optimizer"):
             # Whole gradients may live until they are reduced, shares of them from then on: the most of each counts.
             # Activations, which live when a backward pass begins, are no engine's: others are those at the end.
-            now = held(self.engine, self.before)
+            now = live_tensor_memory(self.engine, self.before)
             self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
                            for kind, size in now.items()}
         return nullcontext()

@@ -10,7 +10,7 @@ import torch
 from ezpz_llm.certify.reference import Reference, counted
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.slices import Slice, owned
+from ezpz_llm.engine.optimizer_state import Slice, owned
 from ezpz_llm.model.config import ModelConfig
 
 Row = list[float]

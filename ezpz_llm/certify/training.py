@@ -20,8 +20,8 @@ from ezpz_llm.evaluate.validation import validation_loss
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import decay_groups
+from ezpz_llm.model.loss import configure_head
 
 Rows = Callable[[np.ndarray, int], np.ndarray]
 """The sequences (n, T + 1) of this rank's micro batches, one after the other, of the global batch of a step."""
@@ -44,7 +44,7 @@ class Trajectory:
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
                 sabotage: Callable[[torch.nn.Module], None] | None = None,
                 loss_chunk: int = recipe.LOSS_CHUNK) -> Engine:
-    """The model with its first values in the engine of a layout; `sabotage` sees the model before the engine."""
+    """The model with its initial weights in the engine of a layout; `sabotage` sees the model before the engine."""
     model = assemble(config, resolved.layout, dist.mesh, recipe.SEED, dist.device.type)
     configure_head(model, loss_chunk)
     if sabotage is not None:

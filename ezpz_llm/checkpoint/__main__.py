@@ -13,9 +13,8 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError, run_command, show
 from ezpz_llm.base.package_data import user_path
-from ezpz_llm.checkpoint.folder import LATEST, MANIFEST, complete, latest
 from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
-from ezpz_llm.checkpoint.manifest import read_manifest, read_state, verify
+from ezpz_llm.checkpoint.manifest import LATEST, MANIFEST, complete, latest, read_manifest, read_state, verify
 from ezpz_llm.evaluate.model import SOURCE_HELP
 from ezpz_llm.hf.source import Source, fetch, find_source
 from ezpz_llm.model.config import ModelConfig

@@ -11,8 +11,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.checkpoint.folder import INDEX
-from ezpz_llm.checkpoint.manifest import FORMAT, damaged, read_json
+from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged, read_json
 from ezpz_llm.model.parameters import Box, size
 from ezpz_llm.rundir import write_json
 

@@ -1,8 +1,14 @@
-"""A checkpoint's manifest: what each of its files must be, and whether it is (no torch)."""
+"""Checkpoint folders and their manifests: names, publishing, sizes and hashes of the files (no torch).
+
+A folder with a manifest is complete: everything is written as `.step-….partial`, the manifest last, then renamed.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +18,90 @@ from ezpz_llm.base import outside
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in
 from ezpz_llm.base.schema import MOST_STEPS, Range, as_type
-from ezpz_llm.checkpoint.folder import MANIFEST, STATE, complete
-from ezpz_llm.rundir import write_json
+from ezpz_llm.rundir import write_atomic, write_json
+from ezpz_llm.rundir.files import sweep_checkpoints
 
+MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    return int(re.findall(r"step-(\d+)", folder.name)[0])
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in a run's `checkpoints/` folder, by step."""
+    if not checkpoints.is_dir():
+        return []
+    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The checkpoint that `latest` names, whether or not it is there; None where it names none."""
+    pointer = checkpoints / LATEST
+    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    return checkpoints / name if _NAME.fullmatch(name) else None
+
+
+def start_partial(checkpoints: Path, step: int) -> Path:
+    """A new empty folder to write into; what killed runs left half written in `checkpoints` is removed."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    sweep_checkpoints(checkpoints)
+    partial = checkpoints / f".{folder_name(step)}.partial"
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, step: int) -> Path:
+    """Give a written folder its final name and let `latest` name it.
+
+    A checkpoint of the same step is replaced. `latest` never names a folder that is not there: should the replaced
+    one be the latest, the one before it is named, or none, until the new one stands.
+    """
+    checkpoints = partial.parent
+    final = checkpoints / folder_name(step)
+    pointer = checkpoints / LATEST
+    _flush(partial)
+    if final.exists():
+        if latest(checkpoints) == final:
+            before = [path for path in complete(checkpoints) if step_of(path) < step]
+            if before:
+                write_atomic(pointer, before[-1].name + "\n")
+            else:
+                pointer.unlink()
+        aside = checkpoints / f".{final.name}.replaced"
+        # Left by a kill after its successor stood.
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    partial.rename(final)
+    _flush(checkpoints)
+    write_atomic(pointer, final.name + "\n")
+    for replaced in checkpoints.glob(".step-*.replaced"):
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _flush(folder: Path) -> None:
+    """Let the names in a folder reach the disk: the folder before `latest`, even if the power goes."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# The manifest: what each of the files must be, and whether it is.
 FORMAT = 1
 """Rises when a reader of the older number would misread the files."""
 _MOST_BYTES = 1 << 30
@@ -25,7 +112,6 @@ class Damaged(UserError):
     """A checkpoint that is not what was saved; another one may be whole."""
 
 
-
 @dataclass(frozen=True)
 class FileRecord:
     """What the manifest says of one file: its size in bytes and its sha256."""
@@ -33,7 +119,6 @@ class FileRecord:
     name: str
     size: int
     sha256: str
-
 
 
 @dataclass(frozen=True)
@@ -97,12 +182,10 @@ def read_manifest(folder: Path) -> list[FileRecord]:
     return records
 
 
-
 def write_manifest(folder: Path, step: int, records: Iterable[FileRecord]) -> None:
     """Write the manifest, which makes the folder complete once it has its final name."""
     files = {record.name: {"size": record.size, "sha256": record.sha256} for record in records}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
-
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -123,7 +206,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-
 def verify(folder: Path, records: Iterable[FileRecord]) -> None:
     """Compare files with what the manifest says of them.
 
@@ -140,11 +222,9 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
             raise damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
 
 
-
 def describe(path: Path) -> FileRecord:
     """The manifest's record of a file as it lies on the disk."""
     return FileRecord(path.name, path.stat().st_size, hash_file(path))
-
 
 
 def hash_file(path: Path) -> str:
@@ -156,7 +236,6 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-
 def check_size(folder: Path, record: FileRecord) -> None:
     try:
         size = (folder / record.name).stat().st_size
@@ -164,7 +243,6 @@ def check_size(folder: Path, record: FileRecord) -> None:
         raise damaged(folder, f"{record.name} is missing") from None
     if size != record.size:
         raise damaged(folder, f"{record.name} has {size} bytes, the manifest expects {record.size}")
-
 
 
 def damaged(folder: Path, what: str) -> Damaged:

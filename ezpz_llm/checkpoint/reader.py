@@ -13,12 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import writer
-from ezpz_llm.checkpoint.folder import shard_name
 from ezpz_llm.checkpoint.index import KINDS, Index, check_model, common, read_index
-from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, verify
+from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.dist.agree import broadcast, raise_together
-from ezpz_llm.engine.slices import Slice
+from ezpz_llm.engine.optimizer_state import Slice
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist

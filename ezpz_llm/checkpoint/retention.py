@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError, nearest
-from ezpz_llm.checkpoint.folder import MANIFEST, complete, folder_name, latest, step_of
-from ezpz_llm.checkpoint.manifest import Damaged, check_size, none_whole, read_manifest
+from ezpz_llm.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    check_size,
+    complete,
+    folder_name,
+    latest,
+    none_whole,
+    read_manifest,
+    step_of,
+)
 from ezpz_llm.rundir import RunDir
 
 
@@ -61,14 +70,12 @@ def find(where: str | Path) -> Path:
     raise none_whole(passed_over)
 
 
-
 def has_any(where: str | Path) -> bool:
     """Whether there is a checkpoint at that place, whole or not."""
     try:
         return bool(candidates(where))
     except UserError:
         return False
-
 
 
 def candidates(where: str | Path) -> list[Path]:
@@ -98,11 +105,9 @@ def candidates(where: str | Path) -> list[Path]:
     return found
 
 
-
 def _none(path: Path) -> UserError:
     return UserError(f"no complete checkpoint in {path}", where="--resume",
                      instead="name a run directory or a checkpoints/step-… folder in one")
-
 
 
 def _put_aside(checkpoints: Path) -> list[Path]:

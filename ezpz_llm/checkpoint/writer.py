@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from ezpz_llm import __version__
-from ezpz_llm.checkpoint.folder import INDEX, STATE, publish, shard_name
 from ezpz_llm.checkpoint.index import KINDS, Piece, write_index
-from ezpz_llm.checkpoint.manifest import FileRecord, describe, write_manifest
-from ezpz_llm.engine.slices import EngineState, owned
+from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, describe, publish, shard_name, write_manifest
+from ezpz_llm.engine.optimizer_state import EngineState, owned
 from ezpz_llm.rundir import write_json
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST
 from ezpz_llm.data.order import BLOCK, shares
-from ezpz_llm.data.request import cached_folder
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.rundir import write_json

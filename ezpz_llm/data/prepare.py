@@ -10,7 +10,7 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.atomic_dir import building
-from ezpz_llm.data.corpora import prepared_folder
+from ezpz_llm.data.corpora import Options, Request, make_request, prepared_folder
 from ezpz_llm.data.downloads import writing
 from ezpz_llm.data.foreign import find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
@@ -18,7 +18,6 @@ from ezpz_llm.data.hub import check_installed
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
 from ezpz_llm.data.mixing import check_same_tokenizer, find_mixture, mixture_folder, write_mixture
 from ezpz_llm.data.progress import say
-from ezpz_llm.data.request import Options, Request, make_request
 from ezpz_llm.data.samples import as_mixture, validation_windows, windows_per_epoch
 from ezpz_llm.data.shard_writer import SHARD_TOKENS, TRAIN, VAL
 from ezpz_llm.data.shards import TokenData

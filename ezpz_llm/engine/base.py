@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ezpz_llm.engine.gradients import StepGate
+from ezpz_llm.engine.gradients import NonFiniteStepSkipper
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from ezpz_llm.engine.slices import EngineState
+    from ezpz_llm.engine.optimizer_state import EngineState
 
 Span = Callable[[str], AbstractContextManager[None]]
 """Times what happens inside: "forward", "backward" or "optimizer"."""
@@ -26,15 +26,15 @@ class Engine(ABC):
 
     `module` is the part of the plain model that this rank computes, whose parameters the engine may have
     partitioned. Its forward pass has the engine's precision wherever it is called. `skipped_steps` counts the steps
-    whose fp16 gradients overflowed, which changed nothing but the loss scale. `gate` refuses steps whose gradients
-    are not finite or too large, which change nothing at all.
+    whose fp16 gradients overflowed, which changed nothing but the loss scale. `step_skip` skips steps whose
+    gradient norm is non-finite or above a limit, which then change nothing at all.
     """
 
     module: nn.Module
     device: torch.device
     layout: Layout
     batch: Batch
-    gate: StepGate
+    step_skip: NonFiniteStepSkipper
     skipped_steps: int = 0
 
     @abstractmethod

@@ -68,7 +68,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     return DeepSpeedEngine(model, resolved, dist, groups, adam)
 
 
-# The part of a model that a rank computes under its layout, with its first values.
+# The part of a model that a rank computes under its layout, with its initial weights.
 def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
              weights: Callable[[str, Box], Tensor] | None = None) -> nn.Module:
     """Build the plain model, cut it as the layout says, and give what is left its initial weights.
@@ -77,7 +77,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
     Every layout starts from exactly the single-process values.
 
     Args:
-        device_type: of the device that will compute; the model itself is built on the host.
+        device_type: of the device that will compute; the model itself is built on CPU.
         weights: initial weights instead of those from the seed; see `load_values`.
 
     Raises:
@@ -108,7 +108,7 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
 
 
 def give_storage(model: nn.Module) -> None:
-    """Move a model from the meta device to the host; its parameters, new ones then, lie where the old ones did."""
+    """Move a model from the meta device to CPU; its parameters, new ones then, lie where the old ones did."""
     placed = {name: placement_of(name, parameter) for name, parameter in model.named_parameters()}
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():

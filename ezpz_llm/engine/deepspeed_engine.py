@@ -19,10 +19,10 @@ from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
-from ezpz_llm.engine.gradients import StepGate, norm_and_clip
+from ezpz_llm.engine.gradients import NonFiniteStepSkipper, norm_and_clip
+from ezpz_llm.engine.optimizer_state import EngineState
 from ezpz_llm.engine.optimizers import make_optimizer, set_lr
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved
@@ -51,7 +51,7 @@ class DeepSpeedEngine(MicroStepEngine):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_optimizer(groups, adam, resolved.optimizer)
-        self.gate = StepGate(dist.device)
+        self.step_skip = NonFiniteStepSkipper(dist.device)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)
         config = resolved.for_deepspeed(dist.run_dir)
@@ -66,7 +66,7 @@ class DeepSpeedEngine(MicroStepEngine):
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
                                             optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
-        self.gate.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
+        self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
     def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
@@ -94,7 +94,7 @@ class DeepSpeedEngine(MicroStepEngine):
         """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
         scale = 1.0 if self._scale is None else self._scale.scale
         norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, scale)
-        self.gate.norm = norm
+        self.step_skip.norm = norm
         if self._scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()
             return torch.full_like(norm, float("inf"))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ezpz_llm.engine import optimizer_state
-from ezpz_llm.engine.optimizer_state import TorchState
-from ezpz_llm.engine.slices import EngineState, Slice, cut
+from ezpz_llm.engine.optimizer_state import EngineState, Slice, TorchState, cut
 from ezpz_llm.model.parameters import placement_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.gradients import divided_norm_and_clip
-from ezpz_llm.engine.optimizer_state import Access, at_hand, extent, get_step, set_step
-from ezpz_llm.engine.slices import EngineState, Slice
+from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice, at_hand, extent, get_step, set_step
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block

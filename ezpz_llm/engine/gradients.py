@@ -23,7 +23,7 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
     model. What several of them hold counts once.
 
     Returns:
-        The global 2-norm before clipping, without the loss scale, 0-d on the device. No host synchronisation.
+        The global 2-norm before clipping, without the loss scale, 0-d on the device, which is not waited for.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
     grads = [parameter.grad for _, parameter in named]
@@ -66,20 +66,20 @@ def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, 
 
 # What stands between a gradient and the optimizer's step: a limit on its norm, and a look at both on some steps.
 if TYPE_CHECKING:
-    from ezpz_llm.engine.slices import EngineState
+    from ezpz_llm.engine.optimizer_state import EngineState
 
 
-class StepGate:
-    """Lets the optimizer step only where the global gradient norm is a number and at most `limit`.
+class NonFiniteStepSkipper:
+    """Skips steps whose global gradient norm is NaN, Inf or above `limit`.
 
-    Every rank has the same norm and the same limit, and so comes to the same answer without asking. On a device it
-    is given there, to torch's fused optimizers by the flag that gradient scalers use: the host waits for nothing.
-    Other optimizers, and those on the host, are asked on the host.
+    Every rank has the same norm and the same limit, and so comes to the same answer without asking. Torch's fused
+    optimizers get it on the device, by the flag that gradient scalers use, and nothing waits for it; for others it
+    is read on CPU.
 
-    A step that is not let through leaves parameters, moments and the optimizer's count of steps as they were.
+    A skipped step leaves parameters, moments and the optimizer's count of steps as they were.
 
     Attributes:
-        limit: of the norm before clipping; infinity refuses only what is not a number.
+        limit: of the norm before clipping; infinity skips only NaN and Inf.
         norm: of the step that is about to be made, for engines that find it themselves.
         at_step: called once, before the next step.
     """

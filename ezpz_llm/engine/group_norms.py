@@ -14,7 +14,7 @@ from ezpz_llm.dist.private_names import foreach_norm
 from ezpz_llm.model.parameters import decays
 
 if TYPE_CHECKING:
-    from ezpz_llm.engine.slices import EngineState, Slice
+    from ezpz_llm.engine.optimizer_state import EngineState, Slice
 
 GROUPS = ("decayed", "others")
 """Matrices and embeddings, which decay; biases and norms, which do not."""
@@ -32,8 +32,8 @@ class GroupNorms:
     `sums` (3, 2), the sums over this rank's elements by KINDS and GROUPS, and `lr`, the learning rate of each
     group as the optimizer had it, are there after the step. Gradients may have been scaled, by one number for all.
     `elements` and `decays` are this rank's share of the elements that were stepped, and their weight decays, by
-    GROUPS. `strangers` counts gradients, other than 0, that the optimizer has of what is no parameter of the model.
-    `gradients` are the norms of this rank's pieces, in the order of the names beside them.
+    GROUPS. `unknown_parameters` counts gradients, other than 0, that the optimizer has of what is no parameter of
+    the model. `gradients` are the norms of this rank's pieces, in the order of the names beside them.
     """
 
     def __init__(self, state: EngineState, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class GroupNorms:
         self.lr: dict[str, float] = {}
         self.elements = [0.0, 0.0]
         self.decays: list[set[float]] = [set(), set()]
-        self.strangers = torch.zeros((), device=device)
+        self.unknown_parameters = torch.zeros((), device=device)
         self.gradients: list[tuple[list[str], Tensor]] = []
         self._by_storage: dict[int, list[Slice]] = {}
         for piece in _slices(state):
@@ -65,7 +65,7 @@ class GroupNorms:
         gradient = parameter.grad.reshape(-1)
         pieces = self._by_storage.get(parameter.untyped_storage().data_ptr())
         if pieces is None:
-            self.strangers += gradient.count_nonzero().to(self.strangers.device)
+            self.unknown_parameters += gradient.count_nonzero().to(self.unknown_parameters.device)
         for piece in pieces or ():
             offset = piece.tensors["weight"].storage_offset() - parameter.storage_offset()
             if 0 <= offset < parameter.numel():

@@ -14,7 +14,7 @@ from ezpz_llm.dist.private_names import FakeTensor
 from ezpz_llm.engine.base import Engine
 
 
-def living_storages() -> dict[int, int]:
+def live_storages() -> dict[int, int]:
     """The bytes of every storage that a living tensor of this process uses, by address; fakes and meta excluded."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -33,14 +33,14 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None  # undefined: what autograd of torch 2.6 leaves in the place of a gradient that nobody needs
 
 
-def held(engine: Engine, before: dict[int, int]) -> dict[str, int]:
+def live_tensor_memory(engine: Engine, before: dict[int, int]) -> dict[str, int]:
     """Bytes of storages that were not there before, in all and of those that hold each kind.
 
     Kinds overlap where an engine keeps one storage for two purposes; it then counts for the first of weights (the
     model's parameters, or this rank's part of them), gradients (of these), moments, master weights (what the
     optimizer steps) and gathered (parameters that are whole for as long as they are used, or small ones for ever).
     """
-    now = {address: size for address, size in living_storages().items() if before.get(address) != size}
+    now = {address: size for address, size in live_storages().items() if before.get(address) != size}
     kinds: dict[str, int] = {}
     left = dict(now)
     for kind, tensors in _known(engine).items():

@@ -20,10 +20,10 @@ from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
-from ezpz_llm.engine.gradients import StepGate
+from ezpz_llm.engine.gradients import NonFiniteStepSkipper
+from ezpz_llm.engine.optimizer_state import EngineState
 from ezpz_llm.engine.optimizers import make_optimizer, set_lr
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.model.pipeline import PipelineStage
@@ -64,8 +64,8 @@ class PipelineEngine(Engine):
                                             model=pipeline, optimizer=optimizer,
                                             config=_config(resolved, dist.run_dir, model))[0]
         zero = self._engine.optimizer
-        self.gate = StepGate(dist.device)
-        self.gate.guard(optimizer, lambda: zero._global_grad_norm)
+        self.step_skip = NonFiniteStepSkipper(dist.device)
+        self.step_skip.guard(optimizer, lambda: zero._global_grad_norm)
         schedule = deepspeed.runtime.pipe.schedule.TrainSchedule(self.batch.accumulation, self.layout.pp,
                                                                  dist.mesh.pp_rank)
         self._instructions = [instruction for step in schedule for instruction in step]

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.gradients import StepGate, norm_and_clip
-from ezpz_llm.engine.optimizer_state import TorchState
+from ezpz_llm.engine.gradients import NonFiniteStepSkipper, norm_and_clip
+from ezpz_llm.engine.optimizer_state import EngineState, TorchState
 from ezpz_llm.engine.optimizers import make_optimizer, set_lr
 from ezpz_llm.engine.precision import LossScale
-from ezpz_llm.engine.slices import EngineState
 from ezpz_llm.layout.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ class TorchEngine(MicroStepEngine):
         self._clip = resolved.clip
         self._mesh = dist.mesh
         self._optimizer = make_optimizer(groups, adam, resolved.optimizer)
-        self.gate = StepGate(dist.device)
-        self.gate.guard(self._optimizer)
+        self.step_skip = NonFiniteStepSkipper(dist.device)
+        self.step_skip.guard(self._optimizer)
         self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
         self._wrapped = self._wrap(model)
 
@@ -56,7 +55,7 @@ class TorchEngine(MicroStepEngine):
     def step(self, lr: float) -> Tensor:
         set_lr(self._optimizer, lr)
         scale = 1.0 if self._scale is None else self._scale.scale
-        norm = self.gate.norm = self._norm_and_clip(scale)
+        norm = self.step_skip.norm = self._norm_and_clip(scale)
         finite = True
         if self._scale is not None:
             finite = bool(torch.isfinite(norm))

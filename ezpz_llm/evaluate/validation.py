@@ -32,7 +32,7 @@ def validation_loss(forward_sum: Callable[[Tensor, Tensor], Tensor],
     Args:
         forward_sum: tokens and targets, both (B, T) int64 on `device`, to the summed loss, 0-d, in evaluation mode;
             or this rank's part of it, where a pipeline or a sequence is divided.
-        batches: tokens and targets on the host; targets of -100 do not count.
+        batches: tokens and targets on CPU; targets of -100 do not count.
 
     Raises:
         UserError: when no token counts.
@@ -79,7 +79,7 @@ def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_t
            temperature: float = 1.0) -> Tensor:
     """Extend prompts (B, T), at least one token each, to (B, T + new_tokens).
 
-    The draws are made on the host with the caller's own `generator` (a CPU one), so that the same seed and logits
+    The draws are made on CPU with the caller's own `generator`, so that the same seed and logits
     give the same text on any device, and the global random state stays as it was. Every rank runs the same number
     of forward passes, so all ranks of a sharded model can sample together. There is no cache of keys and values:
     each token costs a forward pass over its context.

@@ -81,7 +81,7 @@ class Weights(ABC):
         self._stack.close()
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a parameter, fp32 on the host, in the box's shape.
+        """A box of a parameter, fp32 on CPU, in the box's shape.
 
         Rows of the vocabulary beyond those that are stored, the padding of another width, are the mean of the real
         ones. Their logits then are the mean logit, so that all of them together get at most their share of the

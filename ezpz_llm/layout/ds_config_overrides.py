@@ -63,7 +63,7 @@ _RULES = (
     _Rule("data_parallel_size", (None,), "it follows from the number of ranks and the other degrees"),
     _Rule("pipeline.partition", ("parameters", "uniform", "best", None),
           "stages are divided evenly by parameters, or by \"partition\": \"time\" in \"ezpz_llm\""),
-    _Rule("pipeline.seed_layers", _OFF, "first values are those of a single process in every layout"),
+    _Rule("pipeline.seed_layers", _OFF, "initial weights are those of a single process in every layout"),
     _Rule("pipeline.pipe_partitioned", _OFF, "tensor-parallel ranks hand on whole activations"),
     _Rule("pipeline.grad_partitioned", _OFF, "tensor-parallel ranks hand on whole gradients"),
     _Rule("compile.deepcompile", _OFF, "--compile compiles the model's blocks"),

@@ -67,7 +67,7 @@ def complete(zero: dict[str, Any], layout: Layout, model: ModelConfig | None, wo
                        for block in _BLOCKS if block in zero}}
     if layout.zero.offload_optimizer == "nvme":
         block = zero["offload_optimizer"]
-        # For the sub-group at hand, the one that is read ahead, and the one that is still being written.
+        # For the sub-group in memory, the one that is read ahead, and the one that is still being written.
         _at_least(block, "buffer_count", 4 + 4 * sum(bool(block.get(key)) for key in _OVERLAP), where,
                   "a sub-group has weights, gradients and two moments")
     if layout.zero.offload_param == "nvme":
@@ -131,7 +131,7 @@ def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[boo
     else:
         # With it they are flattened into a copy, which is all-reduced: nothing is scattered.
         key, chosen_by = "reduce_scatter", "use_multi_rank_bucket_allreduce"
-    return {} if chosen_by in zero else {key: (False, "spares a host one copy of all gradients a step")}
+    return {} if chosen_by in zero else {key: (False, "spares CPUs one copy of all gradients a step")}
 
 
 def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:

@@ -122,7 +122,7 @@ class Pass:
 
     `recompute` is as in the trainer, `score_bytes` what attention keeps of a layer's scores
     (model/attention_kernels.py), `chunk` the tokens whose logits are there at once, 0 for all, `cpu` whether the
-    device is one, `by_rows` whether attention is ours for CPUs.
+    device is one, `blockwise` whether attention is our own kernel for CPUs.
     """
 
     micro_batch: int
@@ -132,7 +132,7 @@ class Pass:
     score_bytes: int = 0
     chunk: int = 0
     cpu: bool = False
-    by_rows: bool = False
+    blockwise: bool = False
 
 
 def activation_bytes(layout: Layout, model: ModelConfig, work: Pass) -> int:
@@ -160,7 +160,7 @@ def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:
     width, kv, inside, e = model.n_embd, model.kv_width, model.intermediate_size, _itemsize(work.precision)
     norms = 2 * _norm_bytes(model, work)
     attention = e * width + (e * (width + 2 * kv) + e * width) / tp
-    if not work.by_rows:  # which keeps queries, keys and values as it takes them, and nothing else
+    if not work.blockwise:  # which keeps queries, keys and values as it takes them, and nothing else
         attention += 4 * model.n_head / tp
         if work.cpu and model.n_kv_head != model.n_head:
             attention += e * width / tp  # its kernel's output lies in another order than the next layer wants

@@ -20,8 +20,8 @@ class AttentionKernel:
     """What computes attention."""
 
     name: str
-    """row_attention, ours for hosts; of torch's flash_attention, efficient_attention, cudnn_attention, overrideable
-    (the device's own), or math."""
+    """blockwise_attention, ours for CPUs; of torch's flash_attention, efficient_attention, cudnn_attention,
+    overrideable (the device's own), or math."""
     score_bytes: int
     """What the math kernel keeps of one layer's scores for the backward pass, B H T^2 values; 0 for the others."""
 
@@ -33,8 +33,8 @@ def attention_kernel(config: ModelConfig, micro_batch: int, device: torch.device
     `dtype` is that of the products: bfloat16 under autocast. The answer changes with the shape: fp32, dropout or
     grouped queries may rule out the fast kernels. `explicit`: the math kernel was asked for.
     """
-    if by_rows(device, dtype, config.dropout) and not explicit:
-        return AttentionKernel("row_attention", 0)
+    if is_blockwise(device, dtype, config.dropout) and not explicit:
+        return AttentionKernel("blockwise_attention", 0)
 
     def heads(count: int) -> torch.Tensor:
         return torch.empty(micro_batch, count, config.block_size, config.head_dim, device=device, dtype=dtype,
@@ -55,18 +55,18 @@ _ELEMENTS = 2 ** 25
 """Scores of a block, at most: fewer rows where there are very many keys."""
 
 
-def by_rows(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
+def is_blockwise(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
     """Whether this is the kernel for products of this dtype."""
     return device.type == "cpu" and dtype == torch.bfloat16 and not dropout
 
 
-def row_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D), laid out as (B, T, H, D)."""
     with torch.autocast(q.device.type, enabled=False):
-        return _RowAttention.apply(q, k, v)
+        return _BlockwiseAttention.apply(q, k, v)
 
 
-class _RowAttention(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size, heads, length, dim = q.shape

@@ -19,7 +19,10 @@ from ezpz_llm.model.tp_collectives import reduce_from_tp_region
 
 
 class VocabularyEmbedding(nn.Module):
-    """A token table of which this rank has some rows. Exact: of the ranks' parts of a sum all but one are zero."""
+    """An embedding of which this rank has some vocabulary rows.
+
+    Exact: of the ranks' parts of a sum all but one are zero.
+    """
 
     def __init__(self, rows: int, width: int, group: ProcessGroup | None, rank: int) -> None:
         super().__init__()
@@ -69,11 +72,11 @@ def own_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return index * inside, inside
 
 
-# The token table, whose gradient is added to the head's where both are one tensor.
-class TokenTable(nn.Embedding):
+# The embedding table, whose gradient is added to the head's where both are one tensor.
+class TiedEmbedding(nn.Embedding):
     """An embedding of V tokens in C dimensions.
 
-    `tied`: the head's product has the same weight, whose dense gradient comes in the same backward pass. On a host
+    `tied`: the head's product has the same weight, whose dense gradient comes in the same backward pass. On CPU
     the lookup's own is then given as rows, which autograd adds to it: dense it would be V rows of zeros but for the
     few that were looked up. (torch 2.13 adds them to a copy of the head's, not in place.)
     """

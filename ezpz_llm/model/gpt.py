@@ -4,8 +4,8 @@ Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D = C/H d
 V padded vocabulary.
 
 The model is plain: it knows no ranks, no precision and no engine. Those are applied from outside, by replacing
-modules named in a table or by autocast. Hence three habits: a module uses only its own parameters (whoever gathers
-parameters can hook its forward), sizes of sharded dimensions are read from the tensors and not from the
+modules named in a table or by autocast. Hence three habits: a module uses only its own parameters (engines gather
+them by hooks on its forward), sizes of sharded dimensions are read from the tensors and not from the
 configuration, and the product of queries and keys is a module, as is the head, whose loss never has all logits.
 """
 
@@ -21,11 +21,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.model.attention_kernels import by_rows, row_attention
+from ezpz_llm.model.attention_kernels import blockwise_attention, is_blockwise
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.embedding import TokenTable
-from ezpz_llm.model.head import Head
-from ezpz_llm.model.loss import Reduction
+from ezpz_llm.model.embedding import TiedEmbedding
+from ezpz_llm.model.loss import Head, Reduction
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""
@@ -71,8 +70,8 @@ class CausalProduct(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries (B, H, T, D), keys and values (B, H_kv, T, D) to (B, H, T, D)."""
         dropout = self.dropout if self.training else 0.0
-        if by_rows(q.device, q.dtype, dropout) and not self.explicit:
-            return row_attention(q, k, v)
+        if is_blockwise(q.device, q.dtype, dropout) and not self.explicit:
+            return blockwise_attention(q, k, v)
         with sdpa_kernel(SDPBackend.MATH) if self.explicit else nullcontext():
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout,
                                                            enable_gqa=q.shape[1] != k.shape[1])
@@ -102,7 +101,7 @@ class Attention(nn.Module):
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
-    Compiled for a host the sigmoid is several times as fast as the tanh, which is 2 sigmoid(2z) - 1.
+    Compiled for CPU the sigmoid is several times as fast as the tanh, which is 2 sigmoid(2z) - 1.
     """
     if not (torch.compiler.is_compiling() and x.device.type == "cpu"):
         return functional.gelu(x, approximate="tanh")
@@ -150,7 +149,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict({"wte": TokenTable(config.padded_vocab_size, config.n_embd)})
+        self.transformer = nn.ModuleDict({"wte": TiedEmbedding(config.padded_vocab_size, config.n_embd)})
         if config.position == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         self.transformer["drop"] = nn.Dropout(config.dropout)

@@ -1,10 +1,10 @@
-"""Training loss of logits, or in chunks of hidden states without ever having all logits.
+"""Output head and training loss: of logits, or in chunks of hidden states without ever having all logits.
 
 Shapes: B sequences, T tokens, N = B T, n of them in a chunk, C width, V padded vocabulary, R ranks that have V/R
 columns each.
 
 Where a gradient is wanted, those of the hidden states and of the head's weight are computed in the forward pass,
-while a chunk's logits are at hand: as many products as the plain loss makes, none twice. What is kept until the
+while a chunk's logits are in memory: as many products as the plain loss makes, none twice. What is kept until the
 backward pass is these two gradients, (N, C) and (V/R, C). Nothing is divided by the number of tokens before the
 products, so that in fp16 a small gradient is not lost to it: the logits' own gradient is a probability.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -86,9 +86,9 @@ _ELEMENTS_ELSEWHERE = 2 ** 27
 """Logits of a chunk that is chosen here, by the type of device: two bytes each in bf16, on devices four more. Fewer
 make the sum of the chunks' weight gradients costly, and matrix products of few rows slow."""
 _CACHED = 2 ** 22
-"""Logits that a host passes over several times at once, in fp32: they should stay in its last cache."""
+"""Logits that a CPU passes over several times at once, in fp32: they should stay in its last cache."""
 _SUMMED = 2 ** 22
-"""Elements of the head's weight whose gradient a host adds at once: in bf16 and fp32 within its last cache."""
+"""Elements of the head's weight whose gradient a CPU adds at once: in bf16 and fp32 within its last cache."""
 _ROWS = 64
 """A chosen chunk is a multiple of so many tokens, which matrix units want."""
 
@@ -184,7 +184,7 @@ class _Room:
         self.logits = torch.empty(tokens, columns, dtype=dtype, device=device)
         self._chosen = torch.empty(tokens, device=device)
         self._rows = min(tokens, max(1, _CACHED // columns)) if device.type == "cpu" else tokens
-        # On a host fresh memory of this size would cost as much as the work.
+        # On CPU fresh memory of this size would cost as much as the work.
         self._softmax = torch.empty(self._rows, columns) if device.type == "cpu" else None
 
     def normaliser(self, logits: Tensor, index: Tensor, gradients: bool) -> Tensor:
@@ -217,13 +217,13 @@ class _Room:
         """
         chosen = self._chosen[:len(logits)]
         if factor is not None:
-            for start in range(0, len(logits), self._rows):  # a host multiplies a copy in fp32
+            for start in range(0, len(logits), self._rows):  # on CPU it multiplies a copy in fp32
                 rows = slice(start, start + self._rows)
                 logits[rows].mul_(factor[rows, None])
             chosen = chosen * factor
         # The difference to one is taken before it is rounded: of a sure prediction it is all there is.
         difference = (chosen - inside.float()).to(logits.dtype)
-        # scatter_ would copy all of the logits to fp32 and back on a host.
+        # scatter_ would copy all of the logits to fp32 and back on CPU.
         return logits.index_put_((torch.arange(len(logits), device=logits.device), index), difference)
 
 
@@ -295,3 +295,39 @@ class _Gradients:
         else:
             torch.addmm(self.weight, logits.t(), rows, out=self.weight)
         self._empty = False
+
+
+# Logits and loss share one module so that ZeRO-3's forward hooks gather the weight for both.
+class Head(nn.Linear):
+    """A linear layer from C to V logits, without bias, and the loss of its logits.
+
+    `loss_chunk` is the number of tokens whose logits are there at once, None to choose it by the shape, and 0 for
+    all of them, kept until the backward pass. `z_loss` is the weight of that term, see `cross_entropy`.
+    `compiled` lets torch.compile fuse what is done to a chunk's logits.
+
+    Args:
+        columns: which of the logits' columns this one gives, where the vocabulary is divided over ranks.
+    """
+
+    def __init__(self, width: int, vocabulary: int, columns: Columns = Columns()) -> None:  # noqa: B008
+        super().__init__(width, vocabulary, bias=False)
+        self.columns = columns
+        self.loss_chunk: int | None = None
+        self.z_loss = 0.0
+        self.compiled = False
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+        """Hidden states (B, T, C) to logits (B, T, V/R), or with targets (B, T) to the loss, see `Reduction`."""
+        if targets is None:
+            return super().forward(x)
+        if self.loss_chunk == 0:
+            return cross_entropy(super().forward(x), targets, reduction, self.z_loss, self.columns)
+        chunk = self.loss_chunk or chosen_chunk(targets.numel(), len(self.weight), x.device.type)
+        return chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
+                                     columns=self.columns, compiled=self.compiled)
+
+
+def configure_head(model: nn.Module, loss_chunk: int | None, z_loss: float = 0.0) -> None:
+    """Set how a model, or the part of one that a rank has, computes its loss."""
+    if hasattr(model, "lm_head"):  # not every stage of a pipeline has one
+        model.lm_head.loss_chunk, model.lm_head.z_loss = loss_chunk, z_loss

@@ -19,7 +19,7 @@ TABLE = "transformer.wte.weight"
 class PipelineStage(nn.Module):
     """Some of a model's blocks; in the first stage the embedding before them, in the last one norm and head.
 
-    `table` is the module with the token table where the last stage's head multiplies with the first one's
+    `table` is the module with the embedding table where the last stage's head multiplies with the first one's
     embedding: its one parameter is held by both, and its gradient has to be summed over them. Only the first stage
     answers for it. It is None in the stages between, and where the head has a weight of its own.
 

@@ -24,7 +24,7 @@ from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.embedding import Columns, VocabularyEmbedding
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.head import Head
+from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import (
     Box,
     Parameter,
@@ -69,7 +69,7 @@ class RowParallelLinear(nn.Linear):
 class RankedDropout(nn.Module):
     """A module with dropout that draws another mask on each rank, while the ranks' generators stay alike.
 
-    The number that seeds the masks comes from the host's generator, which is the same on all peers and needs no
+    The number that seeds the masks comes from the CPU's generator, which is the same on all peers and needs no
     synchronisation with the device. Whoever restores that generator, as activation checkpointing does before it
     computes a block again, gets the same masks.
     """
@@ -152,7 +152,7 @@ def check_divisible(config: ModelConfig, size: int) -> None:
     for number, what in ((config.n_kv_head, "key/value heads (n_kv_head)"),
                          (config.intermediate_size, "hidden units of the MLP (intermediate_size)"),
                          (config.padded_vocab_size,
-                          "rows of the token table (vocab_size up to a multiple of vocab_multiple)")):
+                          "vocabulary rows (vocab_size up to a multiple of vocab_multiple)")):
         if number % size:
             raise UserError(f"{number} {what} cannot be divided over {size} tensor-parallel ranks", where="tp",
                             instead=f"tp {math.gcd(number, size)}, or a multiple of {size}")

@@ -17,10 +17,9 @@ from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.flops import FlopCount, flops_per_token, product_flops_per_token
 from ezpz_llm.model.gpt import GPT, CausalProduct
-from ezpz_llm.model.head import configure_head
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.model.loss import configure_head
+from ezpz_llm.model.parameters import FlopCount, flops_per_token, parameter_count, product_flops_per_token
 from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.trainer.check_report import remarks, settings

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.layout.rank_map import Places, crossing, rank_map
+from ezpz_llm.layout.layout import Places, crossing, rank_map
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run

@@ -30,8 +30,8 @@ class StepTrace:
     Attributes:
         found: once the step has passed: `collectives` in order, each with its kind, the axes of its group ("dp",
             "dp sp"), the ranks in it, the bytes of its whole buffer and, for sends and receives, the other rank;
-            `transient_bytes`, the most that the step allocated and had not freed; what buffers.py and
-            deepspeed_tools.py find; `links`, how fast neighbouring hosts send to each other.
+            `transient_bytes`, the most that the step allocated and had not freed; what `BufferLog` and
+            `DeepSpeedTools` find; `links`, how fast neighbouring nodes send to each other.
     """
 
     def __init__(self, step: int, dist: Dist, engine: Engine, *, counts: bool = True,
@@ -55,7 +55,7 @@ class StepTrace:
             self._log.__enter__()
 
     def after_step(self, step: int) -> None:
-        """Stop after it, and measure the links between hosts."""
+        """Stop after it, and measure the links between nodes."""
         self.close()
         if step == self._step:
             self.found["links"] = measure_links(self._dist, socket.gethostname())

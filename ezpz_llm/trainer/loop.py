@@ -55,7 +55,7 @@ def train_step(session: Session, step: int) -> None:
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, config)
     if session.metrics.is_due(step + 1) and not uses_nvme(engine.layout):
-        engine.gate.measure(engine.training_state())
+        engine.step_skip.measure(engine.training_state())
     with torch.profiler.record_function(f"step {step + 1}"):
         timeline.begin_step()
         skipped = -1
@@ -66,7 +66,7 @@ def train_step(session: Session, step: int) -> None:
         timeline.end_step()
     if not config.overfit_one_batch:
         session.position = session.position.advance(session.batches.global_batch, session.taken)
-    measured = engine.gate.measured()
+    measured = engine.step_skip.measured()
     session.checks.stepped(measured)
     session.metrics.record(step + 1, loss, grad_norm, rate, measured)
 

@@ -10,7 +10,7 @@ import torch
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.live_memory import gradient_bytes, held
+from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory
 from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
 from ezpz_llm.model.attention_kernels import attention_kernel
@@ -47,14 +47,14 @@ class MemoryWatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._gradients: int | None = None
-        engine.gate.at_step = self._look
+        engine.step_skip.at_step = self._look
 
     def _look(self) -> None:
         self._gradients = gradient_bytes(self._engine)
 
     def result(self, plan: RunPlan, dist: Dist) -> Memory:
         """The table's numbers. Collective."""
-        kinds = held(self._engine, {})
+        kinds = live_tensor_memory(self._engine, {})
         found = {"parameters": kinds["parameters"], "gradients": self._gradients or 0,
                  "optimizer": kinds["moments"], "copy": kinds["master"]}
         peak, reserved = _peak(dist.device)
@@ -106,7 +106,7 @@ def _pass(plan: RunPlan, device: torch.device) -> Pass:
         chunk = chosen_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
                              model.padded_vocab_size // plan.resolved.layout.tp, device.type)
     return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
-                device.type == "cpu", kernel.name == "row_attention")
+                device.type == "cpu", kernel.name == "blockwise_attention")
 
 
 def _peak(device: torch.device) -> tuple[int, int | None]:

@@ -15,8 +15,10 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import NoFile, read_yaml
 from ezpz_llm.layout.batch import SPELLINGS, option_of
-from ezpz_llm.trainer.config import FIELDS, SECTIONS, TrainConfig
-from ezpz_llm.trainer.presets import FINE_TUNING, PRESETS, RECIPES
+from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTIONS, TrainConfig
+
+WEIGHTS = "weights to begin with"
+"""The source of a setting that the initial weights bring."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Plan of a run, resolved and validated before anything starts (imports no torch)."""
+"""Plan of a run: its model, layout and numbers, validated before anything starts (imports no torch)."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
@@ -17,18 +17,17 @@ from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.hf.source import Source
+from ezpz_llm.hf.source import Source, adapted, find_source
+from ezpz_llm.hf.tokenizer import words_for
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
 from ezpz_llm.layout.resolve import COMMAND_LINE, DEFAULT_MICRO_BATCH, Resolved, resolve
 from ezpz_llm.model.attention import check_attention
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.initial_weights import WEIGHTS, choose_model, with_tokenizer
-from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.presets import ADOPTS_VOCABULARY, PRESETS, RECIPES
+from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, TrainConfig
+from ezpz_llm.trainer.options import WEIGHTS, Options
 from ezpz_llm.trainer.resume import RUN, TYPED
 from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
 
@@ -300,3 +299,49 @@ def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -
         raise UserError(f"the tokenizer has {vocab_size} tokens, more than {config.model}'s {model.vocab_size}",
                         where="--tokenizer", instead="a tokenizer with a smaller vocabulary")
     return model
+
+
+# The shape of the model, by name or from given weights, and the tokenizer that those bring.
+_NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
+"""What a named model may have otherwise than the weights: these win."""
+
+
+def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:
+    """Return the model, its name, and its initial weights: None for those that the seed gives.
+
+    Args:
+        named: whether the model's name was chosen, and is not the default.
+
+    Raises:
+        UserError: an unknown name, a shape that does not work out, or one that is not the weights'.
+    """
+    overrides = {name: getattr(config, name) for name in MODEL_OVERRIDES}
+    if config.init_from is None:
+        return get_model_config(config.model, **overrides), config.model, None
+    source = find_source(config.init_from, "--init-from")
+    if named:
+        for name, value in asdict(get_model_config(config.model, **overrides)).items():
+            found = getattr(source.model, name)
+            if name not in _NOT_SHAPE and value != found:
+                raise UserError(f"{config.model} is not the model of these weights: {name} is {value}, theirs is "
+                                f"{found}", where=str(source.folder),
+                                instead="leave --model out: the weights bring their own")
+    name = config.model if named else PurePath(config.init_from).name or str(source.folder)
+    return adapted(source.model, str(source.folder), **overrides), name, source
+
+
+def with_tokenizer(options: Options) -> Options:
+    """The options, with the tokenizer that the weights to begin with bring.
+
+    Raises:
+        UserError: that is not known or not supported, or another is named and not asked for; see `words_for`.
+    """
+    config, source = options.config, options.sources["tokenizer"]
+    if config.init_from is None:
+        return options
+    words = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
+                      asked=not source.startswith(("default", "preset ", "recipe ")))
+    if words == config.tokenizer:
+        return options
+    return replace(options, config=replace(config, tokenizer=words),
+                   sources={**options.sources, "tokenizer": WEIGHTS})

@@ -9,7 +9,7 @@ from typing import Any
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.stubbed import stubbed_collectives
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.model.flops import product_flops_per_token
+from ezpz_llm.model.parameters import product_flops_per_token
 from ezpz_llm.observe import HostProfile, StepWatch, TraceProfile, Window, profile_window
 from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.trainer.collective_trace import StepTrace
@@ -17,7 +17,7 @@ from ezpz_llm.trainer.plan import RunPlan
 
 
 def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[StepWatch]:
-    """The profiles that the configuration asks for: the host's on rank 0, traces on every rank."""
+    """The profiles that the configuration asks for: Python on rank 0, traces on every rank."""
     config = plan.config
     wanted: list[StepWatch] = []
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):

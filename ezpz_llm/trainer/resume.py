@@ -18,8 +18,7 @@ from ezpz_llm.layout.resolve import COMMAND_LINE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 from ezpz_llm.rundir import read_json as read_plain_json
 from ezpz_llm.trainer.config import FIELDS
-from ezpz_llm.trainer.initial_weights import WEIGHTS
-from ezpz_llm.trainer.options import Options
+from ezpz_llm.trainer.options import WEIGHTS, Options
 
 AUTO = "auto"
 """In place of a run: the run directory's own, if it has saved anything."""

@@ -32,19 +32,18 @@ from ezpz_llm.hf.weights import Weights, open_for_ranks
 from ezpz_llm.launch.variables import LOADING, MEETING, RUN_ID_VARIABLE, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
-from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import decay_groups
+from ezpz_llm.model.loss import configure_head
 from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir.side_files import print_whatever_happens
 from ezpz_llm.trainer.announce import announce, step_work
 from ezpz_llm.trainer.config import TrainConfig
 from ezpz_llm.trainer.early_end import early_end
-from ezpz_llm.trainer.initial_weights import with_tokenizer
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
-from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run
+from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.profiling import profiles
 from ezpz_llm.trainer.resume import Beginning, find_beginning, put_aside
@@ -108,7 +107,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
         state = resume_from_checkpoint(plan, data, engine, dist)
         first_step, position = state["step"], Position.at(state["consumed"], state["sample_hash"])
         spikes.restore(state.get("guard"))
-        engine.gate.limit = spikes.limit
+        engine.step_skip.limit = spikes.limit
     tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)

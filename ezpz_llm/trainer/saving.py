@@ -124,7 +124,7 @@ def _roll_back(session: Session, where: str | Path, why: str) -> None:
     """
     def accept(folder: Path, state: dict[str, Any]) -> None:
         check_state(session.plan, folder, state, session.data.fingerprint)
-        # An early end writes its state as it is; with an older one at hand, that is no place to begin again.
+        # An early end writes its state as it is; where there is an older one, that is no place to begin again.
         if (state.get("guard") or {}).get("streak") and folder != candidates(where)[-1]:
             raise checkpoint.Damaged("the checkpoint was written among bad steps", where=str(folder))
 
@@ -132,7 +132,7 @@ def _roll_back(session: Session, where: str | Path, why: str) -> None:
     reached, session.step = session.step, found.state["step"]
     session.spikes.restore(found.state.get("guard"))
     session.spikes.streak = 0
-    session.engine.gate.limit = session.spikes.limit
+    session.engine.step_skip.limit = session.spikes.limit
     session.rollbacks.append(session.step)
     session.saved_step = session.step
     session.early_end.rolled_back()

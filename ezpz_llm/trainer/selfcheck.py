@@ -72,16 +72,16 @@ class SelfChecks:
                              is_new=self._first and not self._loaded)
 
     def _optimizer(self, dist: Dist) -> str:
-        seen = torch.tensor([*self._stepped.elements, float(self._stepped.strangers)], dtype=torch.float64)
+        seen = torch.tensor([*self._stepped.elements, float(self._stepped.unknown_parameters)], dtype=torch.float64)
         if dist.world_size > 1:
             seen = seen.to(dist.device)
             torch.distributed.all_reduce(seen)
-        *elements, strangers = (round(number) for number in seen.tolist())
+        *elements, unknown_parameters = (round(number) for number in seen.tolist())
         everyone = [self._stepped.decays] * dist.world_size
         if dist.world_size > 1:
             torch.distributed.all_gather_object(everyone, self._stepped.decays)
         decays = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
-        return check_stepped(self._model, elements, strangers, decays, self._config.weight_decay)
+        return check_stepped(self._model, elements, unknown_parameters, decays, self._config.weight_decay)
 
     def overfit_failure(self) -> str | None:
         """Return the failure of `--overfit-one-batch`; None if the run overfitted its batch."""
@@ -114,7 +114,7 @@ def check_reached(without: list[str], is_new: bool) -> list[str]:
                     exit_code=1)
 
 
-def check_stepped(model: ModelConfig, elements: list[int], strangers: int, decays: list[set[float]],
+def check_stepped(model: ModelConfig, elements: list[int], unknown_parameters: int, decays: list[set[float]],
                   weight_decay: float) -> str:
     """Compare what the optimizer stepped, over all ranks and by decay group, with the model's parameters.
 
@@ -123,8 +123,8 @@ def check_stepped(model: ModelConfig, elements: list[int], strangers: int, decay
     """
     counts = decay_counts(model)
     expected = [size for _, size in counts]
-    if elements != expected or strangers:
-        more = f", and {strangers} values that are none of its parameters" if strangers else ""
+    if elements != expected or unknown_parameters:
+        more = f", and {unknown_parameters} values that are none of its parameters" if unknown_parameters else ""
         raise UserError(f"the optimizer steps {elements[0]:,} parameters that decay and {elements[1]:,} that do not"
                         f"{more}; the model has {expected[0]:,} and {expected[1]:,}", where="the first step",
                         instead="please report this with layout.json: no result of such a run means anything",

@@ -2,8 +2,8 @@
 
 Nothing here costs the step anything. Losses and gradient norms are observed where they are flushed, `--log-every`
 steps at a time, already reduced over ranks, so that all ranks come to the same conclusion at the same step without
-asking each other. The limit on the gradient norm that follows holds for the steps after; the engine's gate applies
-it on the device (engine/gradients.py). The price is the delay: up to `--log-every` steps follow a bad one.
+asking each other. The limit on the gradient norm that follows holds for the steps after; the engine applies it on
+the device (engine/gradients.py). The price is the delay: up to `--log-every` steps follow a bad one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SpikeDetector:
         factor = self._config.spike_norm
         if not factor or len(self._norms) < LEAST:
             return math.inf
-        # Rounded as the device rounds it, so that host and device agree on every norm.
+        # Rounded as the device rounds it, so that CPU and device agree on every norm.
         return struct.unpack("f", struct.pack("f", factor * statistics.median(self._norms)))[0]
 
     def reason(self) -> str:

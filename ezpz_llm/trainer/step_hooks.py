@@ -72,7 +72,7 @@ def flush(session: Session) -> None:
     if told and session.dist.is_main:
         print("checks     " + "\n           ".join(told), flush=True)
         session.dist.side.update_record(session.dist.run_dir, checks=told)
-    session.engine.gate.limit = spikes.limit
+    session.engine.step_skip.limit = spikes.limit
     if session.dist.is_main:
         for skipped in spikes.unreported:
             print(f"warning: {skipped}", flush=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, Piece, check_model, common
-from ezpz_llm.engine.slices import cut
+from ezpz_llm.engine.optimizer_state import cut
 from ezpz_llm.model.parameters import Placement, size, whole
 
 

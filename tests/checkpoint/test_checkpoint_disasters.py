@@ -13,8 +13,7 @@ import pytest
 from forked_ranks import Server, wait_for
 
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.folder import complete
-from ezpz_llm.checkpoint.manifest import read_manifest, verify
+from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32", "--ds-config", "zero2",

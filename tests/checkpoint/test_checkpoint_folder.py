@@ -11,9 +11,17 @@ import pytest
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import Keep, find, prune
-from ezpz_llm.checkpoint.folder import complete, publish, start_partial
 from ezpz_llm.checkpoint.index import read_index
-from ezpz_llm.checkpoint.manifest import Damaged, describe, read_manifest, verify, write_manifest
+from ezpz_llm.checkpoint.manifest import (
+    Damaged,
+    complete,
+    describe,
+    publish,
+    read_manifest,
+    start_partial,
+    verify,
+    write_manifest,
+)
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.rundir import RunDir
 

@@ -16,8 +16,7 @@ from forked_ranks import Job, Server, wait_for
 from places import ROOT
 
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.folder import STATE, complete, latest, step_of
-from ezpz_llm.checkpoint.manifest import read_json, read_manifest, verify
+from ezpz_llm.checkpoint.manifest import STATE, complete, latest, read_json, read_manifest, step_of, verify
 from ezpz_llm.rundir import RunDir, read_lines, write_json
 
 RESULT = ROOT / "benchmarks" / "results" / "kills.json"

@@ -13,8 +13,7 @@ import pytest
 from forked_ranks import Server
 from places import ROOT
 
-from ezpz_llm.checkpoint.folder import STATE, complete
-from ezpz_llm.checkpoint.manifest import read_json
+from ezpz_llm.checkpoint.manifest import STATE, complete, read_json
 from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches

@@ -17,8 +17,7 @@ import pytest
 from places import HELPERS
 
 from ezpz_llm.checkpoint import find
-from ezpz_llm.checkpoint.folder import complete
-from ezpz_llm.checkpoint.manifest import read_manifest, verify
+from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
 from ezpz_llm.layout.ops import is_built
 
 PROGRAM = HELPERS / "checkpoint_ranks.py"

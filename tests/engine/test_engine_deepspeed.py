@@ -15,7 +15,7 @@ from ezpz_llm.dist.private_names import check_deepspeed, find
 from ezpz_llm.dist.stubbed import stubbed_collectives
 from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.live_memory import living_storages
+from ezpz_llm.engine.live_memory import live_storages
 
 
 def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,7 @@ def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
 import torch, torch.distributed as dist
 from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.live_memory import living_storages
+from ezpz_llm.engine.live_memory import live_storages
 import deepspeed.accelerator.{accelerator}_accelerator as kind
 from deepspeed.accelerator import get_accelerator, set_accelerator
 chosen = kind.{accelerator.upper()}_Accelerator()
@@ -124,4 +124,4 @@ def test_a_tensor_that_is_undefined_holds_nothing():
             raise RuntimeError("cannot call get_autograd_meta() on undefined tensor")
 
     there = torch.ones(1000).as_subclass(Undefined)
-    assert living_storages()[there.untyped_storage().data_ptr()] == 4000
+    assert live_storages()[there.untyped_storage().data_ptr()] == 4000

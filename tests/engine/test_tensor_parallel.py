@@ -127,7 +127,7 @@ def test_checkpoints_go_between_tensor_parallel_ranks_and_one_process(two: dict[
 
 @pytest.mark.parametrize(("what", "changes", "size"), [
     ("2 key/value heads", {"n_kv_head": 2}, 4), ("hidden units", {"intermediate_size": 127}, 2),
-    ("65 rows of the token table", {"vocab_size": 65, "vocab_multiple": 1}, 2)])
+    ("65 vocabulary rows", {"vocab_size": 65, "vocab_multiple": 1}, 2)])
 def test_what_cannot_be_divided_is_refused(what: str, changes: dict[str, int], size: int) -> None:
     with torch.device("meta"):
         model = GPT(get_model_config("tiny-llama", **changes))

@@ -193,7 +193,7 @@ def test_verify_names_what_is_damaged_and_goes_on(trained: Path, tmp_path: Path,
 
 @pytest.mark.full
 def test_fine_tuning_begins_with_the_weights_under_any_layout(trained: Path, exported: Path) -> None:
-    """From the export and from the checkpoint alike; the first loss is far below that of first values."""
+    """From the export and from the checkpoint alike; the first loss is far below that of initial weights."""
     before = read_record(RunDir(trained / "at-run"))["val_loss"]
     first = {}
     for layout, source in (("tp2", trained / "at-run"), ("zero3", exported)):

@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.dist.setup import Dist, setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine

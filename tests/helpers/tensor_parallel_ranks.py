@@ -36,8 +36,8 @@ from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.embedding import Columns
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.head import Head
 from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import placement_of, size, whole
 from ezpz_llm.model.tensor_parallel import RankedDropout
 from ezpz_llm.rundir import RunDir

@@ -27,9 +27,9 @@ PYTHONS = {"oldest": "3.10", "newest": "3.13"}
 SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
 BUILT_BY_HAND = ("mpi4py",)
 """Without a wheel of the oldest release: its build needs an MPI library."""
-CHECKED = ("model_config", "model_gpt", "model_init", "model_loss", "model_row_attention", "model_token_table",
-         "engine_batch", "engine_deepspeed", "engine_resolve", "engine_torch", "gate", "dist_parts", "dist_setup",
-         "data_samples", "data_mixture", "data_tokenizers", "trainer_options", "trainer_position",
+CHECKED = ("model_config", "model_gpt", "model_init", "model_loss", "model_blockwise_attention", "model_embedding",
+         "engine_batch", "engine_deepspeed", "engine_resolve", "engine_torch", "step_skip", "dist_parts",
+         "dist_setup", "data_samples", "data_mixture", "data_tokenizers", "trainer_options", "trainer_position",
          "trainer_schedule", "trainer_guards")
 LAYOUTS = {"ddp": 2, "fsdp2": 2, "zero0": 2, "zero1": 2, "zero2": 2, "zero3": 2, "tp2": 2, "pp2": 2, "sp2": 2,
            "tiled": 2, "tp2_zero3": 4, "pp2_tp2": 4}

@@ -17,8 +17,7 @@ from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.launch.hostlist import expand_hosts, fold_hosts
 from ezpz_llm.launch.precheck import read_places, write_places
 from ezpz_llm.launch.variables import PLACES_VARIABLE
-from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.rank_map import crossing, rank_map
+from ezpz_llm.layout.layout import Layout, ZeroOptions, crossing, rank_map
 
 TRAIN = ("python3", "-m", "ezpz_llm.train")
 

@@ -21,7 +21,7 @@ import pytest
 from launch_runs import LONG, SAVES, clean_env, left_over, record
 from simcluster.cluster import Cluster
 
-from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.launch.node.processes import is_alive, started_at
 
 # What is started tells its process number, whatever stands around it.

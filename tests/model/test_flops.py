@@ -12,8 +12,8 @@ from launch_runs import cpu_seconds
 from torch import nn
 
 from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.flops import FlopCount
 from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.parameters import FlopCount
 from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarise
 from ezpz_llm.observe.peaks import Ceiling, fastest_product
 from ezpz_llm.rundir import RunDir, append_line

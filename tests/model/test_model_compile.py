@@ -10,8 +10,8 @@ from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.compile import compile_blocks, eager
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT, gelu
-from ezpz_llm.model.head import Head
 from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.loss import Head
 
 
 @pytest.mark.slow
@@ -78,4 +78,4 @@ def test_the_reported_kernel_is_the_one_that_runs():
     with sdpa_kernel(SDPBackend.MATH):
         forced = attention_kernel(get_model_config("tiny-llama", block_size=64), 1, cpu, torch.float32)
     assert (forced.name, forced.score_bytes) == ("math", 4 * 64 * 64 * 4)
-    assert attention_kernel(config, 2, cpu, torch.bfloat16).name == "row_attention"
+    assert attention_kernel(config, 2, cpu, torch.bfloat16).name == "blockwise_attention"

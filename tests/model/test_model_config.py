@@ -10,13 +10,12 @@ import torch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
-from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.model.parameters import flops_per_token, parameter_count
 
 
 def test_config_and_flops_import_no_torch():
-    code = ("import sys, ezpz_llm.model.flops as f, ezpz_llm.model.config as c; "
+    code = ("import sys, ezpz_llm.model.parameters as f, ezpz_llm.model.config as c; "
             "f.flops_per_token(c.get_model_config('llama3-8b')); "
             "sys.exit(bool({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.flops import flops_per_token
 from ezpz_llm.model.gpt import GPT, rotate, rotation_tables
-from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.model.parameters import flops_per_token, parameter_count
 
 SMALL = {"n_layer": 2, "vocab_size": 97, "block_size": 24}
 SHAPES = {

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from ezpz_llm.model import loss as module
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.head import Head, configure_head
 from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import chosen_chunk
+from ezpz_llm.model.loss import Head, chosen_chunk, configure_head
 
 WIDTH, VOCABULARY = 24, 70
 

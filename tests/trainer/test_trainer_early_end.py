@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from launch_runs import LONG
 
-from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 

@@ -8,10 +8,9 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.init import decay_counts
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.trainer.check_report import effective, remarks, settings
-from ezpz_llm.trainer.config import FIELDS
+from ezpz_llm.trainer.config import FIELDS, PRESETS
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, plan_run
-from ezpz_llm.trainer.presets import PRESETS
 from ezpz_llm.trainer.schedule import learning_rate
 from ezpz_llm.trainer.selfcheck import expected_first_loss
 

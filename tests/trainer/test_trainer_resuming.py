@@ -13,7 +13,7 @@ import pytest
 from launch_runs import launch, left_over, start
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.folder import complete
+from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop

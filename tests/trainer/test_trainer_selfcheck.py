@@ -15,8 +15,8 @@ from ezpz_llm.layout.memory import Pass, activation_bytes, block_bytes
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT, MLP
-from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
+from ezpz_llm.model.loss import configure_head
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer import run as run_module
 from ezpz_llm.trainer import selfcheck
@@ -114,7 +114,7 @@ def test_a_first_step_that_was_refused_says_nothing_of_the_optimizer(tmp_path):
     """A run that is resumed into a spike: whatever steps on the host has stepped nothing."""
     plan = plan_run(parse(["--resume", str(tmp_path)]), 1)
     checks = SelfChecks(plan, first_step=5)
-    checks.stepped(SimpleNamespace(elements=[0, 0], strangers=0, decays=[set(), set()]))
+    checks.stepped(SimpleNamespace(elements=[0, 0], unknown_parameters=0, decays=[set(), set()]))
     checks.observe({"step": 6, "loss": 3.0, "grad_norm": 99.0, "skipped": True})
     assert checks.conclude(SimpleNamespace(world_size=1)) == []
 
@@ -143,7 +143,7 @@ def test_the_band_of_a_first_loss(name, good, bad):
                                                                ("bf16", 1, 0)])
 def test_activations_by_arithmetic_are_what_autograd_keeps(shape, precision, recompute, chunk):
     config = get_model_config(f"tiny-{shape}", n_layer=4)
-    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, by_rows=precision == "bf16")
+    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision == "bf16")
     tokens, e = 2 * config.block_size, 4 if precision == "fp32" else 2
     passing = tokens * 4 * config.padded_vocab_size if not chunk else chunk * config.padded_vocab_size * (4 + e)
     if recompute:

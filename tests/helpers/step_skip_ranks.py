@@ -1,6 +1,6 @@
-"""Run by four ranks: what the gate before the optimizer measures and refuses under each layout.
+"""Run by four ranks: which steps are skipped, and the norms measured, under each layout.
 
-    mpiexec -n 4 python3 tests/helpers/gate_ranks.py FOLDER ddp zero2:adamw_unfused pp2_tp2 …
+    mpiexec -n 4 python3 tests/helpers/step_skip_ranks.py FOLDER ddp zero2:adamw_unfused pp2_tp2 …
 
 The truth is plain torch in every process. Rank 0 writes FOLDER/<layout>.json.
 """
@@ -89,10 +89,10 @@ class Run:
                                       lambda phase: nullcontext())[1]
 
     def measured(self, number: int) -> dict[str, float]:
-        gate = self.engine.gate
-        gate.measure(self.engine.training_state())
+        step_skip = self.engine.step_skip
+        step_skip.measure(self.engine.training_state())
         total = self.step(number)
-        found = gate.measured()
+        found = step_skip.measured()
         torch.distributed.all_reduce(found.sums)
         return found.describe(found.sums.tolist(), total.item())
 
@@ -116,11 +116,11 @@ def examine(dist: Dist, layout: str) -> dict:
     for number in range(MEASURED):
         run.step(number)
     result = run.measured(MEASURED)
-    run.engine.gate.limit = 1e-6
+    run.engine.step_skip.limit = 1e-6
     result["too large"] = run.refused(3)
-    run.engine.gate.limit, run.poisoned = math.inf, True
+    run.engine.step_skip.limit, run.poisoned = math.inf, True
     result["not a number"] = run.refused(4)
-    run.poisoned, run.engine.gate.limit = False, 1e3
+    run.poisoned, run.engine.step_skip.limit = False, 1e3
     result["fine"] = not run.refused(5)
     with run.engine.evaluating():
         data = sequences(6, GLOBAL_BATCH, CONFIG.block_size + 1)

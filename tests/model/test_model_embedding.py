@@ -1,4 +1,4 @@
-"""A token table that is the head's weight, too: one gradient, made without V rows of zeros."""
+"""An embedding table that is the head's weight, too: one gradient, made without V rows of zeros."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_llm.model.config import get_model_config
-from ezpz_llm.model.embedding import TokenTable
+from ezpz_llm.model.embedding import TiedEmbedding
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.head import configure_head
 from ezpz_llm.model.init import init_weights
+from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.pipeline import PipelineStage
 
 CONFIG = get_model_config("tiny-gpt2", vocab_size=300, block_size=32)
@@ -60,7 +60,7 @@ def test_the_lookups_gradient_is_added_to_the_heads(loss_chunk, precision):
 def test_only_a_table_whose_head_is_here_gives_rows():
     model = GPT(CONFIG)
     table = model.transformer["wte"]
-    assert isinstance(table, TokenTable)
+    assert isinstance(table, TiedEmbedding)
     assert table.tied
     assert not GPT(get_model_config("tiny-llama", tied=False)).transformer["wte"].tied
     table(torch.tensor([[1, 1, 7]])).sum().backward()

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from ezpz_llm.model import attention_kernels as module
-from ezpz_llm.model.attention_kernels import row_attention
+from ezpz_llm.model.attention_kernels import blockwise_attention
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 
@@ -41,11 +41,11 @@ def test_outputs_and_gradients_are_those_of_the_definition(monkeypatch, heads, k
         return [((one.float() - other).norm() / other.norm()).item()
                 for one, other in zip(found, exact, strict=True)]
 
-    assert all(error < 0.01 for error in distance(both(row_attention, q, k, v, grad)))
+    assert all(error < 0.01 for error in distance(both(blockwise_attention, q, k, v, grad)))
     monkeypatch.setattr(module, "_ELEMENTS", 2 * heads * length * 7)  # rows of very long sequences
-    assert all(error < 0.01 for error in distance(both(row_attention, q, k, v, grad)))
+    assert all(error < 0.01 for error in distance(both(blockwise_attention, q, k, v, grad)))
     # In fp32 the same steps leave nothing but the order of sums.
-    in_fp32 = both(row_attention, q.float(), k.float(), v.float(), grad.float())
+    in_fp32 = both(blockwise_attention, q.float(), k.float(), v.float(), grad.float())
     assert all(error < 2e-6 for error in distance(in_fp32))
 
 
@@ -60,7 +60,7 @@ def test_the_model_takes_it_in_bf16_and_learns_what_it_learns_without() -> None:
             block.attn.product.explicit = explicit
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(tokens[:, :-1], tokens[:, 1:])
-        assert ("_RowAttention" in graph(loss)) == (not explicit)
+        assert ("_BlockwiseAttention" in graph(loss)) == (not explicit)
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[1].norm()

@@ -1,4 +1,4 @@
-"""The gate before the optimizer, under every layout: one job of four ranks, read by many tests."""
+"""Skipped steps, under every layout: one job of four ranks, read by many tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import pytest
 from places import HELPERS
 
-SCRIPT = HELPERS / "gate_ranks.py"
+SCRIPT = HELPERS / "step_skip_ranks.py"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2",
            # Asked on the host, like the optimizers of offload and of 8 bits.
            "ddp:adamw_unfused", "zero2:adamw_unfused")
