@@ -49,10 +49,10 @@ class SequenceProduct(nn.Module):
         self.inner = inner
         from deepspeed.sequence.layer import DistributedAttention
 
-        self.distributed = DistributedAttention(self._whole, group, scatter_idx=2, gather_idx=1)
+        # Traced, its all-to-all would lose its gradient in silence.
+        self.distributed = torch.compiler.disable(
+            DistributedAttention(self._whole, group, scatter_idx=2, gather_idx=1))
 
-    # Traced, its all-to-all would lose its gradient in silence.
-    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, H, S, D) each, keys and values with fewer heads where queries share them, to (B, H, S, D)."""
         shares = (heads.transpose(1, 2) for heads in (q, k, v))

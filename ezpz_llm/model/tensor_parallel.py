@@ -77,9 +77,13 @@ class RankedDropout(nn.Module):
     def __init__(self, inner: nn.Module, rank: int) -> None:
         super().__init__()
         self.inner, self.rank = inner, rank
+        # As a decorator it would import torch's compiler with this module, which takes two seconds.
+        self._eager = torch.compiler.disable(self._with_own_masks)
 
-    @torch.compiler.disable
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._eager(q, k, v)
+
+    def _with_own_masks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.training:
             return self.inner(q, k, v)
         seed = seed_for(int(torch.randint(2**32, ())), "dropout", self.rank)
