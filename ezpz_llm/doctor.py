@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.layout.ops import OPS
@@ -27,11 +27,17 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             raise UserError("--json prints the machine, not a build", instead="--build-ops or --json")
         return _build(options.build_ops or list(OPS))
-    from ezpz_llm.check.doctor import as_text, run_checks
+    from ezpz_llm.check.doctor import run_checks
+    from ezpz_llm.check.judge.gathered import findings_text
 
     checks = run_checks(os.environ)
-    print(json.dumps([asdict(check) for check in checks], indent=2) if options.json else as_text(checks))
-    return int(any(check.level == "bad" for check in checks))
+    counts = Counter(check.level for check in checks)
+    if options.json:
+        print(json.dumps([{"level": check.level, "name": check.topic, "found": check.found,
+                           "instead": check.instead} for check in checks], indent=2))
+    else:
+        print(f"{findings_text(checks)}doctor: {counts['bad']} bad, {counts['warn']} to look at, {counts['ok']} ok")
+    return int(counts["bad"] > 0)
 
 
 def _build(names: Sequence[str]) -> int:

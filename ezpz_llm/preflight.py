@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError, run_command
-from ezpz_llm.check.protocol import Place, meeting_point, secret_of
+from ezpz_llm.check.server import Place, meeting_point, secret_of
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 

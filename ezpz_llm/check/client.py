@@ -26,8 +26,8 @@ from ezpz_llm.base.schema import as_type
 from ezpz_llm.check.facts.host import environment_facts, host_facts, versions
 from ezpz_llm.check.facts.network import is_about_network, network_facts, read_network
 from ezpz_llm.check.measure import LAST
-from ezpz_llm.check.protocol import FIRST_WORDS_S, Place, candidate_ports
 from ezpz_llm.check.report import report_path
+from ezpz_llm.check.server import FIRST_WORDS_S, Place, candidate_ports
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 

@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, show
 from ezpz_llm.base.private import run_secret
 from ezpz_llm.check.client import Client, reach, read_unreached, unreached_files
-from ezpz_llm.check.groups import link_groups, node_groups
 from ezpz_llm.check.judge import Gathered, judge
 from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.judge.hosts import LOST, STUCK
-from ezpz_llm.check.protocol import Place
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
-from ezpz_llm.check.server import CLOCK, Board, Member
+from ezpz_llm.check.server import CLOCK, Board, Member, Place
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
@@ -198,3 +197,42 @@ def site_network(env: Mapping[str, str]) -> str | None:
     with contextlib.suppress(UserError):
         return find_site(None, env).network
     return None
+
+
+# Groups of ranks that measure together: those of a node, and nodes with their neighbours.
+RankPlace = tuple[int, str]
+"""A rank and its host."""
+
+
+def node_groups(places: Sequence[RankPlace]) -> list[tuple[int, ...]]:
+    """The ranks of each host that runs several."""
+    return [tuple(ranks) for ranks in _by_host(places).values() if len(ranks) > 1]
+
+
+def link_groups(places: Sequence[RankPlace]) -> list[list[tuple[int, ...]]]:
+    """Rounds of pairs of ranks on neighbouring hosts; in a round each host has one neighbour at most, and all pairs
+    of a round can measure at the same time.
+
+    The hosts form a ring, so that each is measured with both of its neighbours. The n-th rank of a host pairs with
+    the n-th of the other: where each rank has a network adapter of its own, each adapter is measured.
+    """
+    by_host = _by_host(places)
+    hosts = list(by_host)
+    return [[pair for one, other in turn for pair in zip(by_host[hosts[one]], by_host[hosts[other]], strict=False)]
+            for turn in ring_rounds(len(hosts))]
+
+
+def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
+    """The edges of a ring of `count` hosts in two or three rounds, no host twice in one; one edge for two hosts."""
+    if count < 2:
+        return []
+    even = [(i, i + 1) for i in range(0, count - 1, 2)]
+    odd = [(i, i + 1) for i in range(1, count - 1, 2)]
+    closing = [(count - 1, 0)] if count > 2 else []
+    # With an even number of hosts the closing edge is free in the odd round; with an odd number in neither.
+    rounds = [even, odd, closing] if count % 2 else [even, odd + closing]
+    return [turn for turn in rounds if turn]
+
+
+def _by_host(places: Sequence[RankPlace]) -> dict[str, list[int]]:
+    return grouped((host, rank) for rank, host in sorted(places))

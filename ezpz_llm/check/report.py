@@ -11,9 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.check.judge import Finding, Gathered
-from ezpz_llm.check.judge.gathered import COMPUTE, MPI, NETWORK, NODE, READY, Facts, format_bytes, format_rate
-from ezpz_llm.check.judge.network import talks_over
-from ezpz_llm.check.judge.speed import link_rates
+from ezpz_llm.check.judge.gathered import (
+    COMPUTE,
+    MPI,
+    NETWORK,
+    NODE,
+    READY,
+    Facts,
+    answer_of,
+    findings_text,
+    format_bytes,
+    format_rate,
+)
+from ezpz_llm.check.judge.network import link_rates, talks_over
 from ezpz_llm.launch.devices import core_ranges
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, write_json
@@ -44,7 +54,7 @@ def report_path(run_dir: RunDir) -> Path:
 def as_text(report: Report) -> str:
     """The hosts, what they have in common, the findings with what to do, and the verdict."""
     gathered = report.gathered
-    parts = (_hosts(gathered), _common(gathered), _findings(report.findings), _verdict(report))
+    parts = (_hosts(gathered), _common(gathered), findings_text(report.findings), _verdict(report))
     return "\n".join(filter(None, parts))
 
 
@@ -71,13 +81,13 @@ def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None
 
 
 def _device(ranks: Sequence[Facts]) -> str:
-    devices = [facts.get("stages", {}).get(READY, {}).get("device") for facts in ranks]
+    devices = [answer_of(facts, READY).get("device") for facts in ranks]
     names = [device.get("name", device["kind"]) if device else "?" for device in devices]
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def _median(ranks: Sequence[Facts], stage: str, member: str) -> float | None:
-    values = [answer[member] for facts in ranks if member in (answer := facts.get("stages", {}).get(stage, {}))]
+    values = [answer[member] for facts in ranks if member in (answer := answer_of(facts, stage))]
     return statistics.median(values) if values else None
 
 
@@ -95,13 +105,6 @@ def _common(gathered: Gathered) -> str:
     if master := first.get("master"):
         lines.append(f"meeting   MASTER_ADDR {master['address']}:{master['port']}")
     return "\n".join(lines) + "\n"
-
-
-def _findings(findings: Sequence[Finding]) -> str:
-    lines = []
-    for finding in findings:
-        lines += [f"{finding.level:<5} {finding.topic}: {finding.found}", f"      do: {finding.instead}"]
-    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _verdict(report: Report) -> str:

@@ -17,7 +17,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.package_data import extensions_dir
 from ezpz_llm.check.facts.host import drivers, installed, mpi_library, torch_build
-from ezpz_llm.check.reservation import Check
+from ezpz_llm.check.judge.gathered import Finding
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
@@ -33,7 +33,7 @@ print(json.dumps(names or (["Apple GPU"] if torch.backends.mps.is_available() el
 """
 
 
-def checks(env: Mapping[str, str]) -> Iterator[Check]:
+def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """The lines about software."""
     yield python()
     build, loaded = torch_build(), drivers()
@@ -43,37 +43,39 @@ def checks(env: Mapping[str, str]) -> Iterator[Check]:
     yield mpi(mpi_library(), _mpiexec(env))
 
 
-def python() -> Check:
+def python() -> Finding:
     """This Python."""
     found = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info[:2] < _LEAST_PYTHON:
-        return Check("bad", "python", found, "Python 3.10 or newer: load its module, or set EZPZ_PYTHON")
-    return Check("ok", "python", found)
+        return Finding("bad", "python", found, "Python 3.10 or newer: load its module, or set EZPZ_PYTHON")
+    return Finding("ok", "python", found)
 
 
-def torch_check(build: Mapping[str, str], loaded: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Check:
+def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
+                driver_cuda: tuple[int, int] | None) -> Finding:
     """torch, what it was built for, and whether the drivers of this machine can run that.
 
     Args:
         driver_cuda: the newest CUDA that NVIDIA's driver knows; None without the driver.
     """
     if not build:
-        return Check("bad", "torch", "not installed", "launchers/with-env finds or installs one (docs/install.md)")
+        return Finding("bad", "torch", "not installed",
+                       "launchers/with-env finds or installs one (docs/install.md)")
     versions = [f"{name} {build[key]}" for key, (name, _) in _BUILDS.items() if key in build]
     found = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
     if _numbers(build["version"]) < _LEAST_TORCH:
-        return Check("bad", "torch", found, "torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH")
+        return Finding("bad", "torch", found, "torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH")
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
     here = ", ".join(f"{maker} driver {version}" for maker, version in loaded.items())
     if loaded and not makers & loaded.keys():
-        return Check("bad", "torch", f"{found}; this machine has {here}",
+        return Finding("bad", "torch", f"{found}; this machine has {here}",
                      "a torch built for that: EZPZ_LLM_TORCH names one for launchers/with-env (docs/install.md)")
     if "cuda" in build and driver_cuda and _numbers(build["cuda"])[:1] > driver_cuda[:1]:
-        return Check("bad", "torch", f"{found}; the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}",
+        return Finding("bad", "torch", f"{found}; the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}",
                      "a torch built for an older CUDA, or a newer driver")
     if makers and not loaded:
-        return Check("warn", "torch", f"{found}; this machine has no such driver", "right for a login node only")
-    return Check("ok", "torch", f"{found}{f'; {here}' if here else ''}")
+        return Finding("warn", "torch", f"{found}; this machine has no such driver", "right for a login node only")
+    return Finding("ok", "torch", f"{found}{f'; {here}' if here else ''}")
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
@@ -88,47 +90,47 @@ def cuda_of_driver() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Check:
+def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
     """An installed package and whether its version is one of those that are tested."""
     found, wanted = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
     if found is None:
-        return Check("bad", name, "not installed", f"pip install '{wanted}', or run in launchers/with-env")
+        return Finding("bad", name, "not installed", f"pip install '{wanted}', or run in launchers/with-env")
     if not least <= _numbers(found) < below:
-        return Check("warn", name, found, f"pip install '{wanted}': others are not tested")
-    return Check("ok", name, found)
+        return Finding("warn", name, found, f"pip install '{wanted}': others are not tested")
+    return Finding("ok", name, found)
 
 
-def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Check:
+def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
     """What is visible, and what torch makes of it. torch is asked only where there may be something to see, and in
     a process of its own: a driver can hang."""
     visible = visible_devices(env)
     found = f"{len(visible.ids)} visible ({visible.source})" if visible.ids else f"none ({visible.source})"
     if not build or (not visible.ids and sys.platform != "darwin"):
-        return Check("ok", "devices", found)
+        return Finding("ok", "devices", found)
     try:
         done = subprocess.run([sys.executable, "-c", _DEVICES_SEEN], capture_output=True, text=True, check=False,
                               timeout=_DEVICES_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        return Check("bad", "devices", f"{found}; torch hangs when it asks for them",
+        return Finding("bad", "devices", f"{found}; torch hangs when it asks for them",
                      "look at the driver (dmesg, nvidia-smi, rocm-smi), or take another node")
     names = parse_json(done.stdout.splitlines()[-1], "torch") if done.returncode == 0 else []
     if names:
-        return Check("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+        return Finding("ok", "devices", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
     why = (done.stderr.strip().splitlines() or ["torch sees none of them"])[-1]
-    return Check("warn", "devices", f"{found}, but torch sees none: {why}",
+    return Finding("warn", "devices", f"{found}, but torch sees none: {why}",
                  "right where the mask hides them on purpose; else a torch built for them")
 
 
-def mpi(library: str | None, dialect: str | None) -> Check:
+def mpi(library: str | None, dialect: str | None) -> Finding:
     """Do mpi4py's library and the mpiexec that launch would take belong together?"""
     if library is None:
-        return Check("warn", "MPI library", "mpi4py loads none",
+        return Finding("warn", "MPI library", "mpi4py loads none",
                      "only programs that use MPI need one: load the site's MPI module, or pip install mpich")
     if dialect is not None and not _fit(library, dialect):
-        return Check("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
+        return Finding("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
                      "ranks that use MPI would each be rank 0 of 1: put the mpiexec of that library first on PATH, "
                      "or name its own library in MPI4PY_LIBMPI")
-    return Check("ok", "MPI library", library)
+    return Finding("ok", "MPI library", library)
 
 
 def _fit(library: str, dialect: str) -> bool:
@@ -160,31 +162,37 @@ _STATUS_AT = 40
 _EARLIEST = 1.7e9
 
 
-def tool_checks(env: Mapping[str, str]) -> Iterator[Check]:
+def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
     """The lines about tools that a run may need."""
     yield compiler(env)
     if torch_build() and installed("deepspeed"):
-        for name in OPS:
-            yield Check("ok", f"op {name}", f"built for this machine ({ops_dir()})") if is_built(name) else Check(
-                "warn", f"op {name}", "not built", f"ezpz-llm doctor --build-ops {name}, for layouts that offload")
+        yield from map(op, OPS)
     for lock in stale_locks(env):
-        yield Check("warn", "stale lock", f"{lock}: builds of that op would wait for ever",
+        yield Finding("warn", "stale lock", f"{lock}: builds of that op would wait for ever",
                     f"rm {shlex.quote(str(lock))}")
     yield py_spy()
     yield clock(time.time(), clock_is_kept())
 
 
-def compiler(env: Mapping[str, str]) -> Check:
+def op(name: str) -> Finding:
+    """One of DeepSpeed's ops that layouts need."""
+    if is_built(name):
+        return Finding("ok", f"op {name}", f"built for this machine ({ops_dir()})")
+    return Finding("warn", f"op {name}", "not built",
+                   f"ezpz-llm doctor --build-ops {name}, for layouts that offload")
+
+
+def compiler(env: Mapping[str, str]) -> Finding:
     """What builds ops and torch.compile's kernels."""
     wanted = env.get("CXX", "c++")
     found = shutil.which(wanted, path=env.get("PATH"))
     ninja = _beside("ninja")
     if found is None:
-        return Check("warn", "compiler", f"no C++ compiler ({wanted})",
+        return Finding("warn", "compiler", f"no C++ compiler ({wanted})",
                      "install g++, load its module or set CXX: only DeepSpeed's ops and torch.compile need it")
     if ninja is None:
-        return Check("warn", "compiler", f"{found}, but no ninja", "pip install ninja, for DeepSpeed's ops")
-    return Check("ok", "compiler", f"{found}, {ninja}")
+        return Finding("warn", "compiler", f"{found}, but no ninja", "pip install ninja, for DeepSpeed's ops")
+    return Finding("ok", "compiler", f"{found}, {ninja}")
 
 
 def stale_locks(env: Mapping[str, str]) -> list[Path]:
@@ -199,22 +207,20 @@ def stale_locks(env: Mapping[str, str]) -> list[Path]:
     return [lock for place in places for lock in sorted(place.glob("*/lock")) if lock_holder(lock) is None]
 
 
-def py_spy() -> Check:
+def py_spy() -> Finding:
     """What shows where a hanging rank stands."""
-    found = _beside("py-spy")
-    if found is None:
-        return Check("ok", "py-spy", "not installed: stacks of a hanging rank come from faulthandler, Python's own")
-    return Check("ok", "py-spy", found)
+    return Finding("ok", "py-spy", _beside("py-spy") or "not installed: stacks of a hanging rank come from "
+                                                       "faulthandler, Python's own")
 
 
-def clock(now: float, is_kept: bool | None) -> Check:
+def clock(now: float, is_kept: bool | None) -> Finding:
     """This machine's time, and whether anything keeps it right (None: cannot be told)."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
     if now < _EARLIEST:
-        return Check("bad", "clock", shown, "set it: certificates, logs and the time left in a job are wrong")
+        return Finding("bad", "clock", shown, "set it: certificates, logs and the time left in a job are wrong")
     if is_kept is False:
-        return Check("ok", "clock", f"{shown}, not kept in step by this machine's own chrony or ntpd")
-    return Check("ok", "clock", shown)
+        return Finding("ok", "clock", f"{shown}, not kept in step by this machine's own chrony or ntpd")
+    return Finding("ok", "clock", shown)
 
 
 def clock_is_kept() -> bool | None:

@@ -13,7 +13,7 @@ import pytest
 from launch_runs import cpu_seconds
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.check import machine, reservation, software
+from ezpz_llm.check import doctor, software
 from ezpz_llm.layout import ops
 
 
@@ -123,31 +123,31 @@ def test_what_a_login_node_and_a_job_look_like(tmp_path: Path) -> None:
     for name in ("sbatch", "qsub"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-    assert reservation.available({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
-    assert "not inside a job" in reservation.job("none", None, 1, None).found
-    inside = reservation.job("slurm", "7", 2, time.time() + 3615)
+    assert doctor.available({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
+    assert "not inside a job" in doctor.job("none", None, 1, None).found
+    inside = doctor.job("slurm", "7", 2, time.time() + 3615)
     assert inside.found == "inside slurm job 7: 2 host(s), 60 min left"
-    broken = list(reservation.checks({"PATH": "", "SLURM_JOB_ID": "7"}))
-    assert [check.level for check in broken if check.name == "job"] == ["bad"]
-    assert reservation.site({"EZPZ_LLM_SITE": "polari"}).level == "bad"
-    assert reservation.site({"EZPZ_LLM_SITE": "polaris"}).found.startswith("polaris (")
+    broken = list(doctor.reservation_checks({"PATH": "", "SLURM_JOB_ID": "7"}))
+    assert [check.level for check in broken if check.topic == "job"] == ["bad"]
+    assert doctor.site({"EZPZ_LLM_SITE": "polari"}).level == "bad"
+    assert doctor.site({"EZPZ_LLM_SITE": "polaris"}).found.startswith("polaris (")
 
 
 def test_the_machine(tmp_path: Path) -> None:
-    check = machine.cores([0, 1], [0, 1, 2, 3], {"0": [0, 1], "1": [2, 3]})
+    check = doctor.cores([0, 1], [0, 1, 2, 3], {"0": [0, 1], "1": [2, 3]})
     assert (check.level, check.found) == ("ok", "2 of 4 (0-1), in 1 of 2 NUMA domains")
-    assert machine.cores([5], list(range(8)), {}).level == "warn"
-    assert [check.level for check in machine.limits((1024, 4096), (2**16, 2**16), False)] == ["ok", "ok"]
-    assert [check.level for check in machine.limits((1024, 1024), (2**16, 2**16), True)] == ["warn", "warn"]
-    assert [check.level for check in machine.limits((2**20, 2**20), (-1, -1), True)] == ["ok", "ok"]
-    assert machine.temporary("/var/tmp/pbs." + "x" * 90, "xfs").level == "warn"
-    assert machine.temporary(str(tmp_path), "lustre").level == "warn"
-    assert machine.enough("/dev/shm", 2**26, 2**26, 2**28, "more").level == "warn"
-    assert machine.file_system(Path("/proc/self")) == "proc"
+    assert doctor.cores([5], list(range(8)), {}).level == "warn"
+    assert [check.level for check in doctor.limits((1024, 4096), (2**16, 2**16), False)] == ["ok", "ok"]
+    assert [check.level for check in doctor.limits((1024, 1024), (2**16, 2**16), True)] == ["warn", "warn"]
+    assert [check.level for check in doctor.limits((2**20, 2**20), (-1, -1), True)] == ["ok", "ok"]
+    assert doctor.temporary("/var/tmp/pbs." + "x" * 90, "xfs").level == "warn"
+    assert doctor.temporary(str(tmp_path), "lustre").level == "warn"
+    assert doctor.enough("/dev/shm", 2**26, 2**26, 2**28, "more").level == "warn"
+    assert doctor.file_system(Path("/proc/self")) == "proc"
 
 
 def test_the_network_and_the_clock() -> None:
-    assert [machine.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
+    assert [doctor.host_name("n1", address).level for address in ("10.0.0.1", "127.0.1.1", None)] == [
         "ok", "warn", "warn"]
     assert software.clock(1.8e9, True).level == "ok"
     assert software.clock(0.0, True).level == "bad"

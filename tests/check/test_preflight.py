@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
 from ezpz_llm.check.facts.network import family, read_network
-from ezpz_llm.check.groups import link_groups, node_groups, ring_rounds
 from ezpz_llm.check.judge import Finding, Gathered, judge
 from ezpz_llm.check.judge.gathered import format_rate, host_ranges
-from ezpz_llm.check.judge.speed import link_rates, outliers
+from ezpz_llm.check.judge.network import link_rates, outliers
 from ezpz_llm.check.report import Report, as_text, split_common
 
 GIB = 2**30

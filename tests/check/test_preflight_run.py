@@ -21,8 +21,7 @@ from ezpz_llm.base.frames import Frames
 from ezpz_llm.check.client import reach, read_unreached
 from ezpz_llm.check.facts.network import addresses, used_interfaces
 from ezpz_llm.check.measure import Worker
-from ezpz_llm.check.protocol import Place, meeting_point
-from ezpz_llm.check.server import Board
+from ezpz_llm.check.server import Board, Place, meeting_point
 from ezpz_llm.launch.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")

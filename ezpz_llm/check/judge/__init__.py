@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ezpz_llm.check.judge import agree, hosts, network, speed
+from ezpz_llm.check.judge import hosts, network
 from ezpz_llm.check.judge.gathered import Finding, Gathered
 
-_JUDGES = (hosts.judge_ranks, network.judge_reach, hosts.judge, agree.judge, network.judge, speed.judge)
+_JUDGES = (*hosts.RANK_JUDGES, *network.REACH_JUDGES, *hosts.NODE_JUDGES, *network.LINK_JUDGES)
 
 
 def judge(gathered: Gathered) -> list[Finding]:

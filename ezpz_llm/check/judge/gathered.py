@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from ezpz_llm.base import grouped
 from ezpz_llm.launch.devices import core_ranges
 
 Facts = Mapping[str, Any]
 """What one rank told (`client.gather_facts`), with what was measured with it (`stages`)."""
 
-Level = Literal["bad", "warn"]
-Key = TypeVar("Key", bound=Hashable)
-
-
+Level = Literal["bad", "warn", "ok"]
 READY, COMPUTE, NODE, LINK, NETWORK, MPI = "ready", "compute", "reduce node", "reduce link", "network", "mpi"
 """Stages of measuring; a link stage's name ends in the number of its round."""
 
@@ -32,12 +30,18 @@ def stage_name(stage: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong (`bad`: the reservation is unfit) or odd (`warn`), and what to do about it."""
+    """One thing that is wrong (`bad`: the reservation is unfit), odd (`warn`) or well (`ok`), and what mends it."""
 
     level: Level
     topic: str
     found: str
-    instead: str
+    instead: str = ""
+
+
+def findings_text(findings: Iterable[Finding]) -> str:
+    """A line a finding, its remedy under it; empty without any."""
+    return "".join(f"{one.level:<5} {one.topic}: {one.found}\n" + f"      do: {one.instead}\n" * bool(one.instead)
+                   for one in findings)
 
 
 @dataclass(frozen=True)
@@ -69,25 +73,25 @@ class Gathered:
 
     def by_host(self) -> dict[str, list[Facts]]:
         """The ranks of each host, hosts in order of their first rank."""
-        found: dict[str, list[Facts]] = {}
-        for facts in self.told:
-            found.setdefault(facts["host"], []).append(facts)
-        return found
+        return grouped((facts["host"], facts) for facts in self.told)
 
     def measured(self, stage: str) -> Iterator[tuple[Facts, Mapping[str, Any]]]:
         """The ranks that answered in a stage without an error, with their answers."""
         for facts in self.told:
-            answer = facts.get("stages", {}).get(stage)
-            if answer is not None and "error" not in answer:
+            if (answer := answer_of(facts, stage)) and "error" not in answer:
                 yield facts, answer
 
+    def linked(self) -> Iterator[tuple[str, str, Facts]]:
+        """(node, stage, answer) of every rank in every round of all-reduces between nodes."""
+        for facts in self.told:
+            for stage, answer in facts.get("stages", {}).items():
+                if stage.startswith(LINK):
+                    yield facts["host"], stage, answer
 
-def collected(pairs: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
-    """The ranks of each key, keys in order of first appearance."""
-    found: dict[Key, list[int]] = {}
-    for key, rank in pairs:
-        found.setdefault(key, []).append(rank)
-    return found
+
+def answer_of(facts: Facts, stage: str) -> Facts:
+    """What a rank answered in a stage; empty where it was not asked, or has not answered."""
+    return facts.get("stages", {}).get(stage, {})
 
 
 # Many ranks and hosts in few words.
@@ -96,14 +100,12 @@ _NAMED = 6
 
 def host_ranges(names: Iterable[str]) -> str:
     """`n[1-3],login` for n1, n2, n3, login: Slurm's own way, in the order of first appearance."""
-    groups: dict[tuple[str, int, str], list[int]] = {}
-    for name in dict.fromkeys(names):
-        match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
-        # Names without a number stand for themselves.
-        prefix, digits, suffix = match.groups() if match else (name, "", "")
-        groups.setdefault((prefix, len(digits), suffix), []).append(int(digits or 0))
+    # Names without a number stand for themselves.
+    parts = [match.groups() if (match := re.fullmatch(r"(.*?)(\d+)(\D*)", name)) else (name, "", "")
+             for name in dict.fromkeys(names)]
     words = []
-    for (prefix, width, suffix), numbers in groups.items():
+    for (prefix, width, suffix), numbers in grouped(
+            ((prefix, len(digits), suffix), int(digits or 0)) for prefix, digits, suffix in parts).items():
         if not width or len(numbers) == 1:
             words.append(f"{prefix}{numbers[0]:0{width}d}{suffix}" if width else prefix)
             continue

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from ezpz_llm.base import grouped
 from ezpz_llm.check.judge.gathered import (
     MPI,
     READY,
@@ -12,7 +13,7 @@ from ezpz_llm.check.judge.gathered import (
     Finding,
     Gathered,
     Level,
-    collected,
+    answer_of,
     differing,
     format_bytes,
     host_ranges,
@@ -30,14 +31,6 @@ LEAST_DEVICE_SHARE = 0.8
 CLOCK_OFFSET_S = 2.0
 
 
-def judge(gathered: Gathered) -> Iterator[Finding]:
-    """Findings on devices, cores, memory, disks and clocks."""
-    yield from _devices(gathered)
-    yield from _cores(gathered)
-    yield from _room(gathered)
-    yield from _clocks(gathered)
-
-
 def device_of(facts: Facts) -> str | None:
     """The accelerator of a rank: by UUID or PCI address where torch tells, else by its place among the visible;
     None without any."""
@@ -52,27 +45,19 @@ def device_of(facts: Facts) -> str | None:
 
 
 def _device(facts: Facts) -> Facts:
-    return facts.get("stages", {}).get(READY, {}).get("device", {})
-
-
-def _devices(gathered: Gathered) -> Iterator[Finding]:
-    yield from _shared(gathered)
-    yield from _unused(gathered)
-    yield from _kinds(gathered)
-    yield from _full(gathered)
+    return answer_of(facts, READY).get("device", {})
 
 
 def _shared(gathered: Gathered) -> Iterator[Finding]:
     """Ranks of a host on one device; hosts on which the same local ranks do so make one finding."""
-    found: dict[tuple[Level, tuple[int, ...]], list[tuple[str, str]]] = {}
-    for host, ranks in gathered.by_host().items():
-        # Ranks that compute on the CPU all the same are not slowed down by it.
-        level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
-        owners = collected((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
-        for device, local_ranks in owners.items():
-            if len(local_ranks) > 1:
-                found.setdefault((level, tuple(local_ranks)), []).append((host, device))
-    for (level, shared_by), places in found.items():
+    def shared() -> Iterator[tuple[tuple[Level, tuple[int, ...]], tuple[str, str]]]:
+        for host, ranks in gathered.by_host().items():
+            # Ranks that compute on the CPU all the same are not slowed down by it.
+            level: Level = "warn" if any(_device(facts).get("kind") == "cpu" for facts in ranks) else "bad"
+            owners = grouped((device, facts["local_rank"]) for facts in ranks if (device := device_of(facts)))
+            yield from (((level, tuple(own)), (host, device)) for device, own in owners.items() if len(own) > 1)
+
+    for (level, shared_by), places in grouped(shared()).items():
         more = " and likewise elsewhere" if len({device for _, device in places}) > 1 else ""
         names = host_ranges(host for host, _ in places)
         yield Finding(level, "devices",
@@ -113,16 +98,13 @@ def _full(gathered: Gathered) -> Iterator[Finding]:
 
 
 def _cores(gathered: Gathered) -> Iterator[Finding]:
-    same: dict[tuple[str, ...], list[str]] = {}
-    for host, ranks in gathered.by_host().items():
-        if found := _shared_cores(ranks):
-            same.setdefault(found, []).append(host)
+    same = grouped((found, host) for host, ranks in gathered.by_host().items() if (found := _shared_cores(ranks)))
     for (level, text), names in same.items():
-        yield Finding("bad" if level == "bad" else "warn", "cores", f"on {host_ranges(names)} {text}",
+        yield Finding(level, "cores", f"on {host_ranges(names)} {text}",
                       "let launch bind the ranks (--bind auto), or ask the scheduler for more cores a task")
 
 
-def _shared_cores(ranks: Sequence[Facts]) -> tuple[str, str] | None:
+def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
     """Whether ranks crowd on few cores while others idle, or are simply more than the cores."""
     masks = [set(facts["cores"]) for facts in ranks]
     used = set().union(*masks)
@@ -141,18 +123,14 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[str, str] | None:
 
 
 def _room(gathered: Gathered) -> Iterator[Finding]:
-    short: dict[tuple[str, str], list[str]] = {}
-    for host, ranks in gathered.by_host().items():
-        first = ranks[0]
-        needed = LEAST_MEMORY_A_RANK * len(ranks)
-        wants = ((f"memory for {len(ranks)} rank(s)", first["memory"]["free"], needed,
-                  "end other processes there, or fewer ranks a host"),
-                 ("/dev/shm", first["shm"]["free"], LEAST_SHARED_MEMORY,
-                  "a larger one (docker --shm-size, mount -o remount,size=…)"),
-                 (first["tmp"]["path"], first["tmp"]["free"], LEAST_TEMPORARY, "make room there, or set TMPDIR"))
-        for name, free, least, instead in wants:
-            if free is not None and free < least:
-                short.setdefault((f"only {format_bytes(free)} of {name}", instead), []).append(host)
+    wants = [(host, *want) for host, ranks in gathered.by_host().items() for want in (
+        (f"memory for {len(ranks)} rank(s)", ranks[0]["memory"]["free"], LEAST_MEMORY_A_RANK * len(ranks),
+         "end other processes there, or fewer ranks a host"),
+        ("/dev/shm", ranks[0]["shm"]["free"], LEAST_SHARED_MEMORY,
+         "a larger one (docker --shm-size, mount -o remount,size=…)"),
+        (ranks[0]["tmp"]["path"], ranks[0]["tmp"]["free"], LEAST_TEMPORARY, "make room there, or set TMPDIR"))]
+    short = grouped(((f"only {format_bytes(free)} of {name}", instead), host)
+                    for host, name, free, least, instead in wants if free is not None and free < least)
     for (text, instead), names in short.items():
         yield Finding("warn", "room", f"{host_ranges(names)}: {text} free", instead)
 
@@ -174,15 +152,9 @@ _HOSTS_APART = 4
 """Up to so many hosts whose ranks are missing are named each by itself."""
 
 
-def judge_ranks(gathered: Gathered) -> Iterator[Finding]:
-    """Findings on the numbering of ranks and on those that are missing or went away."""
-    yield from _duplicates(gathered)
-    yield from _sizes(gathered)
-    yield from _missing(gathered)
-    yield from _gone(gathered)
-    yield from _mpi(gathered)
-    for note, numbers in collected([(note, facts["rank"]) for facts in gathered.told
-                                   for note in facts.get("rank_notes", ())]).items():
+def _left_over(gathered: Gathered) -> Iterator[Finding]:
+    for note, numbers in grouped((note, facts["rank"]) for facts in gathered.told
+                                 for note in facts.get("rank_notes", ())).items():
         yield Finding("warn", "ranks", f"{rank_ranges(numbers)}: {note}",
                       "launch from a shell without left-over rank variables")
 
@@ -199,7 +171,7 @@ def _duplicates(gathered: Gathered) -> Iterator[Finding]:
 
 def _sizes(gathered: Gathered) -> Iterator[Finding]:
     wrong = [facts for facts in gathered.told if facts["world_size"] != gathered.world_size]
-    for size, numbers in collected([(facts["world_size"], facts["rank"]) for facts in wrong]).items():
+    for size, numbers in grouped([(facts["world_size"], facts["rank"]) for facts in wrong]).items():
         yield Finding("bad", "ranks", f"{rank_ranges(numbers)} in a world of {size}, rank 0 in one of "
                                       f"{gathered.world_size}", "one launcher for all hosts: launch")
 
@@ -208,11 +180,9 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
     there = {facts["rank"] for facts in gathered.facts}
     missing = [rank for rank in range(gathered.world_size) if rank not in there]
     unreached = {facts["host"].partition(".")[0] for facts in gathered.unreached}
-    by_host: dict[str, list[int]] = {}
-    for rank in missing:
-        host = gathered.hosts[rank] if rank < len(gathered.hosts) else ""
-        if host.partition(".")[0] not in unreached:
-            by_host.setdefault(host, []).append(rank)
+    planned = dict(enumerate(gathered.hosts))
+    by_host = grouped((host, rank) for rank in missing
+                      if (host := planned.get(rank, "")).partition(".")[0] not in unreached)
     if not gathered.hosts and sum(one["ranks_there"] for one in gathered.unreached) >= len(missing):
         # Without a plan it is not known whose ranks those are; the hosts that cannot reach rank 0 account for all.
         return
@@ -228,16 +198,15 @@ def _missing(gathered: Gathered) -> Iterator[Finding]:
 
 def _gone(gathered: Gathered) -> Iterator[Finding]:
     lost = [((facts["host"], facts[LOST]), facts["rank"]) for facts in gathered.facts if LOST in facts]
-    for (host, stage), numbers in collected(lost).items():
+    for (host, stage), numbers in grouped(lost).items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} ended during {stage_name(stage)}",
                       "see its log in the run directory")
     silent = [(facts["host"], facts["rank"]) for facts in gathered.facts
               if "cores" not in facts and LOST not in facts]
-    for host, numbers in collected(silent).items():
+    for host, numbers in grouped(silent).items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} came up, but could not read the "
                                         "host's facts in time",
                       "a file system that hangs there is the usual cause (df, mount)")
-    yield from _stuck(gathered)
 
 
 def _stuck(gathered: Gathered) -> Iterator[Finding]:
@@ -249,7 +218,7 @@ def _stuck(gathered: Gathered) -> Iterator[Finding]:
                       "a slow shared file system: launch --stage-env runs from each host's own disk")
         stuck = [facts for facts in stuck if facts[STUCK] != READY]
     places = [((facts["host"], facts[STUCK]), facts["rank"]) for facts in stuck]
-    for (host, stage), numbers in collected(places).items():
+    for (host, stage), numbers in grouped(places).items():
         yield Finding("bad", "missing", f"{rank_ranges(numbers)} on {host} did not come back from "
                                         f"{stage_name(stage)}",
                       "look there at what the processes wait for (py-spy dump, dmesg)")
@@ -260,13 +229,93 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
     wrong = [((answer["size"], answer.get("library", "")), facts["rank"]) for facts, answer in answers
              if facts["world_size"] == gathered.world_size
              and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
-    for (size, library), numbers in collected(wrong).items():
+    for (size, library), numbers in grouped(wrong).items():
         yield Finding("warn", "MPI", f"MPI ({library}) counts {size} rank(s) where the environment counts "
                                      f"{gathered.world_size} ({rank_ranges(numbers)})",
                       "for programs that use MPI: the mpiexec (or srun --mpi plug-in) of mpi4py's own MPI library")
     failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.told
-              if "error" in facts.get("stages", {}).get(MPI, {})]
+              if "error" in answer_of(facts, MPI)]
     failed += [("it hangs", facts["rank"]) for facts in gathered.told if facts.get(STUCK) == MPI]
-    for error, numbers in collected(failed).items():
+    for error, numbers in grouped(failed).items():
         yield Finding("warn", "MPI", f"MPI cannot be started by {rank_ranges(numbers)}: {error}",
                       "only programs that use MPI are hurt: the mpi4py that fits this launcher")
+
+
+# Software and environment variables that differ between nodes.
+_MUST_AGREE = ("torch", "deepspeed", "ezpz_llm")
+_LISTS = ("LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD")
+_MPI_NAME = "MPI library"
+_LONG = 60
+_UNSET = "unset"
+
+
+def _software(gathered: Gathered) -> Iterator[Finding]:
+    tables = {place: _versions(ranks) for place, ranks in _places(gathered).items()}
+    for name in dict.fromkeys(name for table in tables.values() for name in table):
+        # A host that could not be asked for its MPI is no host without one.
+        values = {place: table.get(name, "none") for place, table in tables.items()
+                  if name in table or name != _MPI_NAME}
+        if text := differing(values):
+            minors = {version.rpartition(".")[0] for version in values.values()}
+            level: Level = "bad" if name in _MUST_AGREE or (name == "python" and len(minors) > 1) else "warn"
+            yield Finding(level, "versions", f"{name} differs: {text}",
+                          "the same environment on every host: one on a shared file system, or launch --stage-env")
+
+
+def _environment(gathered: Gathered) -> Iterator[Finding]:
+    variables = {place: ranks[0]["environment"] for place, ranks in _places(gathered).items()}
+    for name in sorted({name for values in variables.values() for name in values}):
+        values = {place: found.get(name, _UNSET) for place, found in variables.items()}
+        if len(set(values.values())) > 1:
+            yield Finding("warn", "environment", f"{name} differs: {_difference(name, values)}",
+                          "set it before launch, not in a start-up file of some hosts (~/.bashrc, modules)")
+
+
+def _places(gathered: Gathered) -> dict[str, list[Facts]]:
+    """Ranks by what is compared: hosts, or single ranks where the ranks of a host differ."""
+    places: dict[str, list[Facts]] = {}
+    for host, ranks in gathered.by_host().items():
+        alike = all(one["versions"] == ranks[0]["versions"] and one["environment"] == ranks[0]["environment"]
+                    for one in ranks)
+        places |= {host: ranks} if alike else {f"rank {one['rank']} on {host}": [one] for one in ranks}
+    return places
+
+
+def _versions(ranks: Sequence[Facts]) -> Mapping[str, str]:
+    found = dict(ranks[0]["versions"])
+    # What torch itself said when it was imported beats what is written beside it.
+    for stage, member, name in ((READY, "torch", "torch"), (MPI, "library", _MPI_NAME)):
+        told = [answer[member] for one in ranks if member in (answer := answer_of(one, stage))]
+        found |= {name: told[0]} if told else {}
+    return found
+
+
+def _difference(name: str, values: Mapping[str, str]) -> str:
+    """Of a list of folders only what is missing or more; of a long value only its beginning."""
+    if name not in _LISTS:
+        shown = differing({place: _short(value) for place, value in values.items()})
+        return shown or "beyond what is shown"
+    usual = Counter(values.values()).most_common(1)[0][0]
+
+    def change(value: str) -> str:
+        more = [part for part in _parts(value) if part not in _parts(usual)]
+        less = [part for part in _parts(usual) if part not in _parts(value)]
+        words = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])
+        return ", ".join(words) or "another order"
+
+    changes = grouped((change(value), place) for place, value in values.items() if value != usual)
+    return "; ".join(f"{host_ranges(places)}: {_short(text, 2 * _LONG)}" for text, places in changes.items())
+
+
+def _parts(value: str) -> list[str]:
+    return [part for part in value.split(":") if part and value != _UNSET]
+
+
+def _short(value: str, width: int = _LONG) -> str:
+    return value if len(value) <= width else f"{value[:width - 1]}…"
+
+
+RANK_JUDGES = (_duplicates, _sizes, _missing, _gone, _stuck, _mpi, _left_over)
+"""Findings on the numbering of ranks, and on those that are missing or went away."""
+NODE_JUDGES = (_shared, _unused, _kinds, _full, _cores, _room, _clocks, _software, _environment)
+"""Findings on devices, cores, memory, disks and clocks; on software and variables that differ between nodes."""
