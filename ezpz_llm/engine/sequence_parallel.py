@@ -49,12 +49,15 @@ class SequenceProduct(nn.Module):
         self.inner = inner
         from deepspeed.sequence.layer import DistributedAttention
 
-        # Traced, its all-to-all would lose its gradient in silence.
-        self.distributed = torch.compiler.disable(
-            DistributedAttention(self._whole, group, scatter_idx=2, gather_idx=1))
+        self.distributed = DistributedAttention(self._whole, group, scatter_idx=2, gather_idx=1)
+        # Traced, its all-to-all would lose its gradient in silence. A decorator would import the compiler.
+        self._eager = torch.compiler.disable(self._exchanged)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, H, S, D) each, keys and values with fewer heads where queries share them, to (B, H, S, D)."""
+        return self._eager(q, k, v)
+
+    def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shares = (heads.transpose(1, 2) for heads in (q, k, v))
         return self.distributed(*shares, batch_dim_idx=0).transpose(1, 2)
 
