@@ -1,13 +1,17 @@
-"""What `report` and `explain` take of a run of many steps: processor time and memory.
+"""What `report` and `explain` take of large files: a run of many steps, and traces of a gigabyte.
 
-    python3 benchmarks/million_steps.py [--steps 1000000] [--out benchmarks/results/million_steps.json]
+    python3 benchmarks/million_steps.py [--steps 1000000] [--trace-mb 1000]
+        [--out benchmarks/results/million_steps.json]
 
 Each command runs by itself on a run directory that is made up, in a temporary folder (500 MB a million steps).
+Each of the two ranks of the traced run has a trace of that size, unpacked, with the members and events that
+torch.profiler writes for a small GPT on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import resource
@@ -15,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.009, "other_s": 0.001}
 
@@ -44,6 +50,57 @@ def make_run(folder: Path, steps: int) -> Path:
     return folder / "run"
 
 
+OPERATORS = 40
+"""Layers that a step goes through: forward on the main thread, and backward on autograd's."""
+
+
+def make_trace(run: Path, rank: int, megabytes: int) -> int:
+    """A rank's trace of at least so many megabytes, unpacked; returns how many events it has."""
+    (run / "profile").mkdir(exist_ok=True)
+    collectives = [{"kind": "all_reduce", "axes": "dp", "ranks": [0, 1], "bytes": 3468288}]
+    notes = {"rank": rank, "device": "cpu", "layout": "ddp", "collectives": collectives}
+    written, events, step = 0, 0, 0
+    with gzip.open(run / "profile" / f"trace-rank{rank:04d}.json.gz", "wb", compresslevel=1) as file:
+        file.write(b'{"schemaVersion": 1, "deviceProperties": [], "host_name": "made-up", "traceEvents": [')
+        while written < megabytes * 1e6:
+            lines = [json.dumps(event) for event in traced_step(step)]
+            part = ",\n".join(lines).encode()
+            file.write((b",\n" if step else b"") + part)
+            written, events, step = written + len(part), events + len(lines), step + 1
+        file.write(b'], "ezpz_llm": ' + json.dumps(notes).encode() + b"}")
+    return events
+
+
+def traced_step(step: int) -> Iterator[dict[str, Any]]:
+    """The events of a step of 20 ms."""
+    start, main, autograd, gloo = 4.4e12 + step * 20_000, 17835, 18065, 18047
+
+    def event(category: str, name: str, at: float, us: float, thread: int = main) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "pid": main, "tid": thread, "ts": round(start + at, 3),
+                "dur": us, "args": {"External id": step, "Record function id": 0, "Sequence number": step,
+                                    "Fwd thread id": 0, "Ev Idx": step}}
+
+    yield event("user_annotation", f"step {step + 1}", 0, 19_990)
+    for name, at, us in (("data", 10, 300), ("forward", 400, 6_000), ("backward", 6_500, 9_000),
+                         ("optimizer", 16_000, 3_000)):
+        yield event("user_annotation", name, at, us)
+    for place in range(OPERATORS):
+        at = 400 + 140 * place
+        yield event("cpu_op", "aten::linear", at, 90.125)
+        yield event("cpu_op", "aten::addmm", at + 5.5, 80.25)
+        yield event("cpu_op", "aten::view", at + 110.75, 1.5)
+        yield {"ph": "s", "id": step, "pid": main, "tid": main, "ts": start + at, "cat": "fwdbwd", "name": "fwdbwd"}
+        at = 6_500 + 160 * place
+        yield event("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", at, 150.125, autograd)
+        yield event("cpu_op", "AddmmBackward0", at + 2.5, 140.5, autograd)
+        yield event("cpu_op", "aten::mm", at + 5.25, 130.75, autograd)
+        yield event("cpu_op", "aten::resolve_conj", at + 7.125, 3.25, autograd)
+        yield {"ph": "f", "id": step, "pid": main, "tid": autograd, "ts": start + at, "cat": "fwdbwd",
+               "name": "fwdbwd", "bp": "e"}
+    yield event("cpu_op", "c10d::allreduce_", 13_000, 50.75)
+    yield event("user_annotation", "gloo:all_reduce", 13_020, 1_900.5, gloo)
+
+
 def measure(*words: str) -> dict[str, float]:
     """A command's processor seconds and its largest memory in MB.
 
@@ -64,6 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace-mb", type=int, default=1000)
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryDirectory() as folder:
@@ -73,6 +131,9 @@ def main() -> int:
                  "report": measure("ezpz_llm.report", str(run)),
                  "report --html": measure("ezpz_llm.report", str(run), "--html", f"{folder}/page.html"),
                  "explain": measure("ezpz_llm.explain", str(run))}
+        events = [make_trace(run, rank, options.trace_mb) for rank in range(2)]
+        found |= {"trace_mb": options.trace_mb, "trace_events": events,
+                  "explain with traces": measure("ezpz_llm.explain", str(run))}
     print(json.dumps(found, indent=2))
     if options.out:
         options.out.write_text(json.dumps(found, indent=2) + "\n")

@@ -190,7 +190,8 @@ def first_json(text: str, at: int) -> tuple[Any, int]:
         value, end = _DECODER.raw_decode(text, at)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
-    _check_depth(value, "")
+    if text.count("[", at, end) + text.count("{", at, end) > MOST_DEPTH:
+        _check_depth(value, "")
     return value, end
 
 

@@ -96,8 +96,8 @@ def memory_of(record: Mapping[str, Any], split: Split | None, deepspeed: Mapping
     notes = [] if split is None else [rank.notes for rank in split.ranks if "transient_bytes" in rank.notes]
     measured["buffers"] = measured["activations"] = None
     if split is not None and notes:
-        measured["buffers"] = max(note["buffer_bytes"] for note in notes)
-        measured["activations"] = max(0, max(note["transient_bytes"] - note["buffer_transient_bytes"]
+        measured["buffers"] = max(note.get("buffer_bytes", 0) for note in notes)
+        measured["activations"] = max(0, max(note["transient_bytes"] - note.get("buffer_transient_bytes", 0)
                                              for note in notes))
         zero = deepspeed.get("zero_optimization") or {}
         if bucket := bucket_bytes(run["layout"], run["model"], zero, split.device):

@@ -5,13 +5,27 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ezpz_llm.explain.intervals import Interval, subtract, union
 
-Event = dict[str, Any]
+
+class Event(NamedTuple):
+    """One event with a duration: times in microseconds. A device's work has the `correlation` of its launch on the
+    host; `args` are those of its other arguments that are looked at."""
+
+    name: str
+    ts: float
+    dur: float
+    tid: int | str
+    cat: str
+    correlation: int | str | None = None
+    args: Mapping[str, Any] = MappingProxyType({})
+
+
 Span = Callable[[Event], Interval]
 
 CALL = 1
@@ -19,12 +33,17 @@ CALL = 1
 
 _OPERATORS = "cpu_op"
 _C10D = "c10d::"
+_COMMUNICATES = (_C10D, "record_param_comms")
 _AUTOGRAD = "autograd::engine"
 _COMPUTES = re.compile(r"^(?!c10d::|autograd::|torch::)\w+::|^CompiledFunction|^Torch-Compiled")
 _WORK = re.compile(r"^(?:gloo|mpi|ucc|xccl|ccl):(\w+)")
 """Names of process-group work on the CPU, from the call (or the start in a thread) to the end."""
 _COMMUNICATION = re.compile(r"nccl|rccl|oneccl|xccl", re.IGNORECASE)
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
+MARKS = "user_annotation"
+LOOKED_AT = (_OPERATORS, MARKS, *DEVICE, *LAUNCHES)
+"""Categories of events that are looked at."""
 _WAKING_S = 1e-3
 """Until a thread that waited for a collective runs again, at most."""
 _BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
@@ -95,6 +114,17 @@ def _may_be(traced: str, counted: str) -> bool:
     return traced == counted or (traced == _SHOWN["sendrecv"] and counted in ("send", "recv"))
 
 
+def computes(event: Event) -> bool:
+    """True of an operator that computes, with all that is inside it."""
+    return event.cat == _OPERATORS and _COMPUTES.match(event.name) is not None
+
+
+def is_operator(event: Event) -> bool:
+    """True of an operator that is looked at for the time it takes alone: none that communicates or tells autograd's
+    thread."""
+    return event.cat == _OPERATORS and not event.name.startswith((_AUTOGRAD, *_COMMUNICATES))
+
+
 def operators(events: Sequence[Event], main: int, span: Span) -> list[Interval]:
     """When the main thread or autograd's were inside an operator that computes.
 
@@ -103,30 +133,30 @@ def operators(events: Sequence[Event], main: int, span: Span) -> list[Interval]:
     """
     threads: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == _OPERATORS:
-            threads[event["tid"]].append(event)
+        if event.cat == _OPERATORS:
+            threads[event.tid].append(event)
     found: list[Interval] = []
     for thread, own in threads.items():
-        if thread == main or any(event["name"].startswith(_AUTOGRAD) for event in own):
-            found += [span(event) for event in own if _COMPUTES.match(event["name"])]
-            found += _leaves([event for event in own if not _COMPUTES.match(event["name"])], own, span)
+        if thread == main or any(event.name.startswith(_AUTOGRAD) for event in own):
+            found += [span(event) for event in own if computes(event)]
+            found += _leaves([event for event in own if not computes(event)], own, span)
     return union(found)
 
 
 def _leaves(candidates: Sequence[Event], events: Sequence[Event], span: Span) -> Iterator[Interval]:
     """Those that communicate not, and have nothing inside."""
-    begins = sorted(event["ts"] for event in events)
+    begins = sorted(event.ts for event in events)
     for event in candidates:
-        if not event["name"].startswith((_C10D, "record_param_comms")):
-            inside = bisect_left(begins, event["ts"] + event["dur"]) - bisect_left(begins, event["ts"])
+        if not event.name.startswith(_COMMUNICATES):
+            inside = bisect_left(begins, event.ts + event.dur) - bisect_left(begins, event.ts)
             if inside == 1:
                 yield span(event)
 
 
 def collective_calls(events: Sequence[Event], main: int, span: Span) -> list[tuple[str, Interval]]:
     """Kind and time of every call of a collective, in order."""
-    found = [(kind_of(event["name"].removeprefix(_C10D)), span(event)) for event in events
-             if event.get("cat") == _OPERATORS and event["name"].startswith(_C10D)]
+    found = [(kind_of(event.name.removeprefix(_C10D)), span(event)) for event in events
+             if event.cat == _OPERATORS and event.name.startswith(_C10D)]
     return sorted(found, key=lambda one: one[CALL])
 
 
@@ -136,7 +166,7 @@ def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], 
     Some backends do a collective by another one (gloo scatters what it has all-reduced), so that a call is content
     with any work but a send or receive. One without work that can be found lasts as long as its call.
     """
-    works = sorted(((kind_of(match[1]), span(mark)) for mark in marks if (match := _WORK.match(mark["name"]))),
+    works = sorted(((kind_of(match[1]), span(mark)) for mark in marks if (match := _WORK.match(mark.name))),
                    key=lambda one: one[1])
     lists = {True: [one for one in works if one[0] in ("send", "recv")],
              False: [one for one in works if one[0] not in ("send", "recv")]}
@@ -167,47 +197,38 @@ def awaited(flights: Sequence[Flight], computed: Sequence[Interval]) -> list[Fli
     return [replace(flight, end=awake.get(flight.end, flight.end)) for flight in flights]
 
 
-def device_flights(events: Sequence[Event], span: Span) -> list[Flight]:
-    """Kernels that communicate, with what the profiler knows of them, in the order of their launches.
+def device_flights(events: Sequence[Event], launched: Callable[[Event], float], span: Span) -> list[Flight]:
+    """Kernels that communicate, with what the profiler knows of them, in the order in which they were launched.
 
     Each group has a stream of its own, so that they need not begin in that order.
     """
-    launches = _launches(events, span)
     found = []
     for event in events:
-        if event.get("cat") == "kernel" and _COMMUNICATION.search(event["name"]):
-            args = event.get("args") or {}
+        if event.cat == "kernel" and _COMMUNICATION.search(event.name):
+            args = event.args
             # Such as ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>).
-            name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event["name"])
+            name = args.get("Collective name") or re.sub(r"^.*?Kernel_?", "", event.name)
             elements = max(args.get("In msg nelems") or 0, args.get("Out msg nelems") or 0)
             width = _BYTES.get(args.get("dtype", ""))
-            lasted = span(event)
-            flight = Flight(kind_of(name.lstrip("_")), *lasted, ranks=_ranks(str(args.get("Process Group Ranks"))),
+            flight = Flight(kind_of(name.lstrip("_")), *span(event),
+                            ranks=_ranks(args.get("Process Group Ranks", "")),
                             size=elements * width if elements and width else None)
-            found.append((launches.get(args.get("correlation"), lasted[0]), flight))
+            found.append((launched(event), flight))
     return [flight for _, flight in sorted(found, key=lambda one: one[0])]
 
 
 def _ranks(written: str) -> tuple[int, ...]:
     """Those of a list such as "[0, 1]"; none of one that the profiler has shortened."""
-    return () if "..." in written else tuple(map(int, re.findall(r"\d+", written)))
+    return () if "..." in written else tuple(map(int, re.findall(r"\d{1,9}", written)))
 
 
-def _launches(events: Sequence[Event], span: Span) -> dict[Any, float]:
-    """When the host launched what, by the number that the profiler has for it."""
-    return {event["args"]["correlation"]: span(event)[0] for event in events
-            if event.get("cat") in ("cuda_runtime", "cuda_driver", "xpu_runtime")
-            and "correlation" in (event.get("args") or {})}
-
-
-def device_work(events: Sequence[Event], span: Span) -> list[tuple[Interval, float]]:
+def device_work(events: Sequence[Event], launched: Callable[[Event], float],
+                span: Span) -> list[tuple[Interval, float]]:
     """Device kernels other than communication, each with the time of its launch on the CPU."""
-    launches = _launches(events, span)
     found = []
     for event in events:
-        if event.get("cat") in _DEVICE and not _COMMUNICATION.search(event["name"]):
-            lasted = span(event)
-            found.append((lasted, launches.get((event.get("args") or {}).get("correlation"), lasted[0])))
+        if event.cat in DEVICE and not _COMMUNICATION.search(event.name):
+            found.append((span(event), launched(event)))
     return found
 
 

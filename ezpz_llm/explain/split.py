@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +147,32 @@ def split_run(run_dir: Path) -> Split:
     if not paths:
         raise UserError("there are no traces: none of the run's steps were traced", where=str(run_dir / "profile"),
                         instead="run it again with --trace-steps 10")
-    return split_traces([read_trace(path) for path in paths])
+    return _joined(_parts(read_trace(path)) for path in paths)
 
 
 def split_traces(traces: Sequence[RankTrace]) -> Split:
     """The same for traces that were read."""
-    found = waits(traces)
-    return Split(tuple(_split(trace, found[trace.rank]) for trace in sorted(traces, key=lambda one: one.rank)),
-                 traces[0].device)
+    return _joined(map(_parts, traces))
 
 
-def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank's trace says by itself. Of `trace` the millions of intervals are left out, so that those of one
+    rank are in memory at a time. `pieces` is the exposed time of each flight."""
+
+    trace: RankTrace
+    seconds: dict[str, float]
+    pieces: list[list[Interval]]
+    by_step: tuple[dict[str, float], ...]
+
+
+def _joined(ranks: Iterable[_Parts]) -> Split:
+    parts = sorted(ranks, key=lambda one: one.trace.rank)
+    found = waits([one.trace for one in parts])
+    return Split(tuple(_split(one, found[one.trace.rank]) for one in parts), parts[0].trace.device)
+
+
+def _parts(trace: RankTrace) -> _Parts:
     left = [trace.window]
     taken: dict[str, list[Interval]] = {}
 
@@ -179,20 +194,26 @@ def _split(trace: RankTrace, known: Sequence[Wait | None]) -> RankSplit:
         take(name, intersect(trace.phases[name], steps))
     take("idle", steps)
     take(OTHER, [trace.window])
-    waited_for: dict[int, float] = defaultdict(float)
-    waited = []
-    for piece, wait in zip(pieces, known, strict=True):
-        seconds = 0.0 if wait is None else total(intersect(piece, wait.spans))
-        waited.append(seconds)
-        if wait is not None and seconds:
-            waited_for[wait.last] += seconds
     busy = [one for name in ("forward", "backward", "optimizer") for one in trace.phases[name]]
     host = subtract(subtract(union(busy), trace.operators), in_flight) if trace.device == "cpu" else []
     by_step = tuple({name: total(within(found, start, end))
                      for name, found in (*((name, taken[name]) for name in IN_STEP), (HOST, host))}
                     for start, end in trace.steps.values())
-    return RankSplit(trace.rank, trace.host, len(trace.steps), {name: total(taken[name]) for name in CATEGORIES},
-                     _by_label(trace.flights, pieces, waited), dict(waited_for), by_step, trace.notes)
+    return _Parts(replace(trace, between={}, phases={}, computing=[], operators=[]),
+                  {name: total(taken[name]) for name in CATEGORIES}, pieces, by_step)
+
+
+def _split(parts: _Parts, known: Sequence[Wait | None]) -> RankSplit:
+    trace = parts.trace
+    waited_for: dict[int, float] = defaultdict(float)
+    waited = []
+    for piece, wait in zip(parts.pieces, known, strict=True):
+        seconds = 0.0 if wait is None else total(intersect(piece, wait.spans))
+        waited.append(seconds)
+        if wait is not None and seconds:
+            waited_for[wait.last] += seconds
+    return RankSplit(trace.rank, trace.host, len(trace.steps), parts.seconds,
+                     _by_label(trace.flights, parts.pieces, waited), dict(waited_for), parts.by_step, trace.notes)
 
 
 def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[Interval]]:

@@ -13,29 +13,39 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from sys import intern
+from typing import Any, TextIO, TypedDict
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import first_json, shown
+from ezpz_llm.base.schema import as_type, whole_number
 from ezpz_llm.explain.events import (
+    DEVICE,
+    LAUNCHES,
+    LOOKED_AT,
+    MARKS,
+    Event,
     Flight,
     awaited,
     collective_calls,
+    computes,
     device_flights,
     device_work,
     host_flights,
+    is_operator,
     named,
     operators,
     phase_of_launches,
 )
 from ezpz_llm.explain.intervals import Interval, bridge, union
 from ezpz_llm.observe.history import PHASES
+from ezpz_llm.rundir.schemas import TraceNotes
 
 # A trace's file, read part by part: what is not needed of its events is never in memory all at once.
 _MOST_US = 1e18
 """Of a time or a duration; NaN is not below it either."""
-MOST_EVENTS = 1_000_000
-"""Events with a duration that are kept, about 500 MB."""
+MOST_EVENTS = 2_700_000
+"""Events with a duration that are kept: with what is made of them under 1 GB."""
 MOST_CHARACTERS = 4 << 30
 """Of a whole trace, unpacked."""
 _MOST_OF_ONE = 16 << 20
@@ -43,50 +53,78 @@ _MOST_OF_ONE = 16 << 20
 _PART = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 _KEY = re.compile(r'[\s,{]*("(?:[^"\\]|\\.)*")\s*:\s*|[\s,{]*\}')
-_ARGUMENTS = ("correlation", "Collective name", "In msg nelems", "Out msg nelems", "dtype", "Process Group Ranks")
+_NUMBER, _ID = (int, float), (int, str)
+_ARGUMENTS = {"Collective name": str, "In msg nelems": int, "Out msg nelems": int, "dtype": str,
+              "Process Group Ranks": str}
 _AGAIN = "trace the run again"
 _FEWER = "fewer steps: --trace-steps 5"
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """The members of a trace, and of its events those with a duration, by the members that are looked at.
+    """The members of a trace; of its events those with a duration that are looked at. "launches" has the time at
+    which the host launched a device's work, by its correlation.
 
     Raises:
         UserError: it is damaged, holds what no profiler writes, or is beyond the limits.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            return _load(_Text(file, str(path)), str(path))
+            return parse_trace(file, str(path))
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"the trace cannot be read: {error}", where=str(path), instead=_AGAIN) from error
 
 
-def _load(text: _Text, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"traceEvents": []}
+def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
+    """The same of a trace's text, of `where` it came from.
+
+    Raises:
+        ValueError: it is no trace.
+        UserError: an event is none that a profiler writes, or there are too many.
+    """
+    text, events = _Text(file, where), []
+    found: dict[str, Any] = {}
+    threads: dict[int | str, int | str] = {}
+    launches: dict[int | str | None, float] = {}
+    within: dict[int | str, tuple[float, float]] = {}
     while (key := text.key()) is not None:
         if key != "traceEvents":
             found[key] = text.value()
             continue
-        for event in text.items():
-            if isinstance(event, dict) and event.get("ph") == "X":
-                found["traceEvents"].append(_needed(event, where))
-                if len(found["traceEvents"]) > MOST_EVENTS:
-                    raise UserError(f"this trace has more than {MOST_EVENTS:,} events", where=where, instead=_FEWER)
-    return found
+        for read in text.items():
+            if not isinstance(read, dict) or read.get("ph") != "X" or read.get("cat") not in LOOKED_AT:
+                continue
+            event = _event(read, threads, where)
+            if event.cat in LAUNCHES:
+                launches[event.correlation] = event.ts
+                continue
+            if is_operator(event):
+                # Most lie in one that computes, with all that is inside it, and tell nothing more.
+                start, end = within.get(event.tid, (0.0, -1.0))
+                if start <= event.ts and event.ts + event.dur <= end:
+                    continue
+                if computes(event):
+                    within[event.tid] = (event.ts, event.ts + event.dur)
+            events.append(event)
+            if len(events) + len(launches) > MOST_EVENTS:
+                raise UserError(f"this trace has more than {MOST_EVENTS:,} events, not counting operators within"
+                                " others", where=where, instead=_FEWER)
+    return {**found, "traceEvents": events, "launches": launches}
 
 
-def _needed(event: dict[str, Any], where: str) -> dict[str, Any]:
-    kept: dict[str, Any] = {name: event.get(name) for name in ("name", "ts", "dur", "tid", "cat")}
-    for name, kinds in (("name", str), ("ts", (int, float)), ("dur", (int, float)), ("tid", (int, str)),
-                        ("cat", (str, type(None)))):
-        if not isinstance(kept[name], kinds) or (name in ("ts", "dur") and not abs(kept[name]) < _MOST_US):
-            raise UserError(f"{name} of an event is {shown(kept[name])}", where=where, instead=_AGAIN)
-    arguments = event.get("args")
-    if isinstance(arguments, dict):
-        kept["args"] = {name: arguments[name] for name in _ARGUMENTS
-                        if isinstance(arguments.get(name), (int, str))}
-    kept["ph"] = "X"
-    return kept
+def _event(read: dict[str, Any], threads: dict[int | str, int | str], where: str) -> Event:
+    name, ts, dur, tid = read.get("name"), read.get("ts"), read.get("dur"), read.get("tid")
+    for key, value, kinds in (("name", name, str), ("ts", ts, _NUMBER), ("dur", dur, _NUMBER), ("tid", tid, _ID)):
+        if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MOST_US < value < _MOST_US):
+            raise UserError(f"{key} of an event is {shown(value)}", where=where, instead=_AGAIN)
+    # Millions of events have a few names and threads: each is kept once.
+    event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(read["cat"]))
+    arguments = read.get("args")
+    if event.cat not in (*DEVICE, *LAUNCHES) or not isinstance(arguments, dict):
+        return event
+    correlation = arguments.get("correlation")
+    known = {key: arguments[key] for key, kind in _ARGUMENTS.items() if isinstance(arguments.get(key), kind)}
+    return event._replace(correlation=correlation if isinstance(correlation, _ID) else None,
+                          args=known or event.args)
 
 
 class _Text:
@@ -185,37 +223,44 @@ def read_trace(path: Path) -> RankTrace:
     Raises:
         UserError: it is damaged, or not written by this trainer.
     """
-    loaded = load_trace(path)
-    try:
-        return rank_trace(loaded, where=str(path))
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(f"what the trace says of its run is not what the trainer writes ({error!r})",
-                        where=str(path), instead="trace the run again") from error
+    return rank_trace(load_trace(path), where=str(path))
+
+
+class _Head(TypedDict, total=False):
+    """What the profiler writes beside the events."""
+
+    host_name: str
+    baseTimeNanoseconds: float
 
 
 def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     """The same for a trace that was read.
 
     Raises:
-        UserError: it has no marked steps.
+        UserError: it has no marked steps, or what it says of its run is not what the trainer writes.
     """
-    notes = loaded.get("ezpz_llm")
-    events = [event for event in loaded.get("traceEvents", ()) if event.get("ph") == "X"]
-    marks = [event for event in events if event.get("cat") == "user_annotation"]
-    steps = [event for event in marks if event["name"].startswith(_STEP) and event["name"][len(_STEP):].isdigit()]
-    if not isinstance(notes, dict) or not steps:
+    events: list[Event] = loaded["traceEvents"]
+    launches: dict[int | str | None, float] = loaded["launches"]
+    marks = [event for event in events if event.cat == MARKS]
+    steps = [event for event in marks if _number(event) is not None]
+    if not isinstance(loaded.get("ezpz_llm"), dict) or not steps:
         raise UserError("this trace has no marked steps", where=where,
                         instead="one that python3 -m ezpz_llm.train --trace-steps N has written")
-    zero, main = min(event["ts"] for event in steps), steps[0]["tid"]
+    notes = as_type(TraceNotes, loaded["ezpz_llm"], where, "ezpz_llm")
+    head = as_type(_Head, loaded, where)
+    zero, main = min(event.ts for event in steps), steps[0].tid
 
-    def span(event: dict[str, Any]) -> Interval:
-        start = (event["ts"] - zero) / 1e6
-        return start, start + event["dur"] / 1e6
+    def span(event: Event) -> Interval:
+        start = (event.ts - zero) / 1e6
+        return start, start + event.dur / 1e6
+
+    def launched(event: Event) -> float:
+        return (launches.get(event.correlation, event.ts) - zero) / 1e6
 
     def marked(name: str) -> list[Interval]:
-        return union(span(event) for event in marks if event["name"] == name and event["tid"] == main)
+        return union(span(event) for event in marks if event.name == name and event.tid == main)
 
-    numbered = {int(event["name"][len(_STEP):]): span(event) for event in steps}
+    numbered = {_number(event): span(event) for event in steps}
     between = {name: [one for one in marked(name) if one[0] >= 0] for name in BETWEEN}
     end = max(last for _, last in (*numbered.values(), *(one for found in between.values() for one in found)))
     phases = {phase: marked(phase) for phase in PHASES}
@@ -227,13 +272,17 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
         apart = sorted(moment for flight in flights for moment in (flight.start, flight.end))
         computing = union([*bridge(computed, _HOST_GAP_S, apart), *phases[_DATA]])
     else:
-        flights = device_flights(events, span)
+        flights = device_flights(events, launched, span)
         # A group of one rank launches none.
         collectives = [call for call in collectives if len(call["ranks"]) > 1]
-        work = device_work(events, span)
+        work = device_work(events, launched, span)
         computing = union(one for one, _ in work)
         phases.update(phase_of_launches(work, phases, _COMPUTE))
-    began = zero / 1e6 + loaded.get("baseTimeNanoseconds", 0) / 1e9
-    return RankTrace(notes["rank"], loaded.get("host_name", ""), began, notes["device"], numbered, (0.0, end),
+    began = zero / 1e6 + head.get("baseTimeNanoseconds", 0) / 1e9
+    return RankTrace(notes["rank"], head.get("host_name", ""), began, notes["device"], numbered, (0.0, end),
                      between, phases, computing, named(flights, numbered, collectives), computed,
                      {name: note for name, note in notes.items() if name != "collectives"})
+
+
+def _number(event: Event) -> int | None:
+    return whole_number(event.name[len(_STEP):]) if event.name.startswith(_STEP) else None

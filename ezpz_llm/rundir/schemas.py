@@ -1,6 +1,7 @@
-"""The types of what readers take from run.json, layout.json and metrics.jsonl; there may be other members besides.
+"""The types of what readers take from the files of a run directory; there may be other members besides.
 
-Every member is optional: a run writes them one after the other, and other programs of ours write some of them.
+Of run.json and layout.json every member is optional: a run writes them one after the other, and other programs of
+ours write some of them.
 """
 
 from __future__ import annotations
@@ -112,3 +113,50 @@ class Resolved(TypedDict, total=False):
     layout: Degrees
     batch: Batch
     precision: str | None
+
+
+class _Call(TypedDict):
+    kind: str
+    axes: str
+    ranks: list[int]
+    bytes: int
+
+
+class Call(_Call, total=False):
+    """One collective of the step whose collectives were counted; `peer` is the other rank of a send or receive."""
+
+    peer: int
+
+
+class Link(TypedDict):
+    """What one host sent to another, in bytes a second."""
+
+    sender: str
+    receiver: str
+    rate: float
+
+
+class _Logged(TypedDict):
+    count: int
+
+
+class _Products(TypedDict):
+    deepspeed: float
+    ours: Annotated[float, Range(1, 1e30)]
+
+
+class _Traced(TypedDict):
+    rank: Annotated[int, Range(0, MOST_RANKS)]
+    device: str
+
+
+class TraceNotes(_Traced, total=False):
+    """What the run wrote into a trace; see trainer/collective_trace.py."""
+
+    collectives: list[Call] | None
+    links: list[Link] | None
+    deepspeed: dict[str, _Logged] | None
+    flops: _Products | None
+    transient_bytes: int
+    buffer_bytes: int
+    buffer_transient_bytes: int

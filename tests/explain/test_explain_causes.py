@@ -13,7 +13,6 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import split_traces
-from ezpz_llm.explain.trace import rank_trace
 from ezpz_llm.explain.waits import slow_link
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
@@ -51,7 +50,7 @@ def two_ranks(slow=0.0, host=0.0, data=0.2, transfer=4.0, operator="allreduce_",
             trace.collective(operator, work, begin + 20, transfer + (slow + host) - more)
             trace.mark("optimizer", start + length - 2, 2)
             trace.op(start + length - 2, 2)
-        traces.append(rank_trace(trace.whole(), "here"))
+        traces.append(trace.read())
     return split_traces(traces)
 
 
@@ -128,7 +127,7 @@ def test_a_slow_rank_costs_no_more_than_until_the_next_one_is_waited_for():
         trace.op(0, 20 + more)
         trace.mark("backward", 20 + more, longest - more + 4)
         trace.collective("allreduce_", "all_reduce", 20 + more, longest - more + 4)
-        traces.append(rank_trace(trace.whole(), "here"))
+        traces.append(trace.read())
     causes = {cause.kind: cause for cause in rank_causes(split_traces(traces), {"training": 0.064}, a_run(), {})}
     assert causes["slow_rank"].seconds == pytest.approx(0.002)
     assert "rank 3" in causes["slow_rank"].what

@@ -6,7 +6,6 @@ import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.explain.split import split_traces
-from ezpz_llm.explain.trace import rank_trace
 
 _STORAGE = "(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -25,7 +24,7 @@ def nccl(trace, name, start, ms, launched, **args):
 
 
 def split_of(trace):
-    return split_traces([rank_trace(trace.whole(), "here")]).ranks[0]
+    return split_traces([trace.read()]).ranks[0]
 
 
 def labels(rank):
@@ -71,10 +70,10 @@ def test_what_the_profiler_knows_of_a_collective():
     known = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000,
              "dtype": "BFloat16", "Process Group Ranks": "[0, 1]"}
     nccl(trace, "Generic", 15, 4, 6, **known)
-    rank = rank_trace(trace.whole(), "here").flights[0]
+    rank = trace.read().flights[0]
     assert (rank.kind, rank.size, rank.ranks) == ("all_gather", 2000, (0, 1))
     nccl(trace, "Generic", 21, 4, 7, **{**known, "Process Group Ranks": "[0, 1, 2, ..., 63]"})
-    assert rank_trace(trace.whole(), "here").flights[1].ranks == ()
+    assert trace.read().flights[1].ranks == ()
 
 
 def test_collectives_of_two_groups_are_told_apart_by_their_launches():

@@ -12,13 +12,12 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.events import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
 from ezpz_llm.explain.text import collectives_text
-from ezpz_llm.explain.trace import rank_trace
 from ezpz_llm.observe.traffic import call_traffic
 from ezpz_llm.rundir import RunDir
 
 
 def split_of(*traces):
-    return split_traces([rank_trace(trace.whole(), "here") for trace in traces])
+    return split_traces([trace.read() for trace in traces])
 
 
 def milliseconds(rank):

@@ -11,6 +11,7 @@ import pytest
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain import trace
+from ezpz_llm.explain.events import Event
 from ezpz_llm.explain.trace import load_trace, read_trace
 
 EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 2, "ts": 5.5, "dur": 1.25,
@@ -29,12 +30,15 @@ def _write(path: Path, text: str) -> Path:
 def test_what_is_read_does_not_depend_on_the_parts(tmp_path: Path, monkeypatch, indent: int | None,
                                                    part: int) -> None:
     monkeypatch.setattr(trace, "_PART", part)
-    whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": [EVENT, {"ph": "M"}, EVENT],
+    events = [EVENT, {**EVENT, "cat": "kernel"}, {**EVENT, "cat": "cuda_runtime"}, {"ph": "M"},
+              {**EVENT, "ts": 6, "dur": 0.5}, {**EVENT, "tid": 3, "name": "aten::add"}]
+    whole = {"schemaVersion": 1, "a \\ \" b": [1, {"x": []}], "traceEvents": events,
              "ezpz_llm": {"rank": 0}, "empty": {}}
     found = load_trace(_write(tmp_path / "t.json.gz", json.dumps(whole, indent=indent)))
-    kept = {**{name: EVENT[name] for name in ("name", "ts", "dur", "tid", "cat", "ph")}, "args": {"correlation": 3}}
-    assert found == {**whole, "traceEvents": [kept, kept]}
-    assert load_trace(_write(tmp_path / "t.json.gz", "{}")) == {"traceEvents": []}
+    kept = [Event("aten::mm", 5.5, 1.25, 2, "cpu_op"), Event("aten::mm", 5.5, 1.25, 2, "kernel", 3),
+            Event("aten::add", 5.5, 1.25, 3, "cpu_op")]
+    assert found == {**whole, "traceEvents": kept, "launches": {3: 5.5}}
+    assert load_trace(_write(tmp_path / "t.json.gz", "{}")) == {"traceEvents": [], "launches": {}}
 
 
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
@@ -51,8 +55,20 @@ def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
     assert most < 20e6
 
 
+def test_an_event_takes_little_memory(tmp_path: Path) -> None:
+    """So that a trace of a gigabyte takes less: see benchmarks/million_steps.py."""
+    events = [{**EVENT, "name": "detach", "ts": 9.5 * i, "tid": 1000} for i in range(20_000)]
+    path = _write(tmp_path / "t.json.gz", json.dumps({
+        "traceEvents": [{**STEP, "tid": 1000}, *events], "ezpz_llm": {"rank": 0, "device": "cpu"}}))
+    tracemalloc.start()
+    assert len(read_trace(path).operators) == len(events)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 400 * len(events) + 4e6
+
+
 def test_limits_are_said(tmp_path: Path, monkeypatch) -> None:
-    path = _write(tmp_path / "t.json.gz", json.dumps({"traceEvents": [EVENT] * 50}))
+    path = _write(tmp_path / "t.json.gz", json.dumps({"traceEvents": [{**EVENT, "ts": 9 * i} for i in range(50)]}))
     monkeypatch.setattr(trace, "MOST_EVENTS", 40)
     with pytest.raises(UserError, match="more than 40 events") as error:
         load_trace(path)
@@ -70,6 +86,8 @@ def test_limits_are_said(tmp_path: Path, monkeypatch) -> None:
     json.dumps({"traceEvents": [{**EVENT, "dur": float("inf")}]}),
     json.dumps({"traceEvents": [STEP], "ezpz_llm": {}}), json.dumps({"traceEvents": [STEP], "ezpz_llm": []}),
     json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu", "collectives": 5}}),
+    json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu", "flops": {"ours": 0}}}),
+    json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu", "links": [{"sender": 1}]}}),
     json.dumps({"traceEvents": [STEP], "ezpz_llm": {"rank": 0, "device": "cpu"}, "baseTimeNanoseconds": "x"}),
 ])
 def test_what_is_none_of_ours_is_an_error_with_the_file(tmp_path: Path, text: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 from typing import Any
+
+from ezpz_llm.explain.trace import RankTrace, parse_trace, rank_trace
 
 MAIN, WORKER = 10, 20
 _START_US = 4.4e12  # traces count from the boot of the host
@@ -42,6 +46,9 @@ class MadeUp:
     def whole(self) -> dict[str, Any]:
         return {"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events], "host_name": self._host,
                 "ezpz_llm": self.notes}
+
+    def read(self) -> RankTrace:
+        return rank_trace(parse_trace(io.StringIO(json.dumps(self.whole())), "here"), "here")
 
 
 def of_all(kind: str, ranks: list[int], size: int = 1_000_000, axes: str = "dp") -> dict[str, Any]:
