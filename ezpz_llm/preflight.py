@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError, run_command
-from ezpz_llm.check.server import Place, meeting_point, secret_of
+from ezpz_llm.check.server import Place, rendezvous_point, secret_of
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
 
@@ -38,20 +38,20 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         return 0
     info = find_rank(os.environ)
-    address, port = meeting_point(os.environ, info.world_size)
+    address, port = rendezvous_point(os.environ, info.world_size)
     given = options.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if info.world_size > 1 and not given:
         raise UserError(f"{info.world_size} ranks share no run directory", where="environment",
                         instead="launch python3 -m ezpz_llm.preflight, or the same --run-dir for all")
     run_dir = RunDir(Path(given).absolute()) if given else default_run_dir("preflight")
-    meeting = Place(address, port, secret_of(os.environ, run_dir))
+    rendezvous = Place(address, port, secret_of(os.environ, run_dir))
     if info.rank == 0:
         from ezpz_llm.check.coordinator import lead
 
-        return lead(info, os.environ, run_dir.create(), meeting, options.limit)
+        return lead(info, os.environ, run_dir.create(), rendezvous, options.limit)
     from ezpz_llm.check.client import follow
 
-    return follow(info, os.environ, run_dir, meeting, options.limit)
+    return follow(info, os.environ, run_dir, rendezvous, options.limit)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError, run_command, show
 from ezpz_llm.base.private import open_private
 from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
-from ezpz_llm.launch.failures.live import Live, as_details, as_lines, look, who_is_silent
 from ezpz_llm.launch.failures.postmortem import account, tail_text
-from ezpz_llm.launch.failures.ranks import unfold
+from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.launch.liveness import Live, as_details, as_lines, look, who_is_silent
 from ezpz_llm.launch.node.builds import locks_of
-from ezpz_llm.launch.node.orders import order_logs, take_stacks
+from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir import RunDir, newest_run, read_record
 
@@ -62,7 +62,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _ranks(text: str) -> set[int]:
     try:
-        return unfold(text)
+        return set(expand_numbers(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7") from error
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +354,62 @@ def _too_deep(where: str) -> UserError:
 
 def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+# What the system and other programs say, which may be gone at any time: never an error.
+def system_text(path: str | Path, last: int | None = None, errors: str = "replace") -> str:
+    """The text of a file such as those of /proc and /sys, or its `last` bytes; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            if last is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+            return file.read().decode(errors=errors)
+    except OSError:
+        return ""
+
+
+def command_line(pid: int) -> str:
+    """The words of a process, joined by blanks; empty for one that has ended."""
+    return system_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
+
+
+_BETWEEN_TRIES_S = 0.3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed, or (`text` is None) why it printed nothing that can be used."""
+
+    text: str | None
+    complaint: str = ""
+
+
+def ask_command(words: Sequence[str], env: Mapping[str, str], limit_s: float, tries: int = 1) -> Answer:
+    """The output of a command, which may take `limit_s` each time; servers under load often answer the second time.
+
+    Only a program on the PATH of `env` is run.
+    """
+    # Imported here: most processes that read files ask no command.
+    import shutil
+    import subprocess
+
+    program = shutil.which(words[0], path=env.get("PATH", ""))
+    if program is None:
+        return Answer(None, f"{words[0]} is not on PATH")
+    complaint = ""
+    for attempt in range(tries):
+        time.sleep(_BETWEEN_TRIES_S if attempt else 0)
+        try:
+            done = subprocess.run([program, *words[1:]], env=dict(env), stdin=subprocess.DEVNULL,
+                                  capture_output=True, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            complaint = f"no answer within {limit_s:g} s"
+            continue
+        except OSError as error:
+            complaint = str(error)
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            return Answer(done.stdout.decode(errors="replace"))
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        complaint = f"code {done.returncode}" + (f", {said[-1]!r}" if said else ", and nothing said")
+    return Answer(None, f"`{shlex.join(words)}` failed: {complaint}")

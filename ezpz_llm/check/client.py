@@ -297,7 +297,7 @@ def _talkative(env: Mapping[str, str]) -> dict[str, str]:
 _GRACE_S = 5.0
 
 
-def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, meeting: Place, limit_s: float) -> int:
+def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
     """Tell rank 0 everything; 0, since the verdict is rank 0's.
 
     Raises:
@@ -311,13 +311,13 @@ def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, meeting: Pla
         is_judged = path.exists() and path.stat().st_mtime > began - _GRACE_S
         return is_judged or time.monotonic() > until
 
-    connection = reach(meeting, info, run_dir.path, is_over)
+    connection = reach(rendezvous, info, run_dir.path, is_over)
     if connection is not None:
         Client(connection, info, env).converse()
         return 0
     if time.monotonic() < until:
         return 0
     raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
-                    f"{meeting.address}:{meeting.port}, which never gave a report",
+                    f"{rendezvous.address}:{rendezvous.port}, which never gave a report",
                     where="rank 0's host, or the way to it",
                     instead="see logs/rank0000.log in the run directory", exit_code=EXIT_PREFLIGHT)

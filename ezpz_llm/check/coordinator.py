@@ -33,14 +33,14 @@ _DISMISS_S = 2.0
 _LOOK_FOR_UNREACHED_S = 1.0
 
 
-def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, meeting: Place, limit_s: float) -> int:
+def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Place, limit_s: float) -> int:
     """Run the preflight and print its report; 0 if the reservation is fit, EXIT_PREFLIGHT if not."""
     began = time.monotonic()
     for stale in (report_path(run_dir), *unreached_files(run_dir.path)):
         stale.unlink(missing_ok=True)
-    board = Board(meeting.address, meeting.port, meeting.secret)
+    board = Board(rendezvous.address, rendezvous.port, rendezvous.secret)
     # In a thread: whatever this rank's own facts hang in, the report is given.
-    place = Place(board.address, board.port, meeting.secret)
+    place = Place(board.address, board.port, rendezvous.secret)
     own = threading.Thread(target=_take_part, args=(place, info, env, began + limit_s), daemon=True)
     own.start()
     leading = _Lead(board, info, env, run_dir, began, limit_s)

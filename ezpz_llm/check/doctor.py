@@ -18,10 +18,9 @@ from ezpz_llm.check.facts.host import host_facts, numa_domains, room
 from ezpz_llm.check.facts.network import named_interfaces
 from ezpz_llm.check.judge.gathered import Finding, format_bytes
 from ezpz_llm.check.judge.hosts import LEAST_MEMORY_A_RANK, LEAST_SHARED_MEMORY, LEAST_TEMPORARY
-from ezpz_llm.launch.addresses import is_loopback, resolve
-from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.addresses import describe, is_loopback, missing_interface, own_interfaces, resolve
 from ezpz_llm.launch.dialects import choose
-from ezpz_llm.launch.interfaces import describe, missing_interface, own_interfaces
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.schedulers import find_allocation, local
 from ezpz_llm.launch.sites import find_site
 
@@ -112,7 +111,7 @@ def machine_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 def cores(own: list[int], all_of_them: list[int], domains: Mapping[str, list[int]]) -> Finding:
     """The cores that this process may use, and how they lie over NUMA domains."""
     touched = [name for name, members in domains.items() if set(members) & set(own)]
-    found = f"{len(own)} of {len(all_of_them) or len(own)} ({core_ranges(tuple(own))})"
+    found = f"{len(own)} of {len(all_of_them) or len(own)} ({fold_numbers(own)})"
     if len(domains) > 1:
         found += f", in {len(touched)} of {len(domains)} NUMA domains"
     if len(own) == 1 and len(all_of_them) > 1:

@@ -24,7 +24,7 @@ from ezpz_llm.check.judge.gathered import (
     format_rate,
 )
 from ezpz_llm.check.judge.network import link_rates, talks_over
-from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, write_json
 from ezpz_llm.rundir.secrets import without_secrets
@@ -72,8 +72,8 @@ def _hosts(gathered: Gathered) -> str:
 def _row(host: str, ranks: Sequence[Facts], link: float | None, used: str | None) -> tuple[str, ...]:
     route = ranks[0].get("route", {})
     compute, node = _median(ranks, COMPUTE, "flops_per_second"), _median(ranks, NODE, "bytes_per_second")
-    cores = {core_ranges(tuple(facts["cores"])) for facts in ranks}
-    return (host, core_ranges(tuple(facts["rank"] for facts in ranks)), _device(ranks),
+    cores = {fold_numbers(facts["cores"]) for facts in ranks}
+    return (host, fold_numbers(facts["rank"] for facts in ranks), _device(ranks),
             cores.pop() if len(cores) == 1 else f"{len(ranks[0]['cores'])} each",
             format_bytes(ranks[0]["memory"]["free"]), used or route.get("interface") or "-",
             format_rate(compute, "FLOP/s") if compute else "-", format_rate(node, "B/s") if node else "-",
@@ -103,7 +103,7 @@ def _common(gathered: Gathered) -> str:
     if network := stages.get(NETWORK, {}).get("network"):
         lines.append(f"network   {stages[NETWORK]['library']} over {network}")
     if master := first.get("master"):
-        lines.append(f"meeting   MASTER_ADDR {master['address']}:{master['port']}")
+        lines.append(f"rendezvous MASTER_ADDR {master['address']}:{master['port']}")
     return "\n".join(lines) + "\n"
 
 

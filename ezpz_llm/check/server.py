@@ -17,8 +17,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError, cleaned
 from ezpz_llm.base.frames import Frames
 from ezpz_llm.base.private import make_private, run_secret
-from ezpz_llm.launch.addresses import listen, own_end
-from ezpz_llm.launch.ports import holder
+from ezpz_llm.launch.addresses import holder, listen, own_end
 from ezpz_llm.rundir import RunDir
 
 PORTS_TRIED = 8
@@ -43,7 +42,7 @@ def candidate_ports(port: int) -> list[int]:
     return [one for one in range(port, port + PORTS_TRIED) if one < 65536]
 
 
-def meeting_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:
+def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT; the loopback and any port for a single rank.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the ranks meet before there is a process group: a store, and what they settle through it.
+"""Rendezvous of the ranks before there is a process group: a store, and what they settle through it.
 
 Who can connect to torch's network store can read and write it. So ranks of one node that launch started meet in a
 file instead; elsewhere the store listens on one address only, its keys begin with a word that is not known to
@@ -24,8 +24,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.private import PrivateFolder, derived, open_private, run_secret
-from ezpz_llm.launch.addresses import is_loopback, listen
-from ezpz_llm.launch.ports import holder
+from ezpz_llm.launch.addresses import holder, is_loopback, listen
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
 
@@ -39,7 +38,7 @@ _LEAVE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The ranks' store, MASTER_ADDR and MASTER_PORT, and the secret that they share (None: they have none)."""
 
     store: Store
@@ -50,7 +49,7 @@ class Meeting:
     """Is the store a file of this node, which all ranks are on?"""
 
 
-def meet(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> Meeting:
+def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) -> Rendezvous:
     """The ranks' store: where the environment says, else where MPI says under a bare mpiexec. Collective.
 
     mpi4py is imported in that last case only.
@@ -61,7 +60,7 @@ def meet(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) ->
     """
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if not address and not port:
-        return _meet_over_mpi(info, timeout)
+        return _over_mpi(info, timeout)
     if not address or not port:
         found, missing = ("MASTER_ADDR", "MASTER_PORT") if address else ("MASTER_PORT", "MASTER_ADDR")
         raise UserError(f"rank {info.rank} has {found}={env[found]} but no {missing}", where="environment",
@@ -71,14 +70,15 @@ def meet(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedelta) ->
     secret = run_secret(env)
     if (folder := node_folder(address, env)) is not None:
         with folder:
-            return Meeting(meet_on_node(folder, int(port), info, timeout), address, int(port), secret, on_node=True)
+            store = meet_on_node(folder, int(port), info, timeout)
+            return Rendezvous(store, address, int(port), secret, on_node=True)
     # torchrun's agent holds the port itself: its store is joined, not made again.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = _listen(info, address, int(port)) if info.rank == 0 and not by_agent else None
     store = _store(info, address, int(port), listener, timeout)
     start = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Meeting(PrefixStore(f"ezpz_llm/{derived(secret, 'store', start) if secret else start}", store), address,
-                   int(port), secret)
+    prefix = derived(secret, "store", start) if secret else start
+    return Rendezvous(PrefixStore(f"ezpz_llm/{prefix}", store), address, int(port), secret)
 
 
 def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
@@ -104,7 +104,7 @@ def _store(info: RankInfo, address: str, port: int, listener: socket.socket | No
                                 "launch sets both") from error
 
 
-def _meet_over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Meeting:
+def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
     if not info.source.startswith(_MPI_LAUNCHERS):
         raise UserError(f"rank {info.rank} of {info.world_size} has no MASTER_ADDR",
                         where=f"environment ({info.source})",
@@ -128,7 +128,7 @@ def _meet_over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Meeting:
         told = address, listener.getsockname()[1], os.urandom(32)
     address, port, secret = world.bcast(told, root=0)
     store = _store(info, address, port, listener, timeout)
-    return Meeting(PrefixStore(f"ezpz_llm/{derived(secret, 'store')}", store), address, port, secret)
+    return Rendezvous(PrefixStore(f"ezpz_llm/{derived(secret, 'store')}", store), address, port, secret)
 
 
 def _own_address(world: Intracomm) -> str:

@@ -20,8 +20,8 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
 from ezpz_llm.dist.mesh import Degrees, Mesh
-from ezpz_llm.dist.rendezvous import meet, raise_before_group
-from ezpz_llm.launch.interfaces import own_interfaces, require_interfaces
+from ezpz_llm.dist.rendezvous import raise_before_group, rendezvous
+from ezpz_llm.launch.addresses import own_interfaces, require_interfaces
 from ezpz_llm.launch.owner import Ownership, own
 from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launch.schedulers import find_allocation
@@ -182,7 +182,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
     else:
         # Before the meeting: a host without the interface may not even reach the others.
         require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
-    met = meet(info, os.environ, timeout)
+    met = rendezvous(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)
     if met.on_node and "GLOO_SOCKET_IFNAME" not in os.environ:
         # gloo listens on the address of the host's name otherwise, where the whole network reaches it.

@@ -10,7 +10,7 @@ from ezpz_llm.explain.checks import checks_text, memory_text
 from ezpz_llm.explain.counterfactual import Taken
 from ezpz_llm.explain.diagnosis import Account
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
-from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import percentages, table
 from ezpz_llm.observe.traffic import call_traffic
@@ -57,7 +57,7 @@ def _causes(account: Account) -> str:
 
 def _absent(account: Account) -> str:
     absent = account.untraced
-    return (f"  No trace of rank(s) {core_ranges(tuple(absent))}: means are over the others, and waits for these "
+    return (f"  No trace of rank(s) {fold_numbers(absent)}: means are over the others, and waits for these "
             "are not seen.\n" if absent else "")
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import pwd
 import socket
+import struct
 import threading
-from collections.abc import Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.allocation import short_name
-from ezpz_llm.launch.interfaces import interface_address, own_interfaces
-from ezpz_llm.launch.ports import bind_error, derived_ports, free_port, holder
+from ezpz_llm.base.outside import command_line, system_text
+from ezpz_llm.launch.hostlist import short_name
 
 _LOOPBACK = "127.0.0.1"
 _RESOLVE_LIMIT_S = 3.0
@@ -21,8 +25,8 @@ _DISCARD_PORT = 9
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where rank 0 listens and the others go, and why there."""
+class Rendezvous:
+    """The address and port at which rank 0 listens and the others connect, and why these."""
 
     address: str
     port: int
@@ -38,9 +42,9 @@ def is_here(host: str) -> bool:
     return short_name(host) == host and host[:1].isdigit() and host in own_interfaces().values()
 
 
-def find_meeting(hosts: Sequence[str], key: str, *, interface: str | None = None,
+def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = None,
                  interface_source: str = "--interface", suffix: str | None = None, address: str | None = None,
-                 port: str | None = None) -> Meeting:
+                 port: str | None = None) -> Rendezvous:
     """Where the ranks on `hosts` meet; rank 0 is on the first.
 
     On one host that is the loopback. On several, where this is the first of them: the address of `interface`, else
@@ -71,7 +75,7 @@ def find_meeting(hosts: Sequence[str], key: str, *, interface: str | None = None
         address, source, notes = _name_elsewhere(hosts, suffix)
     # The user's own address may lead here by ways that this host does not know of.
     number, port_source = _port("" if source == "yours" else address, key, port, at_home, hosts[0])
-    return Meeting(address, number, source, port_source, notes)
+    return Rendezvous(address, number, source, port_source, notes)
 
 
 def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
@@ -190,3 +194,172 @@ def own_end(listener: socket.socket) -> str:
     """The address by which a process of this host reaches the listener."""
     address = str(listener.getsockname()[0])
     return "127.0.0.1" if address in ("::", "0.0.0.0") else address
+
+
+_SIOCGIFADDR = 0x8915
+"""linux/sockios.h: the IPv4 address of an interface."""
+
+_BY_BACKEND = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+
+
+def own_interfaces() -> dict[str, str | None]:
+    """Name to IPv4 address of every interface of this host, None for one without."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return {name: _address(probe, name) for _, name in socket.if_nameindex()}
+
+
+def _address(probe: socket.socket, name: str) -> str | None:
+    request = struct.pack("16s240x", name.encode()[:15])
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError:
+        return None
+
+
+def interface_address(names: str, where: str) -> tuple[str, str]:
+    """The first of `names` ("hsn0", or "hsn0,hsn1") that has an IPv4 address here, and that address.
+
+    Raises:
+        UserError: none has; with the interfaces that there are.
+    """
+    own = own_interfaces()
+    for name in names.split(","):
+        if address := own.get(name.strip()):
+            return name.strip(), address
+    without = [name for name in names.split(",") if name.strip() in own]
+    found = f"interface {without[0]} has no IPv4 address" if without else f"no interface {names!r}"
+    raise UserError(f"{found} on {socket.gethostname()}, which has {describe(own)}", where=where,
+                    instead="--interface with one of them")
+
+
+def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
+    """See that this host has the interfaces which `backend` ("gloo", "nccl") is told to use.
+
+    Raises:
+        UserError: it has not; with this host, and the interfaces that it has.
+    """
+    variable = _BY_BACKEND.get(backend)
+    wanted = env.get(variable, "") if variable else ""
+    if not wanted:
+        return
+    own = own_interfaces()
+    if missing := missing_interface(variable, wanted, own):
+        raise UserError(f"rank {rank} is to use interface {missing}, which {socket.gethostname()} does not have; "
+                        f"it has {describe(own)}", where=f"{variable}={wanted}",
+                        instead="--interface with one that every host has, or none")
+
+
+def missing_interface(variable: str, wanted: str, own: Collection[str]) -> str:
+    """What of `wanted`, as the library that reads `variable` understands it, is not among the interfaces `own`."""
+    return _missing_for_gloo(wanted, own) if variable == _BY_BACKEND["gloo"] else _missing_for_nccl(wanted, own)
+
+
+def _missing_for_gloo(wanted: str, own: Collection[str]) -> str:
+    return next((name for name in wanted.split(",") if name not in own), "")
+
+
+def _missing_for_nccl(wanted: str, own: Collection[str]) -> str:
+    # NCCL's environment guide: names are prefixes, exact after "="; "^" says which not to use.
+    if wanted.startswith("^"):
+        return ""
+    is_exact = wanted.startswith("=")
+    names = wanted.lstrip("=").split(",")
+    fits = any(has == name if is_exact else has.startswith(name) for name in names for has in own)
+    return "" if fits else wanted
+
+
+def describe(own: Mapping[str, str | None]) -> str:
+    """`lo (127.0.0.1), hsn0 (10.0.0.1), hsn1`."""
+    return ", ".join(f"{name} ({address})" if address else name for name, address in own.items())
+
+
+# Below 32768, where Linux begins to hand out ports for outgoing connections.
+_FIRST_PORT, _LAST_PORT = 20000, 31999
+_TRIES = 200
+
+_PROC = Path("/proc")
+_LISTENING = "0A"
+
+
+def derived_ports(key: str) -> Iterator[int]:
+    """Ports to try, in order: the same for the same `key`, and by all odds others for another."""
+    span = _LAST_PORT - _FIRST_PORT + 1
+    for step in range(_TRIES):
+        yield _FIRST_PORT + (zlib.crc32(os.fsencode(key)) + step) % span
+
+
+def free_port(address: str, key: str) -> int:
+    """The first of the key's ports that can be bound on `address` just now.
+
+    Raises:
+        UserError: `address` is not this host's, or none of many ports is free.
+    """
+    for port in derived_ports(key):
+        number = bind_error(address, port)
+        if number == errno.EADDRNOTAVAIL:
+            raise UserError(f"{address} is no address of {socket.gethostname()}, where rank 0 is to listen",
+                            where="MASTER_ADDR", instead="--interface with one of this host's interfaces")
+        if number == 0:
+            return port
+    raise UserError(f"no free port among {_TRIES} from {next(derived_ports(key))} on {address}; the first: "
+                    f"{holder(next(derived_ports(key)))}", where="MASTER_PORT", instead="set MASTER_PORT yourself")
+
+
+def bind_error(address: str, port: int) -> int:
+    """0 where rank 0 could listen on `port` and be reached at `address`, else the system's error number."""
+    # A store listens on every interface, whichever address it is reached at.
+    for name in dict.fromkeys((address or "0.0.0.0", "0.0.0.0")):
+        try:
+            family, _, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        except OSError:
+            return errno.EADDRNOTAVAIL
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As the store itself does: a port in TIME_WAIT is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+            except OSError as error:
+                return error.errno or errno.EINVAL
+    return 0
+
+
+def holder(port: int) -> str:
+    """Who listens on `port` of this host: `pid 41 (python3 x.py) of user ann`, or why that cannot be seen."""
+    found = {inode: uid for name in ("tcp", "tcp6") for inode, uid in _listeners(_PROC / "net" / name, port)}
+    if not found:
+        return "nobody listens there now; it is bound without listening, or has been let go of"
+    pid = _owner({f"socket:[{inode}]" for inode in found})
+    users = " and ".join(sorted({_user(uid) for uid in found.values()}))
+    if pid is None:
+        return f"a process of user {users}, which cannot be seen from here"
+    return f"pid {pid} ({command_line(pid)[:200] or 'no command line'}) of user {users}"
+
+
+def _listeners(table: Path, port: int) -> Iterator[tuple[str, int]]:
+    for line in system_text(table).splitlines()[1:]:
+        # proc(5): local address with the port in hexadecimal, state, …, user, …, inode.
+        words = line.split()
+        if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
+            yield words[9], int(words[7])
+
+
+def _owner(sockets: set[str]) -> int | None:
+    for folder in _PROC.glob("[0-9]*/fd"):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        for name in names:
+            try:
+                if os.readlink(folder / name) in sockets:
+                    return int(folder.parent.name)
+            except OSError:
+                continue
+    return None
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

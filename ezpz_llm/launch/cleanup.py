@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ezpz_llm.launch.node.descent import Kin, below, end_all, everyone
 from ezpz_llm.launch.node.folder import agents, strays
-from ezpz_llm.launch.node.processes import Process, marked, started_at
+from ezpz_llm.launch.node.processes import Kin, Process, below, end_all, everyone, marked, started_at
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ezpz_llm.base.errors import UserError, show, version_text
-from ezpz_llm.launch.option_parsing import Options, help_text, parse
+from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.relay import say
 from ezpz_llm.launch.show import details, json_text, summary
-from ezpz_llm.launch.target import run_dir_of
 
 if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import Checked
@@ -173,7 +172,7 @@ def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
 
         end_killed(plan.run_dir, killed)
     from ezpz_llm.base.private import make_private
-    from ezpz_llm.launch.node.orders import clear_orders
+    from ezpz_llm.launch.node.messages import clear_orders
     from ezpz_llm.rundir import write_atomic
     from ezpz_llm.rundir.files import sweep_checkpoints
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.outside import system_text
+
 MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """What hides devices from a process, in the order in which they are believed."""
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -64,12 +66,12 @@ def device_addresses() -> tuple[str, ...]:
 
 def _amd_nodes() -> list[Path]:
     # A topology node with gpu_id 0 is a CPU. Node 10 comes after node 9.
-    return sorted((node for node in _entries(_AMD) if _read(node / "gpu_id") not in ("", "0")),
+    return sorted((node for node in _entries(_AMD) if system_text(node / "gpu_id").strip() not in ("", "0")),
                   key=lambda node: int(node.name))
 
 
 def _amd_address(node: Path) -> str:
-    values = dict(line.split(maxsplit=1) for line in _read(node / "properties").splitlines() if " " in line)
+    values = dict(line.split(maxsplit=1) for line in system_text(node / "properties").splitlines() if " " in line)
     domain, place = (int(values.get(name, "0")) for name in _PCI_PLACE)
     # Bus, device and function as in the kernel's amdkfd: 8, 5 and 3 bits.
     return f"{domain:04x}:{place >> 8 & 0xff:02x}:{place >> 3 & 0x1f:02x}.{place & 0x7}"
@@ -93,33 +95,6 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def usable_cores() -> tuple[int, ...]:
     """The cores that this process may run on, from its own mask."""
     return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def expand(cores: str) -> tuple[int, ...]:
-    """(1, 2, 3, 8) for "1-3,8"."""
-    numbers: list[int] = []
-    for part in cores.split(","):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return tuple(numbers)
-
-
-def core_ranges(cores: tuple[int, ...]) -> str:
-    """`0-3,8` for (0, 1, 2, 3, 8)."""
-    ranges: list[list[int]] = []
-    for core in cores:
-        if ranges and core == ranges[-1][1] + 1:
-            ranges[-1][1] = core
-        else:
-            ranges.append([core, core])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)

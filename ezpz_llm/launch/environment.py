@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import extensions_dir, user_path
 from ezpz_llm.base.private import SECRET_VARIABLE, new_secret
-from ezpz_llm.launch.addresses import Meeting
-from ezpz_llm.launch.allocation import Allocation
+from ezpz_llm.launch.addresses import Rendezvous
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
+from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 from ezpz_llm.launch.variables import (
     BIND_VARIABLE,
@@ -33,7 +33,7 @@ from ezpz_llm.launch.variables import (
 )
 from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir
 
-MEETING_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -82,10 +82,10 @@ def extension_settings(env: Mapping[str, str]) -> dict[str, Setting]:
     return {EXTENSIONS_VARIABLE: Setting(str(folder), "launch: extensions are compiled in the cache")}
 
 
-def meeting_settings(meeting: Meeting, env: Mapping[str, str]) -> dict[str, Setting]:
+def rendezvous_settings(rendezvous: Rendezvous, env: Mapping[str, str]) -> dict[str, Setting]:
     """Where ranks meet."""
-    settings = {"MASTER_ADDR": Setting(meeting.address, meeting.address_source),
-                "MASTER_PORT": Setting(str(meeting.port), meeting.port_source)}
+    settings = {"MASTER_ADDR": Setting(rendezvous.address, rendezvous.address_source),
+                "MASTER_PORT": Setting(str(rendezvous.port), rendezvous.port_source)}
     return {name: setting for name, setting in settings.items() if not is_users_choice(name, env)}
 
 
@@ -128,7 +128,7 @@ def is_users_choice(name: str, env: Mapping[str, str]) -> bool:
         return False
     # PBS exports the job's own number of cores as OMP_NUM_THREADS.
     by_pbs = name == "OMP_NUM_THREADS" and bool(env.get("PBS_JOBID")) and env[name] == env.get("NCPUS")
-    by_torchrun = name in MEETING_VARIABLES and TORCHELASTIC_VARIABLE in env
+    by_torchrun = name in RENDEZVOUS_VARIABLES and TORCHELASTIC_VARIABLE in env
     return not by_pbs and not by_torchrun and RUN_ID_VARIABLE not in env
 
 
@@ -136,4 +136,4 @@ def forwarded(env: Mapping[str, str], settings: Mapping[str, Setting]) -> tuple[
     """The names of the variables that ranks on other hosts need."""
     wanted = [name for name in env if name not in RANKS_OWN
               and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))]
-    return tuple(sorted({*wanted, *settings, *(set(MEETING_VARIABLES) & env.keys())}))
+    return tuple(sorted({*wanted, *settings, *(set(RENDEZVOUS_VARIABLES) & env.keys())}))

@@ -10,9 +10,9 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_text
 from ezpz_llm.base.schema import MOST_HOSTS
-from ezpz_llm.launch.allocation import Allocation, Host, count_repeats, short_name
-from ezpz_llm.launch.hostlist import ACCEPTED, expand_hosts
+from ezpz_llm.launch.hostlist import ACCEPTED, count_repeats, expand_hosts, short_name
 from ezpz_llm.launch.schedulers import local, scheduler_of, started
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
 _SHOWN = 8
 

@@ -1,15 +1,16 @@
-"""Slurm's short forms for long lists: hosts (`nid[001-004,007],gpu01`) and numbers a node (`2(x2),1`)."""
+"""Short forms of long lists: hosts (`nid[001-004],gpu01`), numbers a node (`2(x2),1`), ranks or cores (`0-3,8`)."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS
+from ezpz_llm.base.schema import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS, MOST_RANKS
 
+_HOSTS_SHOWN = 8
 ACCEPTED = "a list such as nid[001-004,007],gpu01"
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
@@ -17,6 +18,7 @@ _SEPARATORS = re.compile(r"[\s,]+")
 _WORD = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_ADDRESS = re.compile(r"\d+(\.\d+){3}")
 _REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
@@ -121,3 +123,64 @@ def expand_counts(text: str) -> list[int]:
         raise UserError(f"these are numbers for more than {MOST_HOSTS:,} nodes, or more than a node can have: "
                         f"{_shown(text)}", instead="numbers such as 2(x2),1")
     return [count for count, times in counts for _ in range(times)]
+
+# Ranks, cores or steps: `0-3,8`.
+def fold_numbers(numbers: Iterable[int]) -> str:
+    """The short form of whole numbers, sorted, each once: [0, 1, 2, 5] as `0-2,5`."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+
+
+def expand_numbers(text: str) -> tuple[int, ...]:
+    """`0-2,5` as (0, 1, 2, 5), in the order of the text.
+
+    Raises:
+        ValueError: it is no such list, or has numbers that no rank has.
+    """
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if numbers.stop > MOST_RANKS:
+            raise ValueError(f"more ranks than {MOST_RANKS:,}")
+        found += numbers
+    return tuple(found)
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0-2,5`."""
+    ranks = set(ranks)
+    return f"rank{'' if len(ranks) == 1 else 's'} {fold_numbers(ranks)}"
+
+
+def fold_places(hosts: Mapping[int, str]) -> str:
+    """{2: "n2", 3: "n2", 6: "n4"} as "ranks 2-3 on n2, rank 6 on n4"; of many hosts the first ones."""
+    by_host: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        by_host.setdefault(host, []).append(rank)
+    shown = [f"{rank_ranges(ranks)} on {host}" for host, ranks in list(by_host.items())[:_HOSTS_SHOWN]]
+    if len(by_host) > _HOSTS_SHOWN:
+        rest = [rank for ranks in list(by_host.values())[_HOSTS_SHOWN:] for rank in ranks]
+        shown.append(f"{rank_ranges(rest)} on {len(by_host) - _HOSTS_SHOWN} more hosts")
+    return ", ".join(shown)
+
+
+# Names of hosts.
+def short_name(host: str) -> str:
+    """The part before the first dot, by which two spellings of one host are compared; addresses stay whole."""
+    return host if _ADDRESS.fullmatch(host) else host.split(".", 1)[0]
+
+
+def count_repeats(names: list[str]) -> dict[str, int]:
+    """Distinct hosts in order of first appearance, in their first spelling, with how often each was named."""
+    spelling: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for name in names:
+        first = spelling.setdefault(short_name(name), name)
+        counts[first] = counts.get(first, 0) + 1
+    return counts

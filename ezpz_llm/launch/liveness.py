@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ezpz_llm.launch.node.report import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, read_reports
-from ezpz_llm.launch.variables import MEETING, PATIENT
+from ezpz_llm.launch.failures import Stop, log_patterns
+from ezpz_llm.launch.failures.log_patterns import NOT_STARTED, WRONG_WORLD, LogMatch, read_matches
+from ezpz_llm.launch.hostlist import fold_numbers, fold_places, rank_ranges
+from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, read_reports
+from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir.paths import RunDir
 
 START_S = 60.0
@@ -73,7 +80,7 @@ def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
     is_awaited = any(one.silent_s is None and one.idle_s <= limit_s for one in ranks)
     silent = [one for one in ranks if one.quiet_s > limit_s and not (
         (earliest is not None and (one.step is None or earliest <= one.step))
-        or (is_awaited and one.phase == MEETING))]
+        or (is_awaited and one.phase == RENDEZVOUS))]
     return sorted(silent, key=lambda one: (not one.node_is_silent, one.state != "T",
                                            -1 if one.step is None else one.step, -one.quiet_s))
 
@@ -181,3 +188,172 @@ class HeartbeatMonitor:
         if all(age > limit_s for _, age in ages):
             return []
         return [(report, age) for report, age in ages if age > limit_s]
+
+
+_GONE_AFTER = 3
+"""So many keep-alive intervals without a word, and a node's agent has gone."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run that goes on. `silent` are the ranks that hold it up, the most suspect first; `ended` the exit codes of
+    those that have ended."""
+
+    run_id: str
+    ranks: tuple[RankLife, ...]
+    silent: tuple[RankLife, ...]
+    ended: Mapping[int, int]
+    missing: tuple[int, ...]
+
+
+def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
+    """The state of the run, None for one that is over: it says so, or nothing of it has been heard for long."""
+    launch = record["launch"]
+    run_id = launch["env"][RUN_ID_VARIABLE]
+    reports = read_reports(run_dir, run_id)
+    now = time.time()
+    fresh = [report for report in reports if report.state not in (ENDED, RANKS_ENDED)
+             and _age(run_dir, report, now) < _GONE_AFTER * KEEPALIVE_S * report.interval_s]
+    if record.get("exit") is not None or not (fresh or any(marked(run_id))):
+        return None
+    ranks = tuple(_life(rank, one, report, _age(run_dir, report, now)) for report in reports
+                  for rank, one in report.ranks.items() if one.ended is None)
+    ended = {rank: one.ended for report in reports for rank, one in report.ranks.items() if one.ended is not None}
+    seen = {one.rank for one in ranks} | ended.keys()
+    missing = tuple(rank for rank in range(launch["world_size"]) if rank not in seen)
+    return Live(run_id, ranks, tuple(judge(ranks, silent_after_s)), ended, missing)
+
+
+def _age(run_dir: RunDir, report: NodeReport, now: float) -> float:
+    try:
+        return max(0.0, now - run_dir.node_report(report.first_rank).stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def _life(rank: int, one: Any, report: NodeReport, age: float) -> RankLife:
+    return RankLife(rank, report.host, one.phase, one.step, None if one.silent_s is None else one.silent_s + age,
+                    one.idle_s + age, age, _GONE_AFTER * KEEPALIVE_S * report.interval_s, one.state)
+
+
+def as_lines(live: Live) -> list[str]:
+    """All ranks, folded by what they are doing."""
+    groups: dict[str, list[RankLife]] = {}
+    for one in live.ranks:
+        groups.setdefault(_doing(one), []).append(one)
+    lines = []
+    for doing, ranks in sorted(groups.items(), key=lambda group: group[1][0].rank):
+        longest = max(one.quiet_s for one in ranks)
+        of = rank_ranges(one.rank for one in ranks)
+        lines.append(f"{of}: {doing}, last sign of life within {longest:.0f} s")
+    lines += [f"{rank_ranges(rank for rank, one in live.ended.items() if one == code)}: ended with code {code}"
+              for code in sorted(set(live.ended.values()))]
+    if live.missing:
+        lines.append(f"not heard of yet: {rank_ranges(live.missing)}")
+    return lines
+
+
+def as_details(live: Live, stacks: Mapping[int, str]) -> dict[str, object]:
+    """The same for programs."""
+    return {
+        "state": "running",
+        "ranks": {one.rank: {"host": one.host, "phase": one.phase, "step": one.step,
+                             "quiet_s": round(one.quiet_s, 1)} for one in live.ranks},
+        "ended": dict(live.ended), "missing": list(live.missing),
+        "silent": [one.rank for one in live.silent], "stacks": dict(stacks),
+    }
+
+
+def who_is_silent(silent: Sequence[RankLife]) -> str:
+    """The rank that holds the run up, in one line."""
+    others = fold_numbers(one.rank for one in silent[1:])
+    return f"silent: {silent[0]}" + (f" (and {len(silent) - 1} more: {others})" if others else "")
+
+
+def _doing(one: RankLife) -> str:
+    if one.silent_s is None:
+        return "no heartbeats"
+    step = "" if one.step is None else f", step {one.step}"
+    return f"{one.phase or 'an unnamed phase'}{step}"
+
+
+NAMED_AFTER_S = 60.0
+"""Ranks that have not come by then are named."""
+_AGAIN_AFTER_S = 30.0
+"""Ranks of a large run come one by one: those that are left are named no more often than this."""
+_WORDS_AFTER_S = 2.0
+"""From the launcher's words to the end of the run: a rank may be on its way, or more hosts may be named."""
+_MOST_BYTES = 1 << 18
+"""Rank 0's standard error is in the launcher's log too: what a chatty program says is no longer read."""
+
+
+class Arrivals:
+    """Follows the start of one run, whose agents report the ranks that have come (HeartbeatMonitor.missing).
+
+    Args:
+        hosts: of each rank that is to come.
+        limit_s: how long ranks may take to come; None for ever.
+        named_after_s: when those that have not come are named for the first time.
+    """
+
+    def __init__(self, hosts: Mapping[int, str], run_dir: RunDir, limit_s: float | None,
+                 named_after_s: float = NAMED_AFTER_S) -> None:
+        self._world_size = len(hosts)
+        self._log = run_dir.launcher_log
+        self._log_of_rank_0 = run_dir.rank_log(0)
+        self._limit_s = limit_s
+        self._named_after_s = named_after_s
+        self._named: frozenset[int] = frozenset()
+        self._name_at = named_after_s
+        self._read_bytes = 0
+        self._refused: LogMatch | None = None
+        self._refused_at_s = 0.0
+
+    def news(self, missing: Mapping[int, str], waited_s: float) -> str | None:
+        """What is to be told of the ranks in `missing` after `waited_s` seconds; None if nothing is new."""
+        if not missing and self._named:
+            self._named = frozenset()
+            return f"all {self._world_size} ranks have started, the last after {waited_s:.0f} s"
+        if not missing or waited_s < self._name_at or self._named == missing.keys():
+            return None
+        self._named, self._name_at = frozenset(missing), waited_s + _AGAIN_AFTER_S
+        ended = f"; the run is ended after {self._limit_s:.0f} s (--timeout-start)" if self._limit_s else ""
+        return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
+                f"{fold_places(missing)}{ended}")
+
+    def verdict(self, missing: Mapping[int, str], waited_s: float) -> Stop | None:
+        """Why the run is to be ended: a rank in `missing` cannot start, as the launcher says, or took too long."""
+        if not missing:
+            return None
+        if self._refused is None and (refused := self._refusal(missing)):
+            self._refused, self._refused_at_s = refused, waited_s
+        if self._refused is not None and waited_s - self._refused_at_s > _WORDS_AFTER_S:
+            return Stop("refused", f"{self._refused.text}; {fold_places(missing)} cannot start; the run is ended")
+        if self._limit_s is not None and waited_s > self._limit_s:
+            return Stop("late", f"{fold_places(missing)} did not start within {self._limit_s:g} s"
+                                " (--timeout-start); the run is ended")
+        return None
+
+    def _refusal(self, missing: Mapping[int, str]) -> LogMatch | None:
+        """The launcher's words about a rank that has not come; of ranks that have come their records tell. Rank 0's
+        standard error is in the same log, and in its own."""
+        try:
+            if self._log.stat().st_size == self._read_bytes or self._read_bytes >= _MOST_BYTES:
+                return None
+        except OSError:
+            return None
+        text = _head(self._log)
+        self._read_bytes = len(text)
+        own = " ".join(_head(self._log_of_rank_0).decode(errors="replace").split())
+        said = [one for one in read_matches(text.decode(errors="replace")) if one.text not in own]
+        plain = [one for one in said if one.kind in (NOT_STARTED, WRONG_WORLD)]
+        ended = [one for one in said if one.kind == log_patterns.ENDED and missing.keys() & set(one.ranks)]
+        return next(iter((*plain, *ended)), None)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return b""

@@ -23,12 +23,11 @@ from pathlib import Path
 from types import TracebackType
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json
+from ezpz_llm.base.outside import ask_command, parse_json
 from ezpz_llm.base.private import PrivateFolder, make_private, open_private
 from ezpz_llm.base.schema import Epoch, as_dataclass
 from ezpz_llm.launch.node.processes import is_alive, place, started_at
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
-from ezpz_llm.launch.schedulers.asking import ask_command
 from ezpz_llm.rundir.paths import RunDir
 
 BEAT_S = 5.0

@@ -11,35 +11,34 @@ from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
-from ezpz_llm.launch.addresses import Meeting, find_meeting, is_here
-from ezpz_llm.launch.allocation import Allocation
+from ezpz_llm.launch.addresses import Rendezvous, find_rendezvous, is_here, own_interfaces
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
-from ezpz_llm.launch.devices import core_ranges, usable_cores
+from ezpz_llm.launch.devices import usable_cores
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
 from ezpz_llm.launch.environment import (
-    MEETING_VARIABLES,
+    RENDEZVOUS_VARIABLES,
     Setting,
     binding_settings,
     extension_settings,
     forwarded,
     interface_settings,
     is_users_choice,
-    meeting_settings,
     python_settings,
+    rendezvous_settings,
     run_settings,
     site_settings,
 )
 from ezpz_llm.launch.host_selection import narrow
-from ezpz_llm.launch.interfaces import own_interfaces
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.mpi_world import mpi_settings
-from ezpz_llm.launch.option_parsing import Options
+from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
+from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
-from ezpz_llm.launch.target import Target, program_file, read_command, run_dir_of
 from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import redact_words
 
@@ -101,10 +100,10 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     hosts = tuple(name for name, _ in placement.ranks)
     interface = _interface(options, site, hosts)
     run_id = os.urandom(8).hex()
-    meeting = _find_meeting(env, options, site, interface, hosts, run_id)
+    rendezvous = _find_rendezvous(env, options, site, interface, hosts, run_id)
     settings = {
         **run_settings(run_dir, run_id, placement, allocation, options),
-        **(meeting_settings(meeting, env) if launcher.kind != "torchrun" else {}),
+        **(rendezvous_settings(rendezvous, env) if launcher.kind != "torchrun" else {}),
         **(interface_settings(interface.names, interface.source, env) if len(hosts) > 1 else {}),
         **binding_settings(binding, mask, site, env),
         **site_settings(site, options, env),
@@ -124,16 +123,16 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         cores_per_host=binding.cpus_per_host,
         binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
         site_options=site.options.get(launcher.kind, ()),
-        master=(meeting.address, meeting.port),
+        master=(rendezvous.address, rendezvous.port),
         env=env,
         devices_per_host=_same({host.devices for host in allocation.hosts}),
     )
     built: Built = launcher.build(launcher.program, work)
-    settings |= {name: Setting(value, source) for name, (value, source) in built.env.items()
-                 if not is_users_choice(name, env)}
+    of_launcher = dict(built.env)
     if target.module is None:
-        settings |= mpi_settings(launcher.kind, built.argv, program_file(options.command, target),
-                                 placement.world_size, env, QUICK if options.dry_run else PATIENT)
+        of_launcher |= mpi_settings(launcher.kind, built.argv, program_file(options.command, target),
+                                    placement.world_size, env, QUICK if options.dry_run else PATIENT)
+    settings |= {name: Setting(*why) for name, why in of_launcher.items() if not is_users_choice(name, env)}
     return LaunchPlan(
         argv=built.argv,
         env=settings,
@@ -150,7 +149,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         notes=(*launcher.notes, *_notes(env, allocation, placement, binding),
                *core_notes(allocation, placement, binding), *distance_notes,
                *device_notes(placement, devices, allocation), *site_notes(site, allocation, devices, env),
-               *interface.notes, *meeting.notes),
+               *interface.notes, *rendezvous.notes),
         site=site,
         binding=binding,
     )
@@ -176,7 +175,7 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
     return LaunchPlan(
         argv=(*options.wrap, *options.command),
         env=settings,
-        ranks=(RankPlace(info.rank, host, info.local_rank, core_ranges(usable_cores())),),
+        ranks=(RankPlace(info.rank, host, info.local_rank, fold_numbers(usable_cores())),),
         hosts=(host,),
         run_dir=run_dir or default_run_dir(target.name),
         run_id="",
@@ -215,13 +214,13 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> _Interfa
     return _Interface(site.interface, f"site {site.name}")
 
 
-def _find_meeting(env: Mapping[str, str], options: Options, site: Site, interface: _Interface,
-                  hosts: tuple[str, ...], run_id: str) -> Meeting:
-    own = {name: env[name] for name in MEETING_VARIABLES if is_users_choice(name, env)}
+def _find_rendezvous(env: Mapping[str, str], options: Options, site: Site, interface: _Interface,
+                  hosts: tuple[str, ...], run_id: str) -> Rendezvous:
+    own = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
     # A site's name for the host says more than the address of its interface.
     is_named = bool(site.master_suffix) and not options.interface
     # By the id of this launch: whoever could tell the port beforehand could take it.
-    return find_meeting(hosts, run_id, interface=None if is_named else interface.names,
+    return find_rendezvous(hosts, run_id, interface=None if is_named else interface.names,
                         interface_source=interface.source, suffix=site.master_suffix,
                         address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
 
@@ -229,7 +228,8 @@ def _find_meeting(env: Mapping[str, str], options: Options, site: Site, interfac
 def _notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
            binding: Binding) -> tuple[str, ...]:
     notes = list(allocation.notes)
-    notes += [f"{name}={env[name]} is yours and stays" for name in MEETING_VARIABLES if is_users_choice(name, env)]
+    notes += [f"{name}={env[name]} is yours and stays" for name in RENDEZVOUS_VARIABLES
+              if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
         notes.append(f"{placement.most} ranks share {binding.cpus_per_host} CPU(s) of a host")
     unused = len(allocation.hosts) - len(placement.ranks)

@@ -17,11 +17,10 @@ from typing import Any
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
 from ezpz_llm.launch.failures import not_started
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, fold_counts, fold_hosts
-from ezpz_llm.launch.option_parsing import Options
+from ezpz_llm.launch.option_parsing import Options, Target
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.relay import say
 from ezpz_llm.launch.supervise import run
-from ezpz_llm.launch.target import Target
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 from ezpz_llm.rundir import update_record, write_atomic
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
-from ezpz_llm.launch.arrivals import Arrivals
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, bare_account, read_failures
-from ezpz_llm.launch.failures.ranks import named
-from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
+from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder as node_folder
-from ezpz_llm.launch.node.orders import StopOrder, order_signal, order_stop, take_stacks
+from ezpz_llm.launch.node.messages import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
 from ezpz_llm.launch.schedulers import scheduler_here
@@ -272,7 +271,7 @@ class _Watch:
         if not self.has_noted and now - self.first_ended_at >= _ONE_HAS_ENDED_S:
             self.has_noted = True
             left = len(self.plan.ranks) - len(ended)
-            say(f"launch: {named(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0 more than"
+            say(f"launch: {rank_ranges(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0 more than"
                 f" {_ONE_HAS_ENDED_S:.0f} s ago; {left} still run{'s' if left == 1 else ''}"
                 f" (ezpz-llm why {self.plan.run_dir.path} tells what they do)")
 

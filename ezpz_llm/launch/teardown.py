@@ -14,9 +14,16 @@ from ezpz_llm.launch.cleanup import (
     end_marked,
 )
 from ezpz_llm.launch.liveness import HeartbeatMonitor
-from ezpz_llm.launch.node.orders import StopOrder, order_stop
+from ezpz_llm.launch.node.messages import (
+    ENDED,
+    RANKS_ENDED,
+    NodeReport,
+    StopOrder,
+    control_interval_s,
+    order_stop,
+    read_reports,
+)
 from ezpz_llm.launch.node.processes import marked
-from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, control_interval_s, read_reports
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import warn
 from ezpz_llm.launch.schedulers import scheduler_here

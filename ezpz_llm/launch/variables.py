@@ -73,7 +73,7 @@ FORWARDED_PREFIXES = ("PYTHON", "EZPZ_LLM_", "NCCL_", "RCCL_", "CCL_", "FI_", "U
 
 
 # What a rank can be doing, as heartbeats name it.
-MEETING = "meeting"
+RENDEZVOUS = "rendezvous"
 STARTING = "starting"
 LOADING = "loading data"
 BUILDING = "building ops"

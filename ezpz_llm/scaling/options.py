@@ -10,10 +10,17 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import MOST_RANKS, MOST_REPEATS
-from ezpz_llm.launch.option_parsing import Option, command_line, one_of, option_lines, split_options, whole
+from ezpz_llm.launch.option_parsing import (
+    Option,
+    command_line,
+    one_of,
+    option_lines,
+    read_command,
+    split_options,
+    whole,
+)
 from ezpz_llm.launch.option_parsing import Options as LaunchOptions
 from ezpz_llm.launch.option_parsing import parse as parse_launch
-from ezpz_llm.launch.target import read_command
 
 
 # Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.allocation import Allocation
-from ezpz_llm.launch.failures.live import look
+from ezpz_llm.launch.liveness import look
+from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.option_parsing import parse as parse_launch
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, started, supplement
+from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.scaling.options import Options, without
 from ezpz_llm.submit.job import plan_job
 from ezpz_llm.submit.options import parse as parse_submit

@@ -14,7 +14,7 @@ from ezpz_llm.dist.agree import raise_together
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.launch.variables import ENDING, MEETING, STARTING
+from ezpz_llm.launch.variables import ENDING, RENDEZVOUS, STARTING
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.observe import HostProfile, profile_window, run_environment
 from ezpz_llm.rundir import update_record
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         began: when the command began, by `time.perf_counter`.
     """
     heartbeat = Heartbeat(os.environ)
-    heartbeat.beat(MEETING)
+    heartbeat.beat(RENDEZVOUS)
     with setup(device=options.device, run_dir=options.run_dir, name="test_dist", timeout_s=TIMEOUT_S) as dist:
         print(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
               f"[{socket.gethostname()}]", flush=True)

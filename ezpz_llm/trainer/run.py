@@ -29,7 +29,7 @@ from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.evaluate.validation import open_corpus
 from ezpz_llm.hf.weights import Weights, open_for_ranks
-from ezpz_llm.launch.variables import LOADING, MEETING, RUN_ID_VARIABLE, STARTING
+from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, RUN_ID_VARIABLE, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
@@ -228,7 +228,7 @@ def run(options: Options) -> int:
     config = options.config
     clock, heartbeat = WallClock(), Heartbeat(os.environ)
     clock.passed("imports")
-    heartbeat.beat(MEETING)
+    heartbeat.beat(RENDEZVOUS)
     run_dir = Path(config.run_dir) if config.run_dir is not None else None
     with clock.span("set-up"):
         dist = setup(device=config.device, run_dir=run_dir, name=config.model)

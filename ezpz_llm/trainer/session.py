@@ -166,5 +166,7 @@ def print_startup(session: Session) -> None:
         found["first step"] -= found["compiling"]
     total = sum(found.values())
     session.dist.side.update_record(session.dist.run_dir, startup={"seconds": found, "total_s": total})
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items())
+    # run.json has kept an older name of one of them.
+    parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {seconds:.1f}"
+                      for name, seconds in found.items())
     print(f"start-up   {total:.1f} s to the end of the first step: {parts}", flush=True)

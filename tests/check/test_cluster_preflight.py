@@ -106,7 +106,7 @@ def test_a_host_without_a_way_and_a_rank_that_never_comes_up(cluster: Cluster, t
         began = time.monotonic()
         code, findings, text = preflight(cluster, tmp_path, script)
     assert code == 3, text
-    assert has(findings, "bad meeting: n2 cannot reach MASTER_ADDR", "Invalid argument"), text
+    assert has(findings, "bad rendezvous: n2 cannot reach MASTER_ADDR", "Invalid argument"), text
     assert has(findings, "bad missing: rank 5 on n3 did not report within"), text
     assert time.monotonic() - began < 75
 
@@ -119,7 +119,7 @@ def test_a_route_that_drops_everything(cluster: Cluster, tmp_path: Path) -> None
     with on_node(cluster, "n2", f"ip route add {via}", f"ip route del {via}"):
         code, findings, text = preflight(cluster, tmp_path)
     assert code == 3, text
-    assert has(findings, "bad meeting: n2 cannot reach MASTER_ADDR", "by eth0: "), text
+    assert has(findings, "bad rendezvous: n2 cannot reach MASTER_ADDR", "by eth0: "), text
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from ezpz_llm.base.frames import Frames
 from ezpz_llm.check.client import reach, read_unreached
 from ezpz_llm.check.facts.network import addresses, used_interfaces
 from ezpz_llm.check.measure import Worker
-from ezpz_llm.check.server import Board, Place, meeting_point
+from ezpz_llm.check.server import Board, Place, rendezvous_point
 from ezpz_llm.launch.ranks import RankInfo
 
 PREFLIGHT = (sys.executable, "-m", "ezpz_llm.preflight")
@@ -48,9 +48,9 @@ def test_its_check_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
 
 def test_ranks_without_an_address_are_told_to_use_launch() -> None:
     with pytest.raises(UserError, match="no MASTER_PORT") as caught:
-        meeting_point({"MASTER_ADDR": "n1"}, 4)
+        rendezvous_point({"MASTER_ADDR": "n1"}, 4)
     assert "launch python3 -m ezpz_llm.preflight" in str(caught.value)
-    assert meeting_point({}, 1) == ("127.0.0.1", 0)
+    assert rendezvous_point({}, 1) == ("127.0.0.1", 0)
 
 
 @pytest.mark.full
@@ -104,7 +104,8 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
     assert time.monotonic() - began < 60
     assert done.returncode == 3, done.stdout + done.stderr
     assert "2 of 2 ranks" in done.stdout
-    for finding in (f"bad   meeting: MASTER_PORT {port} cannot be bound on rank 0's host: Address already in use: "
+    taken = f"bad   rendezvous: MASTER_PORT {port} cannot be bound on rank 0's host: Address already in use: "
+    for finding in (taken +
                     f"pid {os.getpid()} (",
                     f"2 ranks run on 1 core(s) ({core}), while cores",
                     "local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 7)",

@@ -299,8 +299,7 @@ def metajunk(rng: Random, folder: Path) -> object:
 
 @kind
 def orders(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.node.orders import signals_ordered, stacks_ordered, stop_ordered
-    from ezpz_llm.launch.node.report import read_reports
+    from ezpz_llm.launch.node.messages import read_reports, signals_ordered, stacks_ordered, stop_ordered
 
     run_dir = _run(
         rng,
@@ -518,7 +517,7 @@ def submitcli(rng: Random, folder: Path) -> object:
 
 @kind
 def toml(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.sites.file import read_site
+    from ezpz_llm.launch.sites import read_site
 
     whole = rng.choice(sorted((data_dir("launchers") / "sites").glob("*.toml"))).read_text()
     content = mutate.data(rng, whole)

@@ -25,8 +25,7 @@ from places import TESTS
 from simcluster.cluster import Cluster, missing
 
 from ezpz_llm.base.package_data import cache_dir, data_dir
-from ezpz_llm.launch.mpi_world import mpi_settings, offered_plugins, use_of_mpi
-from ezpz_llm.launch.node.mpi import lonely_mpi
+from ezpz_llm.launch.mpi_world import lonely_mpi, mpi_settings, offered_plugins, use_of_mpi
 
 SCRIPTS = TESTS / "foreign_scripts"
 NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",

@@ -14,9 +14,17 @@ import pytest
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import addresses
-from ezpz_llm.launch.addresses import find_meeting, is_here
-from ezpz_llm.launch.interfaces import interface_address, own_interfaces, require_interfaces
-from ezpz_llm.launch.ports import bind_error, derived_ports, free_port, holder
+from ezpz_llm.launch.addresses import (
+    bind_error,
+    derived_ports,
+    find_rendezvous,
+    free_port,
+    holder,
+    interface_address,
+    is_here,
+    own_interfaces,
+    require_interfaces,
+)
 
 HERE = socket.gethostname()
 # RFC 5737's addresses for documentation: no host has them.
@@ -34,7 +42,7 @@ def _listening(port: int = 0, address: str = "127.0.0.1") -> Iterator[int]:
 
 def test_one_host_meets_on_its_loopback() -> None:
     for hosts in ([HERE], ["localhost"], ["n1"]):
-        found = find_meeting(hosts, "key")
+        found = find_rendezvous(hosts, "key")
         assert (found.address, found.address_source) == ("127.0.0.1", "all ranks on one host")
     assert "not tried, since n1 is not this host" in found.port_source
     assert is_here("127.0.0.1")
@@ -44,53 +52,53 @@ def test_one_host_meets_on_its_loopback() -> None:
 
 def test_a_missing_interface_names_those_there_are() -> None:
     with pytest.raises(UserError, match=rf"no interface 'hsn0' on {HERE}, which has .*lo \(127\.0\.0\.1\)"):
-        find_meeting([HERE, "n2"], "key", interface="hsn0")
+        find_rendezvous([HERE, "n2"], "key", interface="hsn0")
     with pytest.raises(UserError) as raised:
-        find_meeting([HERE], "key", interface="hsn0", interface_source="launchers/sites/x.toml")
+        find_rendezvous([HERE], "key", interface="hsn0", interface_source="launchers/sites/x.toml")
     assert raised.value.where == "launchers/sites/x.toml"
     # NCCL's list of several: the first that is there.
     assert interface_address("hsn0,lo", "--interface") == ("lo", "127.0.0.1")
     # On another host than rank 0's, nothing can be said about the interfaces there.
-    assert find_meeting(["n1", HERE], "key", interface="hsn0").address == "n1"
+    assert find_rendezvous(["n1", HERE], "key", interface="hsn0").address == "n1"
 
 
 def test_the_loopback_is_never_passed_to_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({"address": "localhost"}, {"address": "127.0.0.1"}, {"interface": "lo"}):
         with pytest.raises(UserError, match=r"is 127\.0\.0\.1 here: ranks on n2 would look for rank 0"):
-            find_meeting([HERE, "n2"], "key", **given)
+            find_rendezvous([HERE, "n2"], "key", **given)
     with pytest.raises(UserError, match=r"127\.0\.1\.1 is 127\.0\.1\.1 here"):
-        find_meeting(["127.0.1.1", "n2"], "key")
+        find_rendezvous(["127.0.1.1", "n2"], "key")
     # Debian's /etc/hosts; and no host called n2 that tells another address.
     monkeypatch.setattr(addresses, "resolve", lambda name: "127.0.1.1" if name == HERE else None)
     with pytest.raises(UserError, match=rf"{HERE} is 127\.0\.1\.1 here, and no route to n2") as raised:
-        find_meeting([HERE, "n2"], "key")
+        find_rendezvous([HERE, "n2"], "key")
     assert "--interface" in str(raised.value)
 
 
 def test_a_sites_suffix_names_another_host() -> None:
-    found = find_meeting(["x4407c6s2b0n0.hostmgmt2.example", "x2"], "key", suffix=".hsn.invalid")
+    found = find_rendezvous(["x4407c6s2b0n0.hostmgmt2.example", "x2"], "key", suffix=".hsn.invalid")
     assert found.address == "x4407c6s2b0n0.hsn.invalid"
     assert found.notes == (f"x4407c6s2b0n0.hsn.invalid does not resolve on {HERE}: the ranks' hosts must know it",)
     assert "the site's .hsn.invalid" in found.address_source
 
 
 def test_the_users_own_address_and_port_stay() -> None:
-    found = find_meeting([HERE, "n2"], "key", address=ELSEWHERE, port="29500")
+    found = find_rendezvous([HERE, "n2"], "key", address=ELSEWHERE, port="29500")
     assert (found.address, found.port) == (ELSEWHERE, 29500)
     assert found.address_source == found.port_source == "yours"
     for port in ("x", "0", "70000", "-1", "²"):
         with pytest.raises(UserError, match="is not a port number"):
-            find_meeting([HERE], "key", port=port)
+            find_rendezvous([HERE], "key", port=port)
 
 
 def test_the_users_port_is_refused_with_its_holder() -> None:
     with _listening() as port, pytest.raises(UserError) as raised:
-        find_meeting([HERE], "key", port=str(port))
+        find_rendezvous([HERE], "key", port=str(port))
     assert f"MASTER_PORT={port} cannot be used on {HERE}: Address already in use" in raised.value.found
     assert f"pid {os.getpid()} (" in raised.value.found
     assert "pytest" in raised.value.found
     # On another host nobody can tell from here.
-    assert find_meeting(["n1"], "key", port=str(port)).port == port
+    assert find_rendezvous(["n1"], "key", port=str(port)).port == port
 
 
 def test_a_derived_port_is_free_and_its_own() -> None:
@@ -108,7 +116,7 @@ def test_a_derived_port_is_free_and_its_own() -> None:
 
 def test_ports_that_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with _listening() as port:
-        monkeypatch.setattr("ezpz_llm.launch.ports.derived_ports", lambda key: iter([port]))
+        monkeypatch.setattr("ezpz_llm.launch.addresses.derived_ports", lambda key: iter([port]))
         with pytest.raises(UserError, match=rf"the first: pid {os.getpid()} \("):
             free_port("127.0.0.1", "key")
 
@@ -121,8 +129,8 @@ def test_a_holder_that_cannot_be_seen() -> None:
         pytest.skip("only root can look with another user's eyes")
     with _listening() as port:
         # In a child: pytest itself stays root.
-        script = f"import os; os.setuid(65534); from ezpz_llm.launch import ports; print(ports.holder({port}))"
-        done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.ports; {script}"],
+        script = f"import os; os.setuid(65534); print(ezpz_llm.launch.addresses.holder({port}))"
+        done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.addresses; {script}"],
                               capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "a process of user root, which cannot be seen from here\n"
 

@@ -27,7 +27,8 @@ from ezpz_llm.launch.binding import (
     site_topology,
     system_topology,
 )
-from ezpz_llm.launch.devices import Devices, core_ranges, device_addresses, expand
+from ezpz_llm.launch.devices import Devices, device_addresses
+from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.sites import Site, find_site
 
 _NO_DEVICES = Devices((), "none")
@@ -51,7 +52,7 @@ def _sys(root: Path, sockets: int, domains: int, cores: int, threads: int = 2, d
     for node, cpus in nodes.items():
         folder = root / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(core_ranges(tuple(cpus)) + "\n")
+        (folder / "cpulist").write_text(fold_numbers(tuple(cpus)) + "\n")
     # Memory on the device is a domain without CPUs.
     (root / "devices/system/node/node90").mkdir()
     (root / "devices/system/node/node90/cpulist").write_text("\n")
@@ -96,7 +97,8 @@ def test_the_cores_of_a_site(tmp_path: Path, name: str, ranks: int, cores: str) 
     for topology in _topologies(tmp_path, name):
         binding = _bind(name, topology, ranks)
         assert ":".join(binding.cores) == cores
-        assert binding.cpus_per_rank == binding.cores_per_rank == min(len(expand(own)) for own in cores.split(":"))
+        least = min(len(expand_numbers(own)) for own in cores.split(":"))
+        assert binding.cpus_per_rank == binding.cores_per_rank == least
         assert binding.kind == find_site(name, {}).binding
 
 
@@ -145,7 +147,7 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
 def test_a_generic_host_is_bound_by_socket_and_domain(tmp_path: Path) -> None:
     site = find_site("generic", {})
     two = system_topology(site, _NO_DEVICES, _sys(tmp_path / "two", 2, 2, 4), range(32))
-    firsts = {ranks: [core_ranges(tuple(core[0] for core in cores)) for cores in deal(two, ranks)]
+    firsts = {ranks: [fold_numbers(tuple(core[0] for core in cores)) for cores in deal(two, ranks)]
               for ranks in (3, 4)}
     assert firsts == {3: ["0-3", "4-7", "8-15"], 4: ["0-3", "4-7", "8-11", "12-15"]}
     assert [len(cores) for cores in deal(two, 6)] == [2] * 6
@@ -243,7 +245,7 @@ def test_no_rank_gets_a_reserved_core(ranks: int, reserved: set[int]) -> None:
         str(core) for core in sorted(reserved)))
     topology = site_topology(site)
     binding = bind("auto", site, BindingInputs(ranks, 1, "pals", topology, None, (None,) * ranks))
-    used = [cpu for cores in binding.cores for cpu in expand(cores)]
+    used = [cpu for cores in binding.cores for cpu in expand_numbers(cores)]
     assert not reserved & set(used)
     assert len(used) == len(set(used))
     assert (len(binding.cores) == ranks) == (ranks <= 104 - len(reserved))
@@ -267,7 +269,7 @@ def test_real_ranks_run_on_their_cores(tmp_path: Path, launcher: str) -> None:
     plan = [line.split() for line in done.stderr.splitlines() if line.lstrip().startswith(("0  ", "1  "))]
     for rank, (mask, threads, handed_on) in enumerate(seen):
         assert mask == cores[half * rank:half * (rank + 1)]
-        assert plan[rank][3] == core_ranges(tuple(mask))
+        assert plan[rank][3] == fold_numbers(tuple(mask))
         assert int(threads) <= half
         assert handed_on is None
     assert ("by the rank shim" in done.stderr) == (launcher == "torchrun")

@@ -8,15 +8,19 @@ from dataclasses import asdict
 import pytest
 
 from ezpz_llm.launch.failures.facts import Failure, read_failures
-from ezpz_llm.launch.node.orders import (
+from ezpz_llm.launch.node.messages import (
+    RUNNING,
+    NodeReport,
+    RankReport,
     SignalOrder,
     StacksOrder,
     StopOrder,
+    read_reports,
     signals_ordered,
     stacks_ordered,
     stop_ordered,
+    write_report,
 )
-from ezpz_llm.launch.node.report import RUNNING, NodeReport, RankReport, read_reports, write_report
 from ezpz_llm.rundir.paths import RunDir
 
 HOSTILE = ["{", "", "3", "null", "[]", "{}", '{"run_id": "me"}', "[" * 50_000, "1" * 5000, '{"run_id": ["me"]}']

@@ -12,9 +12,9 @@ from launch_runs import CAPTURED, launch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding import Binding
-from ezpz_llm.launch.devices import expand
 from ezpz_llm.launch.dialects import choose, identify, srun, torchrun
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work, logical_cores, mask
+from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement
 
 _PALS = "mpiexec version 1.8.0 revision 1.2.3\n"
@@ -213,12 +213,12 @@ def test_torchrun_on_several_hosts(scheduler: str) -> None:
 
 
 def test_core_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert expand("1-3,8") == (1, 2, 3, 8)
+    assert expand_numbers("1-3,8") == (1, 2, 3, 8)
     assert mask("1-3,8") == "0x10e"
     assert mask("104-111") == hex(0xff << 104)
     # Two packages that the system numbers in turn, two threads a core; CPUs 3 and 7 are another container's.
     for number in range(8):
-        topology = tmp_path / f"cpu{number}" / "topology"
+        topology = tmp_path / f"devices/system/cpu/cpu{number}/topology"
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text(f"{number % 2}\n")
         (topology / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, launch
 
-from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, pbs, slurm, supplement
+from ezpz_llm.launch.schedulers.scheduler import Allocation
 
 # Where the files were captured.
 _ZONE = "UTC"

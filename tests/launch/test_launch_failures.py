@@ -20,8 +20,8 @@ from ezpz_llm.launch.failures.facts import Raised, facts_from
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.kinds import Kind, classify
 from ezpz_llm.launch.failures.log_patterns import read_matches
-from ezpz_llm.launch.failures.ranks import fold, unfold
-from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
+from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
+from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record
 
 _GLOO = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:9"
@@ -415,9 +415,9 @@ def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
 
 
 def test_lists_of_ranks() -> None:
-    assert fold([9, 0, 1, 2, 5, 1]) == "0-2,5,9"
-    assert unfold("0-2,5,9") == {0, 1, 2, 5, 9}
-    assert fold([]) == ""
+    assert fold_numbers([9, 0, 1, 2, 5, 1]) == "0-2,5,9"
+    assert expand_numbers("0-2,5,9") == (0, 1, 2, 5, 9)
+    assert fold_numbers([]) == ""
 
 
 # Real deaths
@@ -455,7 +455,7 @@ dist.all_reduce(torch.ones(1))
     assert "x.py:8 in <module>)" in told
     # Closed or reset, as it happens to be; on a busy machine launch may end one first, or both.
     followers = re.findall(r"ranks?: (peer lost \(connection \w+ by peer\)|ended by launch): ([\d,-]+)", told)
-    assert set().union(*(unfold(ranks) for _, ranks in followers)) == {0, 2}, told
+    assert set().union(*(expand_numbers(ranks) for _, ranks in followers)) == {0, 2}, told
     assert any(what.startswith("peer lost") for what, _ in followers), told
     kept = record(tmp_path / "r")["exit"]
     assert (kept["code"], kept["kind"], kept["rank"]) == (1, "exception", 1)

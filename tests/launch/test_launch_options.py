@@ -11,8 +11,7 @@ import pytest
 import ezpz_llm
 from ezpz_llm import __version__
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.option_parsing import Options, parse
-from ezpz_llm.launch.target import read_command, run_dir_of
+from ezpz_llm.launch.option_parsing import Options, parse, read_command, run_dir_of
 
 
 @pytest.mark.parametrize(("words", "expected"), [

@@ -18,9 +18,9 @@ from simcluster.cluster import Cluster
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import owner
+from ezpz_llm.launch.addresses import free_port
 from ezpz_llm.launch.node.processes import place
 from ezpz_llm.launch.owner import Owner, own
-from ezpz_llm.launch.ports import free_port
 from ezpz_llm.rundir import RunDir
 
 _ELSEWHERE = Owner("n9", 1, 1, "another boot", None, 0, "0123456789abcdef", 1.7e9)

@@ -14,12 +14,12 @@ import pytest
 from launch_runs import captured_env, clean_env, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import Placement, RankTable, place
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
 _NONE = Devices((), "none")
 _FOUR = Devices(("0", "1", "2", "3"), "a mask")

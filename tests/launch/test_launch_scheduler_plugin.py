@@ -18,7 +18,7 @@ from ezpz_llm.launch.schedulers.scheduler import Scheduler
 _FLUX = '''
 """A stand-in of Flux."""
 
-from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 from ezpz_llm.launch.dialects.work import Built
 from ezpz_llm.launch.schedulers.scheduler import Scheduler, StepLauncher, clock
 

@@ -10,10 +10,11 @@ from launch_runs import CAPTURED, captured_env
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import devices as devices_module
 from ezpz_llm.launch import host_selection
-from ezpz_llm.launch.allocation import Host
-from ezpz_llm.launch.devices import core_ranges, has_none, visible_devices
+from ezpz_llm.launch.devices import has_none, visible_devices
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.schedulers import find_allocation, pbs, slurm, started
+from ezpz_llm.launch.schedulers.scheduler import Host
 
 
 @pytest.mark.parametrize(("name", "hosts"), [
@@ -253,7 +254,7 @@ def test_masks_decide_which_devices_are_visible(mask: dict[str, str], ids: tuple
 
 
 def test_core_ranges() -> None:
-    assert core_ranges((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
+    assert fold_numbers((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
 
 
 @pytest.mark.parametrize(("files", "library", "mask", "none"), [

@@ -17,10 +17,11 @@ from launch_runs import clean_env
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.launch import devices
+from ezpz_llm.launch import devices, sites
+from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.sites import Site, file, find_site
+from ezpz_llm.launch.sites import Site, find_site
 
 SITES = ("aurora", "frontier", "generic", "perlmutter", "polaris", "sunspot")
 _FOLDER = data_dir("launchers") / "sites"
@@ -72,7 +73,7 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     checkout = tmp_path / "checkout"
     shutil.copytree(_FOLDER, checkout / "sites")
     shutil.copy(own, checkout / "sites")
-    monkeypatch.setattr(file, "data_dir", lambda name: checkout)
+    monkeypatch.setattr(sites, "data_dir", lambda name: checkout)
     assert find_site("mine", {}).devices_per_host == 3
     assert find_site(None, {"SLURM_CLUSTER_NAME": "m7"}).source == "guessed from SLURM_CLUSTER_NAME=m7"
     with pytest.raises(UserError, match="unknown site 'polarsi'") as raised:
@@ -249,7 +250,7 @@ def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None
     """LUMI numbers its devices neither along its NUMA domains nor against them (LUMI's user guide)."""
     slurm = _slurm(tmp_path, "nid[005000-005001]", 2, 56)
     plan = _lumi(tmp_path, "", slurm)
-    masks = ",".join(hex(sum(1 << core for core in devices.expand(cores))) for cores in _LUMI_CORES)
+    masks = ",".join(hex(sum(1 << core for core in expand_numbers(cores))) for cores in _LUMI_CORES)
     assert f" --cpu-bind=mask_cpu:{masks} " in _line(plan)
     assert _bound(plan) == _LUMI_BOUND
     assert not any("not near" in note for note in plan.notes)

@@ -13,11 +13,10 @@ import pytest
 from launch_runs import launch, left_over, record
 from simcluster.cluster import Cluster
 
-from ezpz_llm.launch.arrivals import Arrivals
 from ezpz_llm.launch.failures import log_patterns as said
 from ezpz_llm.launch.failures.log_patterns import read_matches
-from ezpz_llm.launch.liveness import HeartbeatMonitor
-from ezpz_llm.launch.node.report import NodeReport, RankReport, write_report
+from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor
+from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir
 
 _HOSTS = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}

@@ -18,8 +18,7 @@ from ezpz_llm.base.private import make_private, new_secret, remove_private
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder
 from ezpz_llm.launch.node.folder import base, prefix, remove_stale
-from ezpz_llm.launch.node.processes import place
-from ezpz_llm.launch.node.report import (
+from ezpz_llm.launch.node.messages import (
     ENDED,
     NodeReport,
     RankReport,
@@ -28,8 +27,9 @@ from ezpz_llm.launch.node.report import (
     read_reports,
     write_report,
 )
+from ezpz_llm.launch.node.processes import place
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.launch.variables import COMPILING, EVALUATING, MEETING, SAVING, TRAINING
+from ezpz_llm.launch.variables import COMPILING, EVALUATING, RENDEZVOUS, SAVING, TRAINING
 from ezpz_llm.rundir import RunDir
 
 
@@ -56,7 +56,7 @@ def _life(rank: int, silent_s: float | None, idle_s: float = 0.0, phase: str | N
     ([_life(0, None, idle_s=1), _life(1, None, idle_s=99)], []),
     ([_life(0, None, idle_s=20), _life(1, None, idle_s=99)], [0, 1]),
     # Ranks that meet wait for one that still imports.
-    ([_life(0, 20, phase=MEETING, step=None), _life(1, None, idle_s=0, phase=None, step=None)], []),
+    ([_life(0, 20, phase=RENDEZVOUS, step=None), _life(1, None, idle_s=0, phase=None, step=None)], []),
     ([], []),
 ])
 def test_who_is_silent(ranks: list[RankLife], silent: list[int]) -> None:

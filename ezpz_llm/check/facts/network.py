@@ -12,8 +12,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.launch.addresses import address_towards, resolve
-from ezpz_llm.launch.interfaces import own_interfaces
+from ezpz_llm.launch.addresses import address_towards, own_interfaces, resolve
 
 _NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
 

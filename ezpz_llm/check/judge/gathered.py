@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ezpz_llm.base import grouped
-from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.hostlist import fold_numbers
 
 Facts = Mapping[str, Any]
 """What one rank told (`client.gather_facts`), with what was measured with it (`stages`)."""
@@ -115,14 +115,8 @@ def host_ranges(names: Iterable[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int], width: int) -> str:
-    padded = (part.split("-") for part in core_ranges(tuple(numbers)).split(","))
+    padded = (part.split("-") for part in fold_numbers(numbers).split(","))
     return ",".join("-".join(end.zfill(width) for end in part) for part in padded)
-
-
-def rank_ranges(numbers: Iterable[int]) -> str:
-    """`rank 3` or `ranks 0-3,8`."""
-    ordered = tuple(sorted(set(numbers)))
-    return f"rank{'s' * (len(ordered) > 1)} {core_ranges(ordered)}"
 
 
 def differing(values: Mapping[str, str]) -> str | None:

@@ -17,10 +17,9 @@ from ezpz_llm.check.judge.gathered import (
     differing,
     format_bytes,
     host_ranges,
-    rank_ranges,
     stage_name,
 )
-from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 
 LEAST_SHARED_MEMORY = 2**28
 """Bytes of free /dev/shm: containers give 64 MiB, with which data loaders and NCCL die of SIGBUS."""
@@ -61,7 +60,7 @@ def _shared(gathered: Gathered) -> Iterator[Finding]:
         more = " and likewise elsewhere" if len({device for _, device in places}) > 1 else ""
         names = host_ranges(host for host, _ in places)
         yield Finding(level, "devices",
-                      f"on {names} local ranks {core_ranges(shared_by)} share one device ({places[0][1]}{more})",
+                      f"on {names} local ranks {fold_numbers(shared_by)} share one device ({places[0][1]}{more})",
                       "as many ranks a host as it has devices (launch --ppn), or a mask that shows each its own")
 
 
@@ -110,14 +109,14 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
     used = set().union(*masks)
     idle = set(ranks[0]["host_cores"]) - used
     if len(used) < len(ranks):
-        more = f", while cores {core_ranges(tuple(sorted(idle)))} have none" if idle else ""
+        more = f", while cores {fold_numbers(idle)} have none" if idle else ""
         return ("bad" if idle else "warn",
-                f"{len(ranks)} ranks run on {len(used)} core(s) ({core_ranges(tuple(sorted(used)))}){more}")
+                f"{len(ranks)} ranks run on {len(used)} core(s) ({fold_numbers(used)}){more}")
     sharing = [facts["rank"] for facts, mask in zip(ranks, masks, strict=True)
                if sum(bool(mask & other) for other in masks) > 1]
     # Ranks that all may use the whole host are unbound, which is no mistake.
     if sharing and idle:
-        return "warn", (f"{rank_ranges(sharing)} share cores, while cores {core_ranges(tuple(sorted(idle)))} "
+        return "warn", (f"{rank_ranges(sharing)} share cores, while cores {fold_numbers(idle)} "
                         "have no rank")
     return None
 

@@ -22,11 +22,10 @@ from ezpz_llm.check.judge.gathered import (
     differing,
     format_rate,
     host_ranges,
-    rank_ranges,
     stage_name,
 )
-from ezpz_llm.launch.addresses import is_loopback
-from ezpz_llm.launch.interfaces import missing_interface
+from ezpz_llm.launch.addresses import is_loopback, missing_interface
+from ezpz_llm.launch.hostlist import rank_ranges
 
 
 def _chosen(gathered: Gathered) -> Iterator[Finding]:
@@ -80,8 +79,9 @@ def _interfaces(gathered: Gathered) -> Iterator[Finding]:
 def _port(gathered: Gathered) -> Iterator[Finding]:
     if gathered.port_error:
         master = _master(gathered)
-        yield Finding("bad", "meeting", f"MASTER_PORT {master.get('port', '')} cannot be bound on rank 0's host: "
-                                        f"{gathered.port_error}",
+        port = master.get("port", "")
+        yield Finding("bad", "rendezvous", f"MASTER_PORT {port} cannot be bound on rank 0's host: "
+                                           f"{gathered.port_error}",
                       "another MASTER_PORT, or end the program that holds it (ss -ltnp)")
 
 
@@ -93,7 +93,7 @@ def _unreached(gathered: Gathered) -> Iterator[Finding]:
         instead = "an address of rank 0's host that every host reaches: launch --interface NAME, or set MASTER_ADDR"
         if reason == "timed out":
             instead = "a firewall or a route drops it: " + instead
-        yield Finding("bad", "meeting", f"{host_ranges(names)} cannot reach MASTER_ADDR {master}{way}: {reason}",
+        yield Finding("bad", "rendezvous", f"{host_ranges(names)} cannot reach MASTER_ADDR {master}{way}: {reason}",
                       instead)
 
 
@@ -117,7 +117,7 @@ def _master_address(gathered: Gathered) -> Iterator[Finding]:
     own = {address for addresses in first["interfaces"].values() for address in addresses}
     if address is None or (address not in own and not is_loopback(address)):
         text = f"{master['address']} ({address or 'which does not resolve'})"
-        yield Finding("bad", "meeting", f"MASTER_ADDR {text} is no address of rank 0's host {first['host']}",
+        yield Finding("bad", "rendezvous", f"MASTER_ADDR {text} is no address of rank 0's host {first['host']}",
                       "unset MASTER_ADDR, so that launch sets it, or name an address of that host")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ezpz_llm.launch.binding.topology import Core, Domain, Topology
-from ezpz_llm.launch.devices import core_ranges
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.sites import Site
 
 COUNTING = ("srun", "pals")
@@ -162,8 +162,8 @@ def _spelled(kind: str, dealt: Sequence[Sequence[Core]], site: Site, around: Bin
     domains = [topology.domains_of(own) for own in cpus]
     return Binding(
         kind,
-        cores=tuple(map(core_ranges, cpus)),
-        domains=tuple(core_ranges(tuple(sorted({domain.number for domain in own}))) for own in domains),
+        cores=tuple(map(fold_numbers, cpus)),
+        domains=tuple(fold_numbers(domain.number for domain in own) for own in domains),
         devices=around.devices,
         distances=tuple(_distance(topology, own, device)
                         for own, device in zip(cpus, around.devices, strict=True)),

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ezpz_llm.launch.addresses import is_here
-from ezpz_llm.launch.allocation import Allocation
 from ezpz_llm.launch.binding.choose import COUNTING, Binding, BindingInputs, bind, device_order, near_in_order
 from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
 from ezpz_llm.launch.dialects.work import Launcher
 from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.schedulers import scheduler_of
+from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 
 _GIVES_DEVICES = ("--gpus-per-task", "--gpu-bind")

@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.launch.devices import Devices, device_addresses, expand
+from ezpz_llm.base.outside import system_text
+from ezpz_llm.launch.devices import Devices, device_addresses
+from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.sites import Site
 
 Core = tuple[int, ...]
@@ -57,20 +59,24 @@ class Topology:
 
 def site_topology(site: Site) -> Topology:
     """What the site file says of every host; without any domain where it says nothing."""
-    reserved = set(expand(site.reserved_cores)) if site.reserved_cores else set()
+    reserved = _reserved(site)
     per_socket = max(1, len(site.cores) // site.sockets)
     domains = tuple(
-        Domain(number, number // per_socket, tuple((cpu,) for cpu in expand(cores) if cpu not in reserved))
+        Domain(number, number // per_socket, tuple((cpu,) for cpu in expand_numbers(cores) if cpu not in reserved))
         for number, cores in enumerate(site.cores))
     devices = {str(device): domain for device, domain in enumerate(site.device_domains)}
     return Topology(domains, f"site {site.name}", devices)
 
 
+def _reserved(site: Site) -> set[int]:
+    return set(expand_numbers(site.reserved_cores)) if site.reserved_cores else set()
+
+
 # The topology of this host, as Linux tells it in /sys.
-_SYS = Path("/sys")
+SYS = Path("/sys")
 
 
-def system_topology(site: Site, devices: Devices, root: Path = _SYS,
+def system_topology(site: Site, devices: Devices, root: Path = SYS,
                     allowed: Collection[int] | None = None) -> Topology | None:
     """This host: the cores that this process may run on (`allowed`, else its own mask), without those that the
     site reserves; where the site lists cores, only these. None where /sys does not tell.
@@ -83,30 +89,32 @@ def system_topology(site: Site, devices: Devices, root: Path = _SYS,
     usable = own & {cpu for core in listed for cpu in core} if listed else own - _reserved(site)
     try:
         domains = _domains(root, usable)
-        online = set(expand((root / "devices/system/cpu/online").read_text().strip()))
+        online = set(expand_numbers((root / "devices/system/cpu/online").read_text().strip()))
     except (OSError, ValueError):
         return None
     attached = _site_devices(root, site) | _device_domains(root, devices)
     return Topology(domains, "this host (/sys)", attached, is_whole=online <= own)
 
 
-def _reserved(site: Site) -> set[int]:
-    return set(expand(site.reserved_cores)) if site.reserved_cores else set()
-
-
 def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
     nodes = _node_of_each_cpu(root)
     cores: dict[tuple[int, int], dict[str, list[int]]] = {}
     for cpu in sorted(usable):
-        topology = root / f"devices/system/cpu/cpu{cpu}/topology"
-        socket = int((topology / "physical_package_id").read_text())
-        siblings = (topology / "thread_siblings_list").read_text().strip()
+        socket, siblings = socket_and_siblings(cpu, root)
         cores.setdefault((socket, nodes.get(cpu, 0)), {}).setdefault(siblings, []).append(cpu)
-    return tuple(Domain(node, socket, _in_order(found)) for (socket, node), found in sorted(cores.items()))
+    return tuple(Domain(node, socket, tuple(sorted(map(tuple, found.values()))))
+                 for (socket, node), found in sorted(cores.items()))
 
 
-def _in_order(siblings: Mapping[str, list[int]]) -> tuple[Core, ...]:
-    return tuple(sorted(tuple(cpus) for cpus in siblings.values()))
+def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
+    """The socket of a CPU of this host, and the CPUs of its core as the kernel lists them.
+
+    Raises:
+        OSError, ValueError: /sys does not tell.
+    """
+    topology = root / f"devices/system/cpu/cpu{cpu}/topology"
+    siblings = (topology / "thread_siblings_list").read_text().strip()
+    return int((topology / "physical_package_id").read_text()), siblings
 
 
 def _node_of_each_cpu(root: Path) -> dict[int, int]:
@@ -114,7 +122,7 @@ def _node_of_each_cpu(root: Path) -> dict[int, int]:
     # A kernel without NUMA has no such folder, and a domain of memory alone no CPUs.
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         if cpus := (folder / "cpulist").read_text().strip():
-            nodes |= dict.fromkeys(expand(cpus), int(folder.name.removeprefix("node")))
+            nodes |= dict.fromkeys(expand_numbers(cpus), int(folder.name.removeprefix("node")))
     return nodes
 
 
@@ -124,21 +132,14 @@ def _device_domains(root: Path, devices: Devices) -> dict[str, int]:
     for device in devices.ids:
         # A mask can also name devices by UUID, which /sys does not know.
         if re.fullmatch(r"\d+", device) and int(device) < len(addresses):
-            domain = _number(root / "bus/pci/devices" / addresses[int(device)] / "numa_node")
-            if domain is not None and domain >= 0:
-                found[device] = domain
+            domain = system_text(root / "bus/pci/devices" / addresses[int(device)] / "numa_node").strip()
+            if domain.isdigit():
+                found[device] = int(domain)
     return found
 
 
 def _site_devices(root: Path, site: Site) -> dict[str, int]:
     # The site counts domains by their place in its list of cores, Linux by numbers of its own.
     nodes = _node_of_each_cpu(root)
-    first_cpu = [expand(cores)[0] for cores in site.cores]
+    first_cpu = [expand_numbers(cores)[0] for cores in site.cores]
     return {str(device): nodes.get(first_cpu[place], place) for device, place in enumerate(site.device_domains)}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

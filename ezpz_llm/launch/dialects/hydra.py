@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.devices import expand
 from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, mask, refuse_unspeakable
+from ezpz_llm.launch.hostlist import expand_numbers
 
 _OVERLAP = "--overlap --export=ALL"
 _WHY_OVERLAP = "the proxies' own srun must not wait for the step that launch may stand in"
@@ -16,7 +16,7 @@ def build_mpich(program: str, work: Work) -> Built:
     bind: tuple[str, ...] = ()
     if work.binding.kind != "none" and work.binding.cores:
         # "+" joins the CPUs of one rank; only MPICH 5 reads ranges too.
-        sets = ("+".join(map(str, expand(cores))) for cores in work.binding.cores)
+        sets = ("+".join(map(str, expand_numbers(cores))) for cores in work.binding.cores)
         bind = ("-bind-to", f"user:{','.join(sets)}")
     env = {}
     if _starts_by_srun(work):

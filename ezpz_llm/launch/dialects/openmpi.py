@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.devices import core_ranges, expand
 from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, logical_cores, refuse_unspeakable
+from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 
 _WHY_OVERLAP = "the daemons' own srun must not wait for the step that launch may stand in"
 
@@ -55,6 +55,6 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
 def _rank_file(ranks: tuple[tuple[str, int], ...], cores: tuple[str, ...]) -> str:
     # Its slots are cores by hwloc's count, not CPUs by the system's; hosts of a reservation are taken to be alike.
     count = logical_cores()
-    slots = [core_ranges(tuple(sorted({count.get(number, number) for number in expand(own)}))) for own in cores]
+    slots = [fold_numbers(count.get(number, number) for number in expand_numbers(own)) for own in cores]
     places = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
     return "".join(f"rank {rank}={place}\n" for rank, place in enumerate(places))

@@ -36,7 +36,7 @@ def _one_a_host(program: str, work: Work) -> Work:
         if port is None:
             raise UserError("torchruns on several hosts need a port to meet at", where="MASTER_PORT",
                             instead="set MASTER_PORT, or --launcher mpiexec or srun")
-        # c10d numbers hosts by the alphabet and guesses which of them is the meeting point; static is told both.
+        # c10d numbers hosts by the alphabet and guesses which of them is the rendezvous point; static is told both.
         words = _words(work, "static", f"{address}:{port}")
     cores = work.cores_per_host or (work.cores_per_rank or 1) * work.placement.most
     return replace(

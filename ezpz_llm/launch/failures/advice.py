@@ -11,7 +11,7 @@ from ezpz_llm.launch.failures.facts import Failure, RunFacts
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import SSH, read_matches
-from ezpz_llm.launch.failures.ranks import named
+from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.rundir.paths import RunDir
 
 _HOSTS_NAMED = 8
@@ -67,9 +67,10 @@ def _missing(verdict: Verdict, evidence: Evidence) -> str:
         return text
     bad, good = ({facts.hosts[rank] for rank in ranks if rank < len(facts.hosts)} for ranks in (lack, have))
     if bad.isdisjoint(good):
-        return (f"{named(have)} on {_some(good)} did not miss it: compare PATH, the environment and the mounts of"
-                f" {_some(bad)} with theirs; if it is missing there: {text}")
-    return f"{named(have)} did not miss it: what differs in {named(lack)} (PATH, PYTHONPATH, folder)? Else {text}"
+        return (f"{rank_ranges(have)} on {_some(good)} did not miss it: compare PATH, the environment and the"
+                f" mounts of {_some(bad)} with theirs; if it is missing there: {text}")
+    return (f"{rank_ranges(have)} did not miss it: what differs in {rank_ranges(lack)} (PATH, PYTHONPATH, folder)?"
+            f" Else {text}")
 
 
 def _some(hosts: Collection[str]) -> str:

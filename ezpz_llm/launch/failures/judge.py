@@ -16,7 +16,7 @@ from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify
 from ezpz_llm.launch.failures.log_patterns import LogMatch
-from ezpz_llm.launch.failures.ranks import named
+from ezpz_llm.launch.hostlist import rank_ranges
 
 NEAR_THE_LIMIT_S = 60.0
 """Slurm looks at time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
@@ -195,10 +195,10 @@ def _one_that_ended(code: int, evidence: Evidence, before_s: float = float("inf"
         return None
     after_s = min(evidence.ended_early[rank] for rank in ranks)
     hosts = _hosts(evidence.facts, ranks)
-    running = f"{named(others)} {'was' if len(others) == 1 else 'were'} still running"
+    were = "was" if len(others) == 1 else "were"
     return Verdict(code, Kind.ENDED_EARLY,
-                   f"{named(ranks)} on {', '.join(hosts)} ended with code 0 after {after_s:.1f} s while {running}",
-                   ranks[0], hosts, ranks, others)
+                   f"{rank_ranges(ranks)} on {', '.join(hosts)} ended with code 0 after {after_s:.1f} s while"
+                   f" {rank_ranges(others)} {were} still running", ranks[0], hosts, ranks, others)
 
 
 def _one_that_did_not_come(first: Failure, evidence: Evidence) -> Verdict | None:

@@ -7,8 +7,9 @@ from its messages in public issues, those of Slurm's memory limit and preemption
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+from ezpz_llm.launch.hostlist import expand_numbers
 
 TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
     "time limit", "node failed", "requeued", "preempted", "cancelled")
@@ -114,11 +115,8 @@ def _log_match(source: str, kind: str, match: re.Match[str]) -> LogMatch | None:
         if named["signal"] not in _SIGNALS:
             return None
         code = 128 + _SIGNALS[named["signal"]]
-    text = " ".join(match.group().split())
-    return LogMatch(source, kind, text, named.get("host"), tuple(_numbers(named.get("ranks") or "")), code)
-
-
-def _numbers(text: str) -> Iterator[int]:
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+    try:
+        ranks = expand_numbers(named["ranks"]) if named.get("ranks") else ()
+    except ValueError:
+        return None
+    return LogMatch(source, kind, " ".join(match.group().split()), named.get("host"), ranks, code)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.failures.advice import advice, resume
 from ezpz_llm.launch.failures.facts import Account, Failure, Raised, RunFacts, read_failures
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
@@ -17,7 +18,7 @@ from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.tracebacks import last_exception
 from ezpz_llm.launch.node.builds import locks_of
-from ezpz_llm.launch.node.report import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
+from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.rundir.paths import RunDir
 from ezpz_llm.rundir.record import read_record
@@ -156,14 +157,9 @@ def _aborts(ends: Iterable[str]) -> str:
 
 def tail_text(path: Path, since: float = 0.0) -> str:
     """The end of a file that may hold anything; empty where there is none that was written since `since`."""
-    try:
-        if path.stat().st_mtime < since:
-            return ""
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return "" if path.stat().st_mtime < since else system_text(path, _TAIL_BYTES)
+    return ""
 
 
 def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]]:

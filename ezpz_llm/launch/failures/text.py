@@ -11,8 +11,8 @@ from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, what_was_lost
-from ezpz_llm.launch.failures.ranks import fold, named
-from ezpz_llm.launch.node.report import RankReport
+from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
+from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.rundir.paths import RunDir
 
 _EVIDENCE_CHARACTERS = 300
@@ -55,19 +55,19 @@ def cause_line(findings: Findings) -> str:
     where = ""
     if verdict.kind is Kind.NODE_FAILED and verdict.hosts:
         lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in verdict.hosts]
-        where = f"{', '.join(verdict.hosts)} ({named(lost)}): " if lost else f"{', '.join(verdict.hosts)}: "
+        where = f"{', '.join(verdict.hosts)} ({rank_ranges(lost)}): " if lost else f"{', '.join(verdict.hosts)}: "
     elif verdict.rank is not None:
         where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
     elif verdict.hosts:
         where = f"{', '.join(verdict.hosts)}: "
     if verdict.waiting and verdict.kind is Kind.COLLECTIVE_TIMEOUT:
-        return (f"{named(verdict.ranks)} on {', '.join(verdict.hosts)} did not come to a collective in which"
-                f" {named(verdict.waiting)} timed out")
+        return (f"{rank_ranges(verdict.ranks)} on {', '.join(verdict.hosts)} did not come to a collective in which"
+                f" {rank_ranges(verdict.waiting)} timed out")
     if verdict.kind in (Kind.ENDED_EARLY, Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
         return verdict.evidence
     if verdict.kind is Kind.VANISHED:
         absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in verdict.hosts]
-        return (f"{named(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
+        return (f"{rank_ranges(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
                 f" {_last_heard(findings, absent[0])}")
     kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
     return f"{where}{kind}{_short(verdict.evidence)}"
@@ -159,9 +159,9 @@ def _others(findings: Findings) -> list[str]:
     groups = sorted(_groups(findings).items(), key=lambda group: -len(group[1]))
     for what, ranks in groups[:_OTHERS_SHOWN]:
         if what == "the same":
-            lines.append(f"{named(ranks)}: the same")
+            lines.append(f"{rank_ranges(ranks)}: the same")
         else:
-            lines.append(f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {what}: {fold(ranks)}")
+            lines.append(f"{len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {what}: {fold_numbers(ranks)}")
     if len(groups) > _OTHERS_SHOWN:
         lines.append(f"… and {len(groups) - _OTHERS_SHOWN} other kinds of failure (see {findings.run_dir.errors})")
     return lines
@@ -224,7 +224,7 @@ def _absent(findings: Findings) -> list[str]:
     by_host: dict[str, list[int]] = {}
     for rank in findings.evidence.absent:
         by_host.setdefault(_host(findings, rank), []).append(rank)
-    return [f"no record: {named(ranks)} on {host}, {_last_heard(findings, ranks[0])}"
+    return [f"no record: {rank_ranges(ranks)} on {host}, {_last_heard(findings, ranks[0])}"
             for host, ranks in list(by_host.items())[:_OTHERS_SHOWN]]
 
 
@@ -244,7 +244,7 @@ def _behind(findings: Findings) -> list[str]:
     slow = [rank for rank, step in steps.items() if step == low]
     if low == high:
         return []
-    return [f"behind the others: {named(slow)} on {_host(findings, slow[0])}, in {_doing(None, low)}"
+    return [f"behind the others: {rank_ranges(slow)} on {_host(findings, slow[0])}, in {_doing(None, low)}"
             f" (others reached step {high})"]
 
 

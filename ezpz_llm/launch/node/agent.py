@@ -12,20 +12,17 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
 from ezpz_llm.launch.cleanup import detach, end_marked, kill
+from ezpz_llm.launch.mpi_world import MpiWatch
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.builds import BuildWatch
-from ezpz_llm.launch.node.descent import Strays
 from ezpz_llm.launch.node.folder import remove_stale
 from ezpz_llm.launch.node.gather import Gatherer, describe
-from ezpz_llm.launch.node.mpi import MpiWatch
-from ezpz_llm.launch.node.orders import StopOrder, signals_ordered, stacks_ordered, stop_ordered
-from ezpz_llm.launch.node.processes import catches, marked
-from ezpz_llm.launch.node.report import (
+from ezpz_llm.launch.node.messages import (
     ENDED,
     KEEPALIVE_S,
     RANKS_ENDED,
@@ -33,10 +30,15 @@ from ezpz_llm.launch.node.report import (
     STOPPING,
     NodeReport,
     RankReport,
+    StopOrder,
     control_interval_s,
     interval_s,
+    signals_ordered,
+    stacks_ordered,
+    stop_ordered,
     write_report,
 )
+from ezpz_llm.launch.node.processes import Kin, Process, below, catches, everyone, marked
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.rundir.files import write_atomic
@@ -236,3 +238,34 @@ class _Node:
         # A full or absent file system must not end the agent: it still has the node to clear.
         with contextlib.suppress(OSError):
             write_report(self.run_dir, report)
+
+
+# Processes below a node's shims that do not carry the run's marker: noted by the agent while they can be told by
+# their descent, since they cannot any more once their shim is killed.
+class Strays:
+    """Remembers them from one look to the next."""
+
+    def __init__(self, folder: PrivateFolder) -> None:
+        self._folder = folder
+        self.known: set[Kin] = set()
+
+    def look(self, processes: Iterable[Process]) -> None:
+        """Note those that there are now. `processes` are all that carry the marker."""
+        seen = everyone(is_own_only=True)
+        of_ranks = {one.pid for one in processes if one.rank is not None}
+        # Launchers, shims and what they forked: what belongs to a rank is below these.
+        others = {os.getpid(), *(one.pid for one in processes if one.rank is None)}
+        roots = {*self.roots(), *(Kin(pid, seen[pid].start) for pid in of_ranks if pid in seen)}
+        now = {who for who in below(seen, roots, others) if who.pid not in of_ranks}
+        if now != self.known:
+            self.known = now
+            self._write()
+
+    def roots(self) -> set[Kin]:
+        """What they, and their own children, descend from."""
+        return self.known | {Kin.parse(who) for who in files.registered(self._folder).values() if " " in who}
+
+    def _write(self) -> None:
+        # For the janitors, should the agent be killed too.
+        with contextlib.suppress(OSError):
+            self._folder.write(files.STRAYS, "".join(f"{who}\n" for who in self.known).encode())

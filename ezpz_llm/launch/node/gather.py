@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.outside import ask_command, command_line, system_text
 from ezpz_llm.base.private import PrivateFolder
 from ezpz_llm.launch.node.folder import ended_name, heartbeat_name, log_name, registered
+from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, catches, first_of
-from ezpz_llm.launch.node.report import RankReport
 from ezpz_llm.launch.variables import STACKS_SIGNAL
 from ezpz_llm.rundir.paths import RunDir
 
@@ -147,7 +146,7 @@ def describe(heading: str, own: Sequence[Process], answers: Path) -> str:
 
 
 def _one(process: Process, answers: Path) -> str:
-    text = f"process {process.pid}: {_command_line(process.pid)}\n{_kernel_says(process.pid)}"
+    text = f"process {process.pid}: {command_line(process.pid) or '(it has ended)'}\n{_kernel_says(process.pid)}"
     if not _is_python(process.pid):
         return text
     stacks = _by_py_spy(process.pid) or _by_fault_handler(process.pid, answers)
@@ -163,15 +162,8 @@ def _is_python(pid: int) -> bool:
 
 
 def _by_py_spy(pid: int) -> str | None:
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, "dump", "--pid", str(pid)], stdin=subprocess.DEVNULL, capture_output=True,
-                              timeout=_PY_SPY_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    path = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
+    return ask_command(["py-spy", "dump", "--pid", str(pid)], {**os.environ, "PATH": path}, _PY_SPY_TIMEOUT_S).text
 
 
 def _by_fault_handler(pid: int, answers: Path) -> str | None:
@@ -195,20 +187,10 @@ def _kernel_says(pid: int) -> str:
     """State, what it waits for in the kernel, and the kernel's own stack, as far as they may be read."""
     lines = []
     for name, wanted in (("status", re.compile(r"^(State|Threads|VmRSS):")), ("wchan", None), ("stack", None)):
-        try:
-            text = Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
-        except OSError:
-            continue
-        found = [line for line in text.splitlines() if wanted is None or wanted.match(line)]
-        lines += [f"  {line}" if wanted else f"  {name}: {line}" for line in found if line not in ("", "0")]
+        said = system_text(f"/proc/{pid}/{name}").strip().splitlines()
+        lines += [f"  {line}" if wanted else f"  {name}: {line}" for line in said
+                  if line not in ("", "0") and (wanted is None or wanted.match(line))]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return "(it has ended)"
 
 
 def _size(path: Path) -> int:

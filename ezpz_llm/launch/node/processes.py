@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -91,11 +95,7 @@ def is_alive(pid: int, start: int) -> bool:
 
 def catches(pid: int, number: int) -> bool:
     """Has the process a handler for the signal? One without would be ended by it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", system_text(f"/proc/{pid}/status"), re.MULTILINE)
     return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
@@ -103,3 +103,108 @@ def first_of(processes: list[Process]) -> Process:
     """The one that the others descend from."""
     pids = {process.pid for process in processes}
     return next((process for process in processes if process.parent not in pids), processes[0])
+
+
+_AGAIN_S = 0.02
+
+
+class Kin(NamedTuple):
+    """A process: its number, and when it began (clock ticks since boot), since a number is given out again."""
+
+    pid: int
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.start}"
+
+    @classmethod
+    def parse(cls, text: str) -> Kin:
+        """The reverse of `str`.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        pid, start = text.split()
+        return cls(int(pid), int(start))
+
+    def is_there(self) -> bool:
+        try:
+            return started_at(self.pid) == self.start
+        except OSError:
+            return False
+
+
+class Seen(NamedTuple):
+    """What /proc says of one process."""
+
+    parent: int
+    start: int
+    has_ended: bool
+
+
+def everyone(is_own_only: bool = False) -> dict[int, Seen]:
+    """All processes on this node, by their numbers; or those of this user, which is cheaper to ask often."""
+    found, uid = {}, os.getuid()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            if is_own_only and entry.stat().st_uid != uid:
+                continue
+            numbers = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            # It ended while we looked.
+            continue
+        # The main thread of a process may have ended before the others.
+        has_ended = numbers[0] in (b"Z", b"X") and int(numbers[17]) <= 1
+        found[int(entry.name)] = Seen(int(numbers[1]), int(numbers[19]), has_ended)
+    return found
+
+
+def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] = ()) -> set[Kin]:
+    """The living descendants of the `roots`, and the roots themselves. What is `spared` is left out with all below
+    it, but for a root, of which only itself is."""
+    children: dict[int, list[int]] = {}
+    for pid, one in seen.items():
+        children.setdefault(one.parent, []).append(pid)
+    known = {root.pid for root in roots if root.pid in seen and seen[root.pid].start == root.start}
+    ahead = list(known)
+    while ahead:
+        for pid in children.get(ahead.pop(), ()):
+            if pid not in known and pid not in spared:
+                known.add(pid)
+                ahead.append(pid)
+    return {Kin(pid, seen[pid].start) for pid in known if pid not in spared and not seen[pid].has_ended}
+
+
+def end_all(find: Callable[[], Collection[Kin]], within_s: float) -> list[int]:
+    """Kill what `find` finds until it finds nothing more: stopped first, so that what forks all the time comes to
+    an end. The processes that resist, or are not ours to end, are returned."""
+    began = time.monotonic()
+    stopped: set[Kin] = set()
+    others: set[Kin] = set()
+    while left := set(find()) - others:
+        lasted_s = time.monotonic() - began
+        if lasted_s > within_s:
+            break
+        new = left - stopped
+        others |= {who for who in new if not _send(who, signal.SIGSTOP)}
+        stopped |= new
+        if new and lasted_s < within_s / 2:
+            continue
+        for who in left:
+            _send(who, signal.SIGKILL)
+        time.sleep(_AGAIN_S)
+    return sorted(who.pid for who in left | others if who.is_there())
+
+
+def _send(who: Kin, number: signal.Signals) -> bool:
+    """Signal it, if it is still the same process; False where that is not permitted."""
+    try:
+        if who.is_there():
+            os.kill(who.pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return False
+    return True

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import cast
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.allocation import Allocation, short_name
+from ezpz_llm.launch.hostlist import short_name
 from ezpz_llm.launch.ranks import leftovers
 from ezpz_llm.launch.schedulers import local, pbs, slurm, started
-from ezpz_llm.launch.schedulers.scheduler import Scheduler
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Scheduler
 
 SCHEDULERS: tuple[Scheduler, ...] = (cast(Scheduler, slurm), cast(Scheduler, pbs))
 """In order of precedence, before those of other packages. Slurm first: it can come with a qsub of its own."""

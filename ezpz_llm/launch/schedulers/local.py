@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.allocation import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
 NAME = "none"
 

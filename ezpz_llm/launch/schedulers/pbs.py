@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json, read_text
+from ezpz_llm.base.outside import ask_command, parse_json, read_text
 from ezpz_llm.base.schema import MOST_HOSTS, epoch, whole_number
-from ezpz_llm.launch.allocation import Allocation, Host, count_repeats, short_name
-from ezpz_llm.launch.schedulers.asking import ask_command
-from ezpz_llm.launch.schedulers.scheduler import Request, StepLauncher, clock
+from ezpz_llm.launch.hostlist import count_repeats, short_name
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, StepLauncher, clock, local_time
 
 NAME = "pbs"
 TITLE = "PBS"
@@ -136,7 +135,7 @@ def read_job(text: str, job_id: str) -> Job:
         fields = _fields_of_lines(text)
     run_count = whole_number(str(fields.get("run_count", "")))
     return Job(
-        started=_local_time(str(fields.get("stime", ""))),
+        started=local_time(str(fields.get("stime", "")), "%a %b %d %H:%M:%S %Y"),
         walltime_s=_duration(str(fields.get("walltime", ""))),
         hosts=tuple(dict.fromkeys(short_name(part.split("/")[0])
                                   for part in str(fields.get("exec_host", "")).split("+") if part)),
@@ -178,14 +177,6 @@ def _cores(exec_vnode: str) -> dict[str, int]:
         if (name := short_name(vnode.partition("[")[0])) and (cpus := whole_number(count)) is not None:
             found[name] = found.get(name, 0) + cpus
     return found
-
-
-def _local_time(text: str) -> float | None:
-    # As ctime(3) prints it, without a zone.
-    try:
-        return time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))
-    except (ValueError, OverflowError):
-        return None
 
 
 def _duration(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What launch and submit ask of a scheduler.
+"""What launch and submit ask of a scheduler, and the reservation that it tells of.
 
 A scheduler is one module (or object) that has all of `Scheduler`: one of `SCHEDULERS`, or one that an installed
 package names in its entry points under "ezpz_llm.schedulers"."""
@@ -6,19 +6,61 @@ package names in its entry points under "ezpz_llm.schedulers"."""
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from ezpz_llm.base.schema import MOST_SECONDS
-from ezpz_llm.launch.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of the reservation.
+
+    `slots` is the number of ranks that the reservation or the hostfile asks for on it, None where neither says;
+    `devices` and `cores` are the accelerators and the CPUs that the scheduler gave there, None where it does not
+    say.
+    """
+
+    name: str
+    slots: int | None = None
+    devices: int | None = None
+    cores: int | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Where ranks may run.
+
+    `ends_at` is in epoch seconds, None where no end is known. `source` names the variables or the file that
+    said all this. `step_id` is the Slurm step that this process itself is in, which holds resources of the job that
+    its own steps need. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
+    `devices_source` says where the hosts' devices are from.
+    """
+
+    scheduler: str
+    job_id: str | None
+    hosts: tuple[Host, ...]
+    ends_at: float | None
+    source: str
+    slots_are_a_limit: bool = False
+    devices_source: str = ""
+    step_id: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def noting(self, *notes: str) -> Allocation:
+        """The same, with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True)
 class Request:
-    """`time_s` is the limit in seconds; `devices` the accelerators of a node, None where the site does not say;
+    """A job that submit asks for.
+
+    `time_s` is the limit in seconds; `devices` the accelerators of a node, None where the site does not say;
     `output` the folder for what the job prints."""
 
     name: str
@@ -55,6 +97,14 @@ def read_duration(text: str) -> int:
     if not 0 < total <= MOST_SECONDS:
         raise ValueError(f"a time above 0: {ACCEPTED}")
     return total
+
+
+def local_time(text: str, form: str) -> float | None:
+    """Epoch seconds of a local time as a scheduler prints it, without a zone; None where it is none."""
+    try:
+        return time.mktime(time.strptime(text, form))
+    except (ValueError, OverflowError):
+        return None
 
 
 def clock(seconds: int) -> str:

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import ask_command, system_text
 from ezpz_llm.base.schema import epoch, whole_number
-from ezpz_llm.launch.allocation import Allocation, Host, short_name
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
-from ezpz_llm.launch.schedulers.asking import ask_command
-from ezpz_llm.launch.schedulers.scheduler import Request, StepLauncher, clock_with_days
+from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, short_name
+from ezpz_llm.launch.schedulers.scheduler import (
+    Allocation,
+    Host,
+    Request,
+    StepLauncher,
+    clock_with_days,
+    local_time,
+)
 
 NAME = "slurm"
 TITLE = "Slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
-JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", "code 0,"))
+_NOTHING_LISTED = "code 0,"
+JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
 KEEPS_HOST_ORDER = STARTS_MPI_DAEMONS = True
 SITE_CORES_COUNT = False
 COPIER = "sbcast"
 
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
 
+_STAMP = "%Y-%m-%dT%H:%M:%S"
 _MOST_GROUPS = 128
 """Slurm's own limit of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
@@ -203,15 +211,8 @@ def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
     for line in text.splitlines():
         words = [word.strip() for word in line.split("|")]
         if len(words) == 3 and words[0] == job_id:
-            return _local_time(words[1]), words[2]
+            return local_time(words[1], _STAMP), words[2]
     return None, ""
-
-
-def _local_time(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
 
 
 # What Slurm writes about a job's end into the job's own output, which launch does not see pass.
@@ -230,22 +231,10 @@ def cancellations(env: Mapping[str, str], since: float) -> str:
     path = re.search(r"^\s*StdErr=(\S.*)$", said, re.MULTILINE)
     if path is None:
         return ""
-    try:
-        with Path(path[1]).open("rb") as file:
-            file.seek(max(0, Path(path[1]).stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    found = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$", text, re.MULTILINE)
+    found = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
+                        system_text(path[1], _TAIL_BYTES), re.MULTILINE)
     # A job that was queued again goes on in the same file.
-    return "".join(f"{line[0]}\n" for line in found if _epoch(line[1]) > since - _SLACK_S)
-
-
-def _epoch(stamp: str) -> float:
-    try:
-        return time.mktime(time.strptime(stamp, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return 0.0
+    return "".join(f"{line[0]}\n" for line in found if (local_time(line[1], _STAMP) or 0.0) > since - _SLACK_S)
 
 
 # Steps: srun starts them, scancel ends them, sbcast brings them files.
@@ -278,23 +267,14 @@ def own_step(env: Mapping[str, str]) -> str | None:
 
 def kill_steps(steps: Sequence[str]) -> None:
     """Send SIGKILL to all processes of these steps, agents too."""
-    _said("scancel", "--signal=KILL", *steps)
+    ask_command(("scancel", "--signal=KILL", *steps), os.environ, _STEP_TIMEOUT_S)
 
 
 def steps_are_over(steps: Sequence[str]) -> bool:
     """Slurm lists a step until the last of its processes has gone."""
     # A step of an array's task is listed by another name than it is asked for.
-    return _said("squeue", "--noheader", f"--steps={','.join(steps)}") == ""
-
-
-def _said(program: str, *words: str) -> str | None:
-    """What the program says; None where it is not here or fails."""
-    try:
-        done = subprocess.run([program, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=_STEP_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
+    return _NOTHING_LISTED in answer.complaint
 
 
 def copy_to_nodes(source: Path, target: str) -> bool:

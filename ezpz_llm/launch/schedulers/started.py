@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Mapping
 
-from ezpz_llm.launch.allocation import Allocation, Host
 from ezpz_llm.launch.ranks import RankInfo, find_rank, leftovers
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
 NAME = "started"
 

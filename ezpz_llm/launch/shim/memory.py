@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from ezpz_llm.base.outside import ask_command, system_text
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _KERNEL_LOG = "/dev/kmsg"
@@ -32,11 +33,7 @@ def count_kills() -> Counts:
 
 def _counter_files(membership: Path) -> Iterator[Path]:
     """Where the kernel counts for a process with this /proc/PID/cgroup, best first."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in system_text(membership).splitlines():
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             root, name = _CGROUPS / "memory", "memory.oom_control"
@@ -53,10 +50,7 @@ def _counter_files(membership: Path) -> Iterator[Path]:
 
 def read_count(path: Path) -> int | None:
     """The counter `oom_kill` of a memory.events or memory.oom_control file; None where it has none."""
-    try:
-        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
+    match = re.search(r"^oom_kill (\d+)$", system_text(path), re.MULTILINE)
     return int(match[1]) if match else None
 
 
@@ -87,12 +81,7 @@ def kernel_log(since: float) -> list[str]:
         return list(_from_device(since))
     except OSError:
         pass
-    try:
-        done = subprocess.run(["dmesg"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_DMESG_TIMEOUT_S,
-                              check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = done.stdout.decode(errors="replace").splitlines()
+    lines = (ask_command(["dmesg"], os.environ, _DMESG_TIMEOUT_S).text or "").splitlines()
     stamps = (_STAMP.match(line) for line in lines)
     return [line for line, stamp in zip(lines, stamps, strict=True) if stamp and float(stamp[1]) > since - _SLACK_S]
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ezpz_llm.base.private import PrivateFolder
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
-from ezpz_llm.launch.devices import expand, has_none
-from ezpz_llm.launch.node.descent import Kin, end_all
+from ezpz_llm.launch.devices import has_none
+from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import are_all_over, await_agent, heartbeat_file, mark_end, stacks_file
+from ezpz_llm.launch.node.processes import Kin, end_all
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
@@ -259,7 +260,7 @@ def keep_to_cores(info: RankInfo, env: MutableMapping[str, str]) -> None:
         return
     cores = wanted.split(":")[info.local_rank]
     try:
-        os.sched_setaffinity(0, expand(cores))
+        os.sched_setaffinity(0, expand_numbers(cores))
     except OSError as error:
         print(f"launch: rank {info.rank} on {os.uname().nodename} is not bound to cores {cores}: {error.strerror}",
               file=sys.stderr, flush=True)

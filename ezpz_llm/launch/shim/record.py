@@ -8,11 +8,12 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.base.private import make_private
 from ezpz_llm.launch.failures.facts import Failure
-from ezpz_llm.launch.failures.ranks import unfold
 from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
-from ezpz_llm.launch.node.orders import logs_ordered, stop_ordered
+from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
 from ezpz_llm.launch.shim.memory import Counts, evidence
 from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.paths import RunDir
@@ -77,10 +78,7 @@ def _ended_by(death: Death, run_dir: RunDir, run_id: str) -> str | None:
 
 
 def _last_beat(heartbeat: Path) -> tuple[str | None, int | None]:
-    try:
-        phase, _, step = heartbeat.read_text().rstrip("\n").rpartition(" ")
-    except OSError:
-        return None, None
+    phase, _, step = system_text(heartbeat).rstrip("\n").rpartition(" ")
     return phase or None, int(step) if step.isdigit() else None
 
 
@@ -96,6 +94,6 @@ def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
 
 def _is_wanted(run_dir: RunDir, rank: int) -> bool:
     try:
-        return rank in unfold(logs_ordered(run_dir))
+        return rank in expand_numbers(logs_ordered(run_dir))
     except ValueError:
         return False
