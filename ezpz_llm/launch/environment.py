@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import shown
 from ezpz_llm.base.package_data import extensions_dir, user_path
 from ezpz_llm.base.private import SECRET_VARIABLE, new_secret
+from ezpz_llm.base.schema import whole_number
 from ezpz_llm.launch.addresses import Rendezvous
 from ezpz_llm.launch.binding import Binding
 from ezpz_llm.launch.hostlist import fold_counts
@@ -23,6 +25,7 @@ from ezpz_llm.launch.variables import (
     EXTENSIONS_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
+    LOG_BYTES_VARIABLE,
     RANKS_OWN,
     RANKS_PER_NODE_VARIABLE,
     RUN_ID_VARIABLE,
@@ -46,8 +49,15 @@ class Setting:
 
 
 def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation: Allocation,
-                 options: Options) -> dict[str, Setting]:
-    """What tells a rank of its run."""
+                 options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
+    """What tells a rank of its run.
+
+    Raises:
+        UserError: the size that the user wants logs to have is none.
+    """
+    if whole_number(env.get(LOG_BYTES_VARIABLE) or "1") is None:
+        raise UserError(f"{LOG_BYTES_VARIABLE} is {shown(env[LOG_BYTES_VARIABLE])}",
+                        instead="the bytes that a rank's log may have, such as 10000000000")
     settings = {
         RUN_DIR_VARIABLE: Setting(str(run_dir.path), "launch"),
         RUN_ID_VARIABLE: Setting(run_id, "launch"),

@@ -102,7 +102,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     run_id = os.urandom(8).hex()
     rendezvous = _find_rendezvous(env, options, site, interface, hosts, run_id)
     settings = {
-        **run_settings(run_dir, run_id, placement, allocation, options),
+        **run_settings(run_dir, run_id, placement, allocation, options, env),
         **(rendezvous_settings(rendezvous, env) if launcher.kind != "torchrun" else {}),
         **(interface_settings(interface.names, interface.source, env) if len(hosts) > 1 else {}),
         **binding_settings(binding, mask, site, env),

@@ -23,6 +23,9 @@ BIND_VARIABLE = "EZPZ_LLM_BIND"
 TEE_VARIABLE = "EZPZ_LLM_TEE"
 """Whose output reaches the console (launch's --tee): "0", "all" or "none"."""
 
+LOG_BYTES_VARIABLE = "EZPZ_LLM_LOG_BYTES"
+"""Of a rank's output, how much its log takes: the user's own."""
+
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """The rank that a process belongs to: set by the shim for its rank's process, inherited by all its children."""
 

@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, left_over, record
 
-from ezpz_llm.base.private import new_secret, remove_private
+from ezpz_llm.base.private import make_private, new_secret, remove_private
 from ezpz_llm.launch.node.folder import own_folders
+from ezpz_llm.launch.node.gather import Gatherer
 from ezpz_llm.launch.shim.memory import kills_in, read_count
+from ezpz_llm.launch.shim.output import Output
+from ezpz_llm.rundir import RunDir
 
 _NUMBER = itertools.count()
 _CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -75,6 +78,47 @@ def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
     assert {line[:4] for line in lines} == {"[1] "}
     assert sum(len(line) - 4 for line in lines) == 20_000_000
     assert {len(line) - 4 for line in lines[:-1]} == {65536}
+
+
+def test_a_log_ends_at_its_limit_with_the_last_words(tmp_path: Path) -> None:
+    program = "import sys; sys.stdout.write('begin ' + 'x' * 3_000_000); sys.stdout.write('the end'); sys.exit(7)"
+    done = _shim(tmp_path, 0, 2, sys.executable, "-c", program, EZPZ_LLM_LOG_BYTES="1000")
+    assert (done.returncode, len(done.stdout)) == (7, 3_000_013)
+    assert done.stderr.count("rank 0's log has reached its limit of 1000 bytes (EZPZ_LLM_LOG_BYTES)") == 1
+    log = (tmp_path / "logs/rank0000.log").read_text()
+    begin, last = log.split("\nlaunch: rank 0's log has reached its limit of 1000 bytes (EZPZ_LLM_LOG_BYTES)\n")
+    assert begin == "begin " + "x" * 994
+    left_out = re.match(r"\nlaunch: (\d+) bytes are left out here\n", last)
+    assert last.endswith("xthe end")
+    last = last[left_out.end():]
+    assert len(last) == 1 << 17
+    assert int(left_out[1]) == 3_000_013 - 1000 - len(last)
+    # Nothing is left out of a log that has room for all.
+    assert _shim(tmp_path, 1, 2, sys.executable, "-c", program, EZPZ_LLM_LOG_BYTES="3000013").returncode == 7
+    assert (tmp_path / "logs/rank0001.log").stat().st_size == 3_000_013
+
+
+def test_a_log_at_its_limit_does_not_make_its_rank_look_idle(tmp_path: Path, monkeypatch) -> None:
+    """Of a rank that takes no time of a core, what it prints is all that is seen."""
+    monkeypatch.setattr("ezpz_llm.launch.shim.output._TOUCH_S", 0.0)
+    (tmp_path / "r/logs").mkdir(parents=True)
+    run_dir, log = RunDir(tmp_path / "r"), os.open(tmp_path / "r/logs/rank0000.log", os.O_WRONLY | os.O_CREAT)
+    with make_private(tmp_path / "node") as folder:
+        folder.write("rank0000.shim", f"{os.getpid()} 1".encode())
+        output, gatherer = Output(0, log, "none", most=4), Gatherer(folder, run_dir)
+        output.write(1, b"more than four")
+        assert gatherer.look([])[1]
+        assert not gatherer.look([])[1]
+        time.sleep(0.05)
+        output.write(1, b"tick")
+        assert gatherer.look([])[1]
+    os.close(log)
+
+
+def test_a_limit_of_logs_that_is_none_is_told(tmp_path: Path) -> None:
+    done = launch(tmp_path, "-n", "1", "--run-dir", "s", "yes", EZPZ_LLM_LOG_BYTES="10 GB")
+    assert done.returncode == 2
+    assert "EZPZ_LLM_LOG_BYTES is '10 GB'" in done.stderr
 
 
 def test_the_shims_own_words_begin_a_line(full_disk: Path) -> None:

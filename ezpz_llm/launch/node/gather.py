@@ -31,7 +31,7 @@ class _Life:
 
     used_at: float
     processor_s: float = 0.0
-    log_bytes: int = -1
+    log: tuple[int, int] = (-1, 0)
     beat_stamp: int | None = None
     beat_at: float = 0.0
     doing: tuple[str | None, int | None] = (None, None)
@@ -78,14 +78,14 @@ class Gatherer:
 
     def _is_busy(self, life: _Life, rank: int, own: list[Process], now: float) -> bool:
         used = sum(process.processor_s for process in own)
-        size = self._log_bytes(rank)
-        grown = size != life.log_bytes
+        log = self._log(rank)
+        has_written = log != life.log
         # A process that ended unreaped took its time along: begin again from what is left.
         worked = used < life.processor_s or (
             used - life.processor_s > _BUSY_LEAST_S + BUSY_SHARE * (now - life.used_at))
-        if grown or worked:
-            life.log_bytes, life.processor_s = size, used
-        return grown or worked
+        if has_written or worked:
+            life.log, life.processor_s = log, used
+        return has_written or worked
 
     def _beat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
         name = heartbeat_name(rank)
@@ -111,14 +111,15 @@ class Gatherer:
             return None, None
         return int(code), float(lived_s)
 
-    def _log_bytes(self, rank: int) -> int:
-        """The size of the rank's log, which lies in the run directory or on the node."""
-        size = 0
-        with contextlib.suppress(OSError):
-            size += self._run_dir.rank_log(rank).stat().st_size
-        with contextlib.suppress(OSError):
-            size += self._folder.stat(log_name(rank)).st_size
-        return size
+    def _log(self, rank: int) -> tuple[int, int]:
+        """The size of the rank's log, which lies in the run directory or on the node, and when it changed: one that
+        has reached its limit grows no more."""
+        size = changed = 0
+        for stat in (self._run_dir.rank_log(rank).stat, lambda: self._folder.stat(log_name(rank))):
+            with contextlib.suppress(OSError):
+                found = stat()
+                size, changed = size + found.st_size, max(changed, found.st_mtime_ns)
+        return size, changed
 
 
 # What a rank is doing right now, written down: its Python stacks, if they can be had, and what the kernel says.

@@ -14,7 +14,7 @@ from ezpz_llm.base.private import PrivateFolder, make_private
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
-from ezpz_llm.launch.shim.output import Output, open_log
+from ezpz_llm.launch.shim.output import Output, most_log_bytes, open_log
 from ezpz_llm.launch.shim.rank import Rank, keep_to_cores
 from ezpz_llm.launch.variables import (
     RUN_ID_VARIABLE,
@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         from ezpz_llm.launch.node.agent import start_agent
 
         agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder).pid
-    output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"))
+    output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"),
+                    most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ))
     return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ezpz_llm.base.private import PrivateFolder
 from ezpz_llm.launch.node.folder import log_name
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.launch.variables import LOG_BYTES_VARIABLE
 from ezpz_llm.rundir.files import ours
 from ezpz_llm.rundir.paths import RunDir
 
@@ -18,8 +20,12 @@ MANY_RANKS = 256
 """In a larger world the logs of ranks other than 0 stay on their nodes, and one rank a node speaks for those
 that are ended together: thousands of files at once are more than a shared file system bears."""
 
+_MOST_LOG_BYTES = 10_000_000_000
+_MOST_BYTES_ON_NODE = 1_000_000_000
+"""Of all logs together that a node keeps, in memory."""
 _KEPT_BYTES = 1 << 17
 _LONGEST_LINE = 1 << 16
+_TOUCH_S = 1.0
 _LAST_WORDS_S = 0.5
 _LINE_ENDS = (b"\n", b"\r")
 
@@ -39,10 +45,18 @@ def open_log(info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None) -> t
     return path, ours(str(path), flags)
 
 
-class Output:
-    """One rank's output. `log` is an open descriptor; `tee` is launch's --tee."""
+def most_log_bytes(info: RankInfo, is_on_node: bool, env: Mapping[str, str]) -> int:
+    """How much of a rank's output its log takes, beside the last of it."""
+    if wanted := env.get(LOG_BYTES_VARIABLE):
+        return int(wanted)
+    return _MOST_BYTES_ON_NODE // info.local_size if is_on_node else _MOST_LOG_BYTES
 
-    def __init__(self, rank: int, log: int, tee: str) -> None:
+
+class Output:
+    """One rank's output. `log` is an open descriptor; `tee` is launch's --tee. Once the log has taken `most` bytes
+    it takes no more, but for the last of what comes: a program that prints without end must not fill the disk."""
+
+    def __init__(self, rank: int, log: int, tee: str, most: int = _MOST_LOG_BYTES) -> None:
         self.rank = rank
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
         """Whether standard output and standard error go different ways."""
@@ -53,13 +67,16 @@ class Output:
         self._has_console = True
         self._is_within_a_line = False
         self._has_log = True
+        self._most = self._room = most
+        self._left_out = 0
+        self._touched = 0.0
 
     def write(self, stream: int, data: bytes) -> None:
         """Take what the rank wrote to `stream` (1 or 2)."""
         self._kept += data
         if len(self._kept) > 2 * _KEPT_BYTES:
             del self._kept[:-_KEPT_BYTES]
-        self._to_log(data)
+        self._keep(data)
         if self.is_split and self._prefix is None:
             self._to_console(stream, data)
         elif self.is_split:
@@ -67,11 +84,15 @@ class Output:
                 self._to_console(stream, batch)
 
     def close(self) -> None:
-        """Show what was begun as a line and never ended."""
+        """Show what was begun as a line and never ended, and add the last of it to a log that left some out."""
         for stream, rest in self._begun.items():
             if rest:
                 self._to_console(stream, self._prefix + rest + b"\n")
         self._begun = {1: b"", 2: b""}
+        if self._left_out:
+            last = bytes(self._kept[-min(_KEPT_BYTES, self._left_out):])
+            self._to_log(b"\nlaunch: %d bytes are left out here\n" % (self._left_out - len(last)) + last)
+            self._left_out = 0
 
     def say(self, text: str) -> None:
         """A line of the shim's own, for the console and for launch's post-mortem."""
@@ -108,6 +129,28 @@ class Output:
         self._begun[stream] = rest
         return [self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines]
 
+    def _keep(self, data: bytes) -> None:
+        begin = data[:self._room]
+        self._room -= len(begin)
+        if begin:
+            self._to_log(begin)
+        if len(begin) == len(data):
+            return
+        if not self._left_out:
+            note = (f"launch: rank {self.rank}'s log has reached its limit of {self._most} bytes"
+                    f" ({LOG_BYTES_VARIABLE})")
+            self._to_log(f"\n{note}\n".encode())
+            self._say_aside(f"{note}; it will still get the end of the output")
+        self._left_out += len(data) - len(begin)
+        if (now := time.monotonic()) > self._touched + _TOUCH_S:
+            # Whoever looks whether the rank is busy sees that it still writes.
+            self._touched = now
+            with contextlib.suppress(OSError):
+                os.utime(self._log)
+
+    def _say_aside(self, note: str) -> None:
+        _write(2, (("\n" if self._is_within_a_line else "") + note + "\n").encode())
+
     def _to_log(self, data: bytes) -> None:
         try:
             while data:
@@ -117,8 +160,7 @@ class Output:
             # A full disk is no reason to end the rank.
             if self._has_log:
                 self._has_log = False
-                begin = "\n" if self._is_within_a_line else ""
-                _write(2, f"{begin}launch: rank {self.rank} continues without its log: {error.strerror}\n".encode())
+                self._say_aside(f"launch: rank {self.rank} continues without its log: {error.strerror}")
 
     def _to_console(self, stream: int, data: bytes) -> None:
         # A console that has gone (`launch … | head`) does not end the rank: the log goes on.
