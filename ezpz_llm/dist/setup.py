@@ -95,20 +95,8 @@ class Dist:
     def close(self) -> None:
         """Leave the process group together with the others."""
         self._let_go()
-        if not torch.distributed.is_initialized():
-            return
-        try:
-            if self.world_size > 1:
-                # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
-                # threads, while the interpreter shuts down, that ends the process ("terminate called without an
-                # active exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
-                barrier = torch.distributed.barrier(async_op=True)
-                barrier.wait()
-                _KEPT_UNTIL_EXIT.append(barrier)
-            torch.distributed.destroy_process_group()
-        except BaseException:
-            _abandon()
-            raise
+        if torch.distributed.is_initialized():
+            _leave_group()
 
     def _let_go(self) -> None:
         if self.ownership is not None:
@@ -227,6 +215,22 @@ def _restore(environment_before: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def _leave_group() -> None:
+    """Leave the process group, all ranks together."""
+    try:
+        if torch.distributed.get_world_size() > 1:
+            # Whoever drops a gloo work object last frees a tensor, which takes the GIL. In one of gloo's own
+            # threads, while the interpreter shuts down, that ends the process ("terminate called without an
+            # active exception", one in three ZeRO-3 runs). So the last one is kept for the main thread to drop.
+            barrier = torch.distributed.barrier(async_op=True)
+            barrier.wait()
+            _KEPT_UNTIL_EXIT.append(barrier)
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        _abandon()
+        raise
+
+
 def _abandon() -> None:
     """After an exception: leave the process groups as they are.
 
@@ -259,6 +263,9 @@ def _agree_on_run_dir(info: RankInfo, asked: Path | None, name: str) -> tuple[Ru
         torch.distributed.broadcast_object_list(outcome, src=0)
     path, failure = outcome
     if path is None:
+        if info.world_size > 1:
+            # All ranks know of it: a program that catches the error can go on, or end, without a group.
+            _leave_group()
         raise error or UserError(failure or "rank 0 has no run directory")
     return RunDir(Path(path)), ownership
 
