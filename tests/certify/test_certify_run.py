@@ -220,6 +220,7 @@ def test_ranks_that_cannot_be_set_up_fail_every_case_at_once(tmp_path: Path) -> 
     assert "nosuch0" in said
 
 
+@pytest.mark.full
 def test_a_certify_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
     marker = f"certify-{uuid.uuid4().hex}"
     begun = subprocess.Popen([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--layouts", "ddp",

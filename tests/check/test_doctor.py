@@ -180,6 +180,7 @@ def test_missing_libaio_is_named_before_anything_is_built(cache: Path, tmp_path:
     assert not ops.ops_dir().exists()
 
 
+@pytest.mark.full
 def test_a_build_that_fails_leaves_nothing_to_wait_for(cache: Path) -> None:
     """The compiler is `false`: the reason is shown, the log kept, no lock left."""
     done = run_doctor("--build-ops", "cpu_adam", CXX="false", timeout=120)

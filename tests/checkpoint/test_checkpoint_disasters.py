@@ -82,6 +82,7 @@ def test_a_disk_that_fills_costs_a_checkpoint_and_nothing_else(server: Server, s
     assert [path.name for path in complete(run_dir / "checkpoints")] == [newest.name]
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_at_the_end_is_an_error(server: Server, small_disk: Path) -> None:
     words = [*RUN, "--steps", "60", "--save-every", "20", "--keep-last", "2", "--log-every", "5"]
     job = server.start(2, words, small_disk / "run")
@@ -148,6 +149,7 @@ load(folder, engine, SimpleNamespace(rank=0, world_size=1, is_main=True, mesh=Si
 """
 
 
+@pytest.mark.full
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     """A pickle that would leave a mark, under a manifest that vouches for it, is refused and not opened."""
     done = subprocess.run([sys.executable, "-c", PICKLED, str(tmp_path)], capture_output=True, text=True,

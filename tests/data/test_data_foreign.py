@@ -160,6 +160,7 @@ def test_a_meta_file_cannot_run_anything(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "was-here").exists()
 
 
+@pytest.mark.full
 def test_ten_billion_tokens_in_a_hundred_shards(tmp_path: Path) -> None:
     """20 GB of (empty) shards: opening them and taking a thousand samples from all over costs no memory."""
     program = """

@@ -309,6 +309,7 @@ def test_counts_of_broken_documents_hold_over_a_kill(tmp_path: Path, monkeypatch
         assert facts[0][name] == facts[1][name]
 
 
+@pytest.mark.full
 def test_names_too_long_for_a_path_are_one_message(tmp_path: Path) -> None:
     """Also as a mixture, a tokenizer, and as the name of a file that is there."""
     long = "x" * 320

@@ -132,6 +132,7 @@ def test_killed_at_every_operation(tmp_path: Path) -> None:
     assert sum(count > 0 for count in kept) > len(kept) / 2  # most kills cost the work of one task only
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_with_workers_and_gone_on_with(mixed: Path, tmp_path: Path, how: signal.Signals) -> None:
     """With a pool of processes, three times at moments of chance; and another host takes the work over."""
@@ -328,6 +329,7 @@ def test_the_first_tokens_validate_as_in_build_nanogpt(tmp_path: Path) -> None:
             prepare(str(tmp_path / "a.jsonl"), progress=False, **choice)
 
 
+@pytest.mark.full
 def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     """A folder in the hub's form, streamed by `datasets`: killed and gone on with, as if nothing had happened."""
     pytest.importorskip("datasets")
@@ -361,6 +363,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     assert read_manifest(out)["splits"]["val"]["tokens"] == 9000
 
 
+@pytest.mark.full
 def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
     """From a server that answers as the hub does: the sample, its commit, a file that cannot be had, going on."""
     pytest.importorskip("datasets")

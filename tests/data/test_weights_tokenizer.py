@@ -194,6 +194,7 @@ def test_what_is_known_of_bytes_and_characters_is_the_whole_table(place: Path) -
         assert recognise(nothing) is None
 
 
+@pytest.mark.full
 def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
         place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Random weights that are sure of themselves: in training and in evaluation."""

@@ -34,6 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains_nearly_as_with_32_bits(results: dict[str, Any], layout: str) -> None:
     found = results[layout]

@@ -62,6 +62,7 @@ def test_what_is_there_is_found():
         find("torch.distributed.no_such_module", "name")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accelerator", ["cpu", "xpu"])
 def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
     """It would take its own backend "ccl", and compile that, whatever torch's process group is of."""

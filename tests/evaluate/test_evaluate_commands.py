@@ -67,6 +67,7 @@ def newest(folder: Path) -> RunDir:
     return RunDir(path)
 
 
+@pytest.mark.full
 def test_hellaswag_in_training_is_on_its_step_and_in_the_record(trained: Path) -> None:
     lines = list(read_lines(RunDir(trained / "at-run").metrics))
     scored = [line for line in lines if "hellaswag_acc" in line]

@@ -90,6 +90,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_three_ranks_with_uneven_shares_agree_with_one(tmp_path):
     model, alone = small_model(), []
     for predictions in PREDICTIONS:

@@ -255,6 +255,7 @@ _LOOK = ("import json, os; print(json.dumps([sorted(os.sched_getaffinity(0)), os
          " os.environ.get('EZPZ_LLM_BIND')]))")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
 def test_real_ranks_run_on_their_cores(tmp_path: Path, launcher: str) -> None:
     cores = sorted(os.sched_getaffinity(0))

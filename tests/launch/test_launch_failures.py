@@ -431,6 +431,7 @@ def test_a_name_that_was_mistyped_is_no_missing_library(tmp_path: Path, words: t
     assert "install" not in done.stderr
 
 
+@pytest.mark.full
 def test_real_peers_of_a_real_failure(tmp_path: Path) -> None:
     """gloo tells the others at once, often before the failing rank itself has ended."""
     (tmp_path / "x.py").write_text("""

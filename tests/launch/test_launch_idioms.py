@@ -176,6 +176,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     assert "launch: nobody reads standard output any more; the run continues" in (tmp_path / "said").read_text()
 
 
+@pytest.mark.full
 def test_a_reader_that_stands_still(tmp_path: Path) -> None:
     """`| less`, Ctrl-S: the ranks wait for it as long as they may; once the run is ended, nobody does."""
     read, write = os.pipe()
@@ -199,6 +200,7 @@ def test_a_slow_reader_gets_all_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "got").read_text() == "".join(f"{number:0999d}\n" for number in range(3000))
 
 
+@pytest.mark.full
 def test_what_the_console_has_shown_is_not_shown_again(tmp_path: Path) -> None:
     """In a job's own output the rank's last lines stand right above the post-mortem."""
     (tmp_path / "fails.py").write_text("""

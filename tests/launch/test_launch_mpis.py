@@ -112,6 +112,7 @@ def test_test_dist_under_each(tmp_path: Path, name: str) -> None:
     assert "[cpu][rank=1/1][1]" in (tmp_path / "r/logs/rank0001.log").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_ranks_run_on_their_own_cores(tmp_path: Path, name: str) -> None:
     """Two ranks on two cores, in the order opposite to any launcher's own, by each one's own option.

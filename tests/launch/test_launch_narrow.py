@@ -118,6 +118,7 @@ def test_two_runs_side_by_side_share_nothing(tmp_path: Path) -> None:
     assert len({plan.env["MASTER_PORT"].value for plan in (one, two, *again)}) > 1
 
 
+@pytest.mark.full
 def test_a_plan_for_all_of_aurora_is_quick(tmp_path: Path) -> None:
     """10,624 hosts and twelve ranks on each: nothing may grow with the square."""
     names = [f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0.hsn.invalid" for number in range(10624)]

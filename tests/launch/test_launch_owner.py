@@ -105,6 +105,7 @@ def test_a_launch_that_is_ended_lets_go(tmp_path: Path, number: signal.Signals) 
     assert (second.returncode, "taken over" in second.stderr) == (0, False), second.stderr
 
 
+@pytest.mark.full
 def test_rank_0_owns_the_directory_where_there_is_no_launch(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text("""
 import sys, time

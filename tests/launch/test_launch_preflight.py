@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launch_runs import clean_env, launch, left_over, record
 
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -23,6 +24,7 @@ def test_a_fit_reservation_gets_the_program(tmp_path: Path) -> None:
     assert record(tmp_path / "r/preflight")["launch"]["world_size"] == 2
 
 
+@pytest.mark.full
 def test_an_unfit_one_does_not(tmp_path: Path) -> None:
     done = launch(tmp_path, "--preflight", "-n", "2", "--run-dir", "r", sys.executable, "-c", PROGRAM, timeout=120,
                   GLOO_SOCKET_IFNAME="eth9", **CALM)

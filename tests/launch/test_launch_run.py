@@ -236,6 +236,7 @@ def test_checked_before_anything_starts(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_inside_ranks_launch_only_executes(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "2", sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "hostname", timeout=120)
     assert done.returncode == 0, done.stderr

@@ -103,6 +103,7 @@ def check_place(place: dict, environment: Path) -> str:
     return copy
 
 
+@pytest.mark.full
 def test_ranks_run_from_the_copy(environment: Path, tmp_path: Path) -> None:
     command = [environment / "env/bin/python3", "-m", "ezpz_llm.launch", "-n", "2", "--launcher", "mpiexec",
                "--stage-env", "--run-dir"]

@@ -162,6 +162,7 @@ def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
     assert left_over(tmp_path / "r") == {}
 
 
+@pytest.mark.full
 def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     late = _late(tmp_path, 'os.environ.get("PMI_RANK") == "1"', 4)
     done = launch(tmp_path, "-n", "2", "--timeout-start", "0", "--run-dir", "r", "echo", "here", **late)
@@ -181,6 +182,7 @@ def _python_missing_on(cluster: Cluster, node: str) -> Iterator[None]:
         cluster.run("umount", folder, node=node)
 
 
+@pytest.mark.full
 def test_python_missing_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
     """srun tells at once, and leaves rank 0 to run or to wait alone."""
     with _python_missing_on(cluster, "n2"):

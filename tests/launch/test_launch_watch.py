@@ -65,6 +65,7 @@ def test_who_is_silent(ranks: list[RankLife], silent: list[int]) -> None:
     assert found[:1] == silent[:1]
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_the_first_suspect(tmp_path: Path) -> None:
     """Of ranks without heartbeats, all silent alike, the kernel tells one that was sent SIGSTOP."""
     (tmp_path / "stops.py").write_text("""
@@ -175,6 +176,7 @@ if os.environ["EZPZ_LLM_RANK"] == "1":
 """
 
 
+@pytest.mark.full
 def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
     """One that has ended in order is not silent; the other ranks of its node are still watched."""
     (tmp_path / "ends.py").write_text(_RANK_0_ENDS)
@@ -200,6 +202,7 @@ subprocess.run([sys.executable, "-c", "import time; end = time.time() + 6\\nwhil
 """
 
 
+@pytest.mark.full
 def test_a_long_save_is_no_hang(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(_SAVE)
     done = launch(tmp_path, "-n", "1", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "save.py")

@@ -118,6 +118,7 @@ def test_a_preflight_among_strangers(strangers: Strangers) -> None:
     preflight(strangers)
 
 
+@pytest.mark.full
 def test_ranks_of_one_node_listen_at_no_port_of_theirs(strangers: Strangers) -> None:
     training(strangers)
 

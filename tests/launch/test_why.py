@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from launch_runs import clean_env, launch, left_over, record, start
 
 _HANGS = """
@@ -70,6 +71,7 @@ time.sleep(60)
     assert _why(tmp_path, "well").splitlines()[1] == "all ranks ended well"
 
 
+@pytest.mark.full
 def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(_HANGS)
     run = start(tmp_path, "-n", "4", "--run-dir", "r", sys.executable, "hangs.py")
@@ -142,6 +144,7 @@ subprocess.run([sys.argv[1]], cwd=folder)
 """
 
 
+@pytest.mark.full
 def test_locks_of_builds(tmp_path: Path) -> None:
     """One that a rank of the run leaves is removed with the rank; of an earlier one `why` and the post-mortem say
     what to type."""

@@ -36,6 +36,7 @@ def test_a_parameter_that_the_table_lacks_is_an_error():
         initial_value(config, "transformer.h.0.attn.q_gain", (8,), 0)
 
 
+@pytest.mark.full
 def test_stds_of_the_124m(gpt2):
     for name, p in gpt2.named_parameters():
         if p.dim() < 2:

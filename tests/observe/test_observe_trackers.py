@@ -85,6 +85,7 @@ def test_every_tracker_has_the_numbers_and_nothing_leaves_the_run_directory(tmp_
     assert listener.asked == [], "nothing is sent"
 
 
+@pytest.mark.full
 @pytest.mark.skipif("wandb" not in INSTALLED, reason="wandb is not installed")
 def test_online_is_asked_for_and_a_server_that_refuses_is_the_users_error(tmp_path):
     listener = Listener()

@@ -76,6 +76,7 @@ def on_nodes(cluster: Cluster, folder: Path, jobs: list[str], nodes: int, port: 
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
+@pytest.mark.full
 def test_a_slow_link_is_named_first(links, tmp_path):
     links.shape("1gbit")
     links.shape("100mbit", "n2")

@@ -44,6 +44,7 @@ def _hosts(study: Path, one: Repeat) -> list[str]:
     return record(study / one.run_dir)["launch"]["hosts"]
 
 
+@pytest.mark.full
 def test_a_point_uses_its_part_of_the_reservation(cluster, tmp_path: Path, cache: str) -> None:
     words = ("ezpz-llm", "scale", "--nodes", "1,2", "--repeats", "2", "--study", "s", "--ds-config", "ddp")
     done = cluster.run("salloc", "-N2", "-t5", *words, "--point", "weak-ddp-n1", *STUDY, cwd=tmp_path, timeout=200,
@@ -87,6 +88,7 @@ def moving_s(nodes: int, rate: str) -> float:
     return sum(one.seconds(bandwidth) for one in step_traffic("gloo", issued, nodes).values())
 
 
+@pytest.mark.full
 def test_a_slow_network_shows_in_a_study(cluster: Cluster, tmp_path: Path, cache: str) -> None:
     cluster.shape("200mbit")
     try:

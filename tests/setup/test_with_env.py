@@ -186,12 +186,14 @@ def test_no_python_and_an_old_python_are_named(checkout: Checkout, tmp_path: Pat
     assert "is Python 3.8; 3.10 or newer is needed" in done.stderr
 
 
+@pytest.mark.full
 def test_interrupt_ends_pip_and_says_how_to_go_on(interrupted: Interrupted) -> None:
     assert interrupted.exit_code == 128 + signal.SIGINT
     assert "interrupted by SIGINT; the same command again" in interrupted.shown
     assert interrupted.left_running == []
 
 
+@pytest.mark.full
 def test_command_gets_streams_and_gives_exit_code(ready: Checkout) -> None:
     done = ready.run("sh", "-c", "cat; echo error >&2; exit 7", stdin="input")
     assert (done.returncode, done.stdout, done.stderr) == (7, "input", "error\n")
@@ -200,6 +202,7 @@ def test_command_gets_streams_and_gives_exit_code(ready: Checkout) -> None:
     assert (missing.returncode, missing.stderr) == (127, "with-env: no command no-such-command\n")
 
 
+@pytest.mark.full
 def test_environment_is_the_checkouts_with_the_torch_that_was_there(ready: Checkout) -> None:
     script = "import ezpz_llm, torch; print(ezpz_llm.__file__); print(torch.__file__)"
     ours, torch_file = ready.run("python3", "-c", script).stdout.splitlines()
@@ -208,12 +211,14 @@ def test_environment_is_the_checkouts_with_the_torch_that_was_there(ready: Check
     assert ready.run("launch", "--dry-run", "hostname").returncode == 0
 
 
+@pytest.mark.full
 def test_set_up_leaves_nothing_outside_the_cache(ready: Checkout) -> None:
     # pip asks rustc for its version, and a rustup there makes its own folder.
     left = {path.name for folder in ready.outside.iterdir() for path in folder.iterdir()} - {".rustup", ".cargo"}
     assert left == set()
 
 
+@pytest.mark.full
 def test_warm_start_adds_little(ready: Checkout) -> None:
     def median_ms(words: list[str]) -> float:
         """Of processor time, which does not depend on what else runs here."""
@@ -228,12 +233,14 @@ def test_warm_start_adds_little(ready: Checkout) -> None:
     assert median_ms(ready.command("true")) - median_ms(["true"]) < 50
 
 
+@pytest.mark.full
 def test_unchanged_pyproject_with_a_newer_date_costs_nothing(ready: Checkout) -> None:
     (ready.root / "pyproject.toml").touch()
     done = ready.run("true")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> None:
     ours, site = ready.venv / "mpi" / "mpiexec", tmp_path / "site" / "mpiexec"
     write_program(site, "echo site")
@@ -253,6 +260,7 @@ def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> Non
     assert ready.run("printenv", "MPI4PY_LIBMPI", MPI4PY_LIBMPI="", CRAYPE_VERSION="2.7").stdout == "\n"
 
 
+@pytest.mark.full
 def test_launch_takes_mpich_also_where_a_site_had_an_mpiexec_at_set_up(ready: Checkout, tmp_path: Path) -> None:
     """Which mpiexec is taken is decided when launch is run: the environment always has one to offer."""
     site, of_pbs = tmp_path / "site", tmp_path / "pbs"
@@ -270,6 +278,7 @@ def test_launch_takes_mpich_also_where_a_site_had_an_mpiexec_at_set_up(ready: Ch
         assert json.loads(done.stdout)["argv"][0] == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_activate_and_deactivate(ready: Checkout, shell: str) -> None:
     if shutil.which(shell) is None:

@@ -201,6 +201,7 @@ def test_ranks_of_two_host_names_are_paired_across(tmp_path):
         assert one["bus_gigabytes_per_second"] == pytest.approx(factor * one["algorithm_gigabytes_per_second"])
 
 
+@pytest.mark.full
 def test_a_rank_with_wrong_sums_or_weights_fails_the_run(tmp_path):
     (tmp_path / "deaf.py").write_text(DEAF)
     done = launch(tmp_path, "-n", "2", "--run-dir", "out", sys.executable, "deaf.py", "--steps", "10",

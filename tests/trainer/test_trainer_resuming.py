@@ -129,6 +129,7 @@ def test_runs_with_nothing_saved(train, tmp_path, capsys):
     assert "begins in a new directory" in find_beginning(parse(["--resume", "auto"])).notes[0]
 
 
+@pytest.mark.full
 def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
     words = ["-n", "1", sys.executable, "-m", "ezpz_llm.train", *SMALL, "--device", "cpu", "--run-dir", "r",
              "--resume", "auto", "--save-every", "5000", "--steps"]

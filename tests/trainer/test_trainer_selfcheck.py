@@ -34,6 +34,7 @@ def train(folder, *options: str) -> int:
     return run(parse([*SMALL, *options, "--run-dir", str(folder)]))
 
 
+@pytest.mark.full
 def test_a_model_learns_one_batch_by_heart(tmp_path, capsys):
     assert train(tmp_path / "run", "--steps", "60", "--overfit-one-batch", "true", "--micro-batch-size", "2") == 0
     lines = list(read_lines(RunDir(tmp_path / "run").metrics))
