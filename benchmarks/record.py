@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     name, *more = arguments
     written, *words = RECORDS[name]
     print(f"{name}: writes {written}", flush=True)
-    return pytest.main([f"--rootdir={ROOT}", *words[:-1], str(ROOT / words[-1]), *more],
+    return pytest.main([f"--rootdir={ROOT}", "-n0", *words[:-1], str(ROOT / words[-1]), *more],
                        plugins=[("recording", Recording())])
 
 
