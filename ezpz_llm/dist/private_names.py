@@ -19,6 +19,7 @@ from ezpz_llm.base.errors import UserError
 
 _DEEPSPEED = {
     "deepspeed.ops": ["__compatible_ops__"],
+    "deepspeed.ops.adam.cpu_adam": ["DeepSpeedCPUAdam.ds_opt_adam", "DeepSpeedCPUAdam.opt_id"],
     "deepspeed.ops.op_builder.builder": ["OpBuilder._loaded_ops"],
     "deepspeed.comm.comm": ["comms_logger", "configure"],
     "deepspeed.accelerator.abstract_accelerator": ["DeepSpeedAccelerator._communication_backend_name"],
@@ -115,6 +116,10 @@ def _tested(package: str) -> str:
 WORLD = find("torch.distributed.distributed_c10d", "_world")
 FakeProcessGroup = find("torch._C._distributed_c10d", "FakeProcessGroup")
 FakeTensor = find("torch._subclasses.fake_tensor", "FakeTensor")
+TorchDispatchMode = find("torch.utils._python_dispatch", "TorchDispatchMode")
+tree_leaves = find("torch.utils._pytree", "tree_leaves")
+cpu_has_avx512_bf16 = find("torch.cpu", "_is_avx512_bf16_supported")
+cpu_has_amx = find("torch.cpu", "_is_amx_tile_supported")
 fused_attention_choice = find("torch", "_fused_sdp_choice")
 softmax_backward = find("torch", "_softmax_backward_data")
 foreach_norm, foreach_div_ = find("torch", "_foreach_norm"), find("torch", "_foreach_div_")

@@ -8,9 +8,8 @@ import mmap
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from ezpz_llm.dist.private_names import FakeTensor
+from ezpz_llm.dist.private_names import FakeTensor, tree_leaves
 from ezpz_llm.engine.base import Engine
 
 

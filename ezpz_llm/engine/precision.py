@@ -18,6 +18,7 @@ from torch import nn
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.private_names import cpu_has_amx, cpu_has_avx512_bf16
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +31,7 @@ def native_precision(device: torch.device) -> str:
 
 
 _BF16_UNITS: dict[str, Callable[[], bool]] = {
-    "cpu": lambda: torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    "cpu": lambda: cpu_has_avx512_bf16() or cpu_has_amx(),
     "cuda": lambda: torch.cuda.is_bf16_supported(including_emulation=False),
 }
 """How devices are asked whose kind does not say it."""

@@ -9,13 +9,12 @@ from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.dist.links import measure_links
 from ezpz_llm.dist.mesh import Mesh
+from ezpz_llm.dist.private_names import TorchDispatchMode, tree_leaves
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import MOVE_NOTHING, group_ranks, issued
 from ezpz_llm.engine.live_memory import buckets, state_storages, taken

@@ -84,6 +84,30 @@ def test_the_lint_finds(text):
     assert not parsers_in("import json\njson.dumps(1)")
 
 
+def private_names_in(text: str) -> list[tuple[int, str]]:
+    """The lines that use a name of torch or DeepSpeed which begins with an underscore."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            name = ".".join((node.module, *(alias.name for alias in node.names)))
+        else:
+            continue
+        if re.match(r"(torch|deepspeed)\.(?:\w+\.)*_(?!_)\w+(\.|$)", name):
+            found.append((node.lineno, name))
+    return found
+
+
+def test_private_names_of_others_are_looked_up_in_one_place():
+    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path in PACKAGE.rglob("*.py")
+             for line, name in private_names_in(path.read_text()) if path.name != "private_names.py"}
+    assert not found, "take it from ezpz_llm.dist.private_names"
+    assert private_names_in("import torch\ntorch.cpu._is_amx_tile_supported()")
+    assert private_names_in("from torch.utils._pytree import tree_leaves")
+    assert private_names_in("from deepspeed.utils.groups import _WORLD_GROUP")
+
+
 def test_ruff_reads_every_module():
     """Its default skips folders named dist, ezpz_llm/dist among them."""
     root = PACKAGE.parent

@@ -16,6 +16,8 @@ from places import TESTS
 CAPTURED = TESTS / "captured"
 _FOREIGN = ("PBS_", "SLURM_", "PMI", "OMPI_", "MPI_", "EZPZ_LLM_", "MASTER_", "OMP_", "CUDA_VISIBLE", "ROCR_",
             "ZE_")
+STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8"}
+"""What an outer launcher, or the shell, has left of a rank's place."""
 # A training that goes on until it is told to end.
 LONG = ["--n-layer", "1", "--n-embd", "32", "--n-head", "1", "--block-size", "32", "--eval-tokens", "512",
         "--eval-every", "0", "--sample-tokens", "0", "--save-every", "0", "--log-every", "5", "--precision", "fp32",

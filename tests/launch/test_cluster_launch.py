@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from launch_runs import record
+from launch_runs import STALE, record
 from places import HELPERS
 
 from ezpz_llm.base.package_data import data_dir
@@ -30,7 +30,6 @@ PROGRAMS = {
               "--sample-tokens", "10", "--log-every", "5", "--precision", "fp32", "--device", "cpu"],
 }
 FULL = (("train", 4, "srun"), ("test_dist", 2, "mpiexec"), ("train", 2, "torchrun"))
-STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8"}
 """What somebody has exported in the shell for another program."""
 MATRIX = data_dir("benchmarks") / "results/cluster_matrix.json"
 

@@ -33,7 +33,8 @@ NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deeps
 WAYS = {"mpiexec": ("mpiexec", None), "torchrun": ("torchrun", None), "srun, pmi2": ("srun", "pmi2"),
         "srun, none": ("srun", "none")}
 MARKS = {("torch_ddp", "mpiexec", 1): (), ("mpi4py_sum", "srun, pmi2", 2): (), ("mpi4py_sum", "srun, none", 2): (),
-         ("mpi4py_sum", "torchrun", 1): (), ("accelerate_fit", "srun, none", 2): pytest.mark.full}
+         ("mpi4py_sum", "torchrun", 1): (), ("accelerate_fit", "srun, none", 2): pytest.mark.full,
+         ("deepspeed_zero2", "mpiexec", 1): pytest.mark.full, ("hf_trainer", "srun, none", 2): pytest.mark.full}
 REFUSED = {("mpi4py_sum", "srun, none"), ("mpi4py_sum", "torchrun")}
 RESULTS = data_dir("benchmarks") / "results/foreign_scripts.json"
 _SAID = re.compile(r"^rank (\d+) of (\d+), sum of \w+ (\S+)$", re.MULTILINE)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_runs import clean_env, launch, left_over, record, start
+from launch_runs import STALE, clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
 
 from ezpz_llm.launch.binding import Binding
@@ -52,7 +52,7 @@ Path(sys.argv[1], f"cores{find_rank(os.environ).rank}").write_text(str(sorted(os
 def test_two_ranks_meet_and_words_arrive(tmp_path: Path, name: str) -> None:
     (tmp_path / "meet.py").write_text(_MEET)
     done = launch(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", "r", sys.executable, "meet.py", *WORDS,
-                  **mpi_environment(name))
+                  **mpi_environment(name), **STALE)
     assert done.returncode == 0, done.stderr
     assert record(tmp_path / "r")["launch"]["dialect"].startswith(DIALECTS[name])
     for rank in (0, 1):

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from launch_runs import launch, need_mpiexec
+from launch_runs import STALE, launch, need_mpiexec, record
 
-STALE = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "NODE_RANK": "8",
-         "GROUP_RANK": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+ELASTIC = {"GROUP_RANK": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 _REPORT = """
 import json, os, sys
 from ezpz_llm.launch.ranks import find_rank
@@ -42,7 +41,8 @@ def _reports(logs: Iterable[Path]) -> list[dict]:
 def test_stale_values_reach_no_rank(tmp_path: Path, program: str, launcher: str, source: str) -> None:
     if launcher == "mpiexec":
         need_mpiexec()
-    done = launch(tmp_path, "--launcher", launcher, "-n", "2", "--run-dir", "r", sys.executable, program, **STALE)
+    done = launch(tmp_path, "--launcher", launcher, "-n", "2", "--run-dir", "r", sys.executable, program, **STALE,
+                  **ELASTIC)
     assert done.returncode == 0, done.stderr
     assert "RANK=7, WORLD_SIZE=9, LOCAL_RANK=5" in done.stderr
     reports = _reports((tmp_path / "r").glob("logs/rank*.log"))
@@ -51,6 +51,14 @@ def test_stale_values_reach_no_rank(tmp_path: Path, program: str, launcher: str,
     assert all(report["meets"] == [True, True] for report in reports)
     # A rank 0 without torchrun serves the store itself.
     assert {report["store"] for report in reports} == {"True" if launcher == "torchrun" else None}
+
+
+def test_stale_values_do_not_reach_a_rank_without_a_launcher(tmp_path: Path, program: str) -> None:
+    done = launch(tmp_path, "-n", "1", "--run-dir", "r", sys.executable, program, **STALE, **ELASTIC)
+    assert done.returncode == 0, done.stderr
+    assert record(tmp_path / "r")["launch"]["launcher"] == "direct"
+    report, = _reports((tmp_path / "r").glob("logs/rank*.log"))
+    assert (report["place"], report["found"], report["store"]) == (["0", "1", "0", "1", "0"], [0, 1], None)
 
 
 @pytest.mark.parametrize("outer", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.full)])

@@ -200,7 +200,7 @@ def test_python_missing_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.processes(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_that_are_90_seconds_late_are_named_and_come(cluster: Cluster, tmp_path: Path) -> None:
     late = _late(tmp_path, 'os.uname().nodename == "n2"', 90)
     done = cluster.run("salloc", "--quiet", "-N2", "--ntasks-per-node=2", "launch", "--run-dir", "r", "hostname",
