@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.rundir import write_json
-from ezpz_llm.scaling.confidence import CONFIDENCE, estimate, ratio
-from ezpz_llm.scaling.efficiency import curves_of, points_of
+from ezpz_llm.scaling.efficiency import CONFIDENCE, curves_of, estimate, points_of, ratio
 from ezpz_llm.scaling.fit import Fit, Shape, predict
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.certify.cases import Work, parser, plan
 from ezpz_llm.certify.lead import results
-from ezpz_llm.certify.options import Work, parser, plan
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir

@@ -15,11 +15,11 @@ import torch
 from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
-from ezpz_llm.certify.compare import compare, gather
 from ezpz_llm.certify.injected_faults import find_fault
-from ezpz_llm.certify.reference import Reference, read_reference, seed_checkpoint
+from ezpz_llm.certify.reference import Reference, compare, read_reference, seed_checkpoint
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, release, train
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.collectives import CollectiveCounter, by_ranks
 from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
@@ -82,7 +82,9 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
             fault.model(model, dist, resolved.layout)
     engine = make_engine(config, resolved, dist, sabotage)
     ours: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
-    _forget(engine)
+    # Every weight is spoilt, so that one which the checkpoint does not bring back is not overlooked.
+    for part in engine.training_state().slices():
+        part.tensors["weight"].fill_(torch.nan)
     checkpoint.load(seed, engine, dist)
     if fault is not None and fault.engine is not None:
         fault.engine(engine, dist)
@@ -90,15 +92,15 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     if fault is not None and fault.rows is not None:
         rows = fault.rows(rows, dist)
 
-    def first_gradient(seen: Trajectory) -> None:
+    def compare_gradients(seen: Trajectory) -> None:
         ours["gradient"] = compare(engine, config, reference, "exp_avg", "gradient", dist,
                                    scale=1 / (1 - recipe.BETAS[0]) / seen.clip_factor)
 
     watcher = _Watcher(engine, before)
     seen = train(engine, config, dist, rows, steps, around=watcher.around, span=watcher.span,
-                 after_first=first_gradient)
+                 after_first=compare_gradients)
     ours["weight"] = compare(engine, config, reference, "weight", "weight", dist)
-    everyone = gather(dist, (seen.losses, seen.norms, watcher.counter.totals(), watcher.memory))
+    everyone = all_gather(dist, (seen.losses, seen.norms, watcher.counter.totals(), watcher.memory))
     ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(one[0] for one in everyone), strict=True)]
     ours["norms"] = list(zip(*(one[1] for one in everyone), strict=True))
     ours["held_out"] = seen.held_out
@@ -116,12 +118,14 @@ class _Watcher:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
+        """Count the collectives of one step; see `training.train`."""
         self._looking = step == _STEADY
         # Looking at memory reads through tensors, which a dispatch mode would slow down: the step after is counted.
         with self.counter if step == _STEADY + 1 else nullcontext():
             yield
 
     def span(self, phase: str) -> AbstractContextManager[None]:
+        """Look at memory where a phase of the steady step begins."""
         if self._looking and phase in ("backward", "optimizer"):
             # Whole gradients may live until they are reduced, shares of them from then on: the most of each counts.
             # Activations, which live when a backward pass begins, are no engine's: others are those at the end.
@@ -129,12 +133,6 @@ class _Watcher:
             self.memory = {kind: max(size, self.memory.get(kind, 0)) if kind != "other" else size
                            for kind, size in now.items()}
         return nullcontext()
-
-
-def _forget(engine: Engine) -> None:
-    """Spoil every weight, so that one which the checkpoint does not bring back is not overlooked."""
-    for part in engine.training_state().slices():
-        part.tensors["weight"].fill_(torch.nan)
 
 
 def _theirs(reference: Reference) -> verdict.Numbers:

@@ -1,4 +1,4 @@
-"""Faults to fault in a layout, to see that they are caught: each is one that parallel training has had.
+"""Faults to inject into a layout, to see that they are caught: each is one that parallel training has had.
 
 A fault works on the layout under test and never on the reference. Names and descriptions import no torch.
 """
@@ -51,34 +51,11 @@ def find_fault(name: str) -> Fault:
     return FAULTS[name]
 
 
-def _gradients_x2(engine: Engine, dist: Dist) -> None:
-    _scale_gradients(engine, 2.0)
-
-
-def _accumulation_not_divided(engine: Engine, dist: Dist) -> None:
-    _scale_gradients(engine, float(engine.batch.accumulation))
-
-
-def _wrong_sp_scale(engine: Engine, dist: Dist) -> None:
-    # Summed over the ranks that share a sequence where an average is right.
-    _scale_gradients(engine, float(dist.mesh.sp_size))
-
-
 def _scale_gradients(engine: Engine, factor: float) -> None:
     """Let the loss be what it is and its gradient `factor` times as large."""
-    import torch
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * factor
-
     if hasattr(engine.module, "lm_head"):  # the last stage of a pipeline has it, the others have not
-        engine.module.lm_head.register_forward_hook(lambda module, inputs, loss: Scale.apply(loss))
+        engine.module.lm_head.register_forward_hook(
+            lambda module, inputs, loss: loss.detach() + factor * (loss - loss.detach()))
 
 
 def _dropped_bucket(model: Any, dist: Dist, layout: Layout) -> None:
@@ -124,11 +101,6 @@ def _unmarked_tp(engine: Engine, dist: Dist) -> None:
         return norm
 
     engine.step = step
-
-
-def _stale_optimizer(engine: Engine, dist: Dist) -> None:
-    # As if the count of an earlier run had stayed: Adam then corrects no bias of its first moments.
-    engine.training_state().loaded(1000)
 
 
 def _wrong_mask(engine: Engine, dist: Dist) -> None:
@@ -193,42 +165,32 @@ def _ddp_replicas(layout: Layout, world: int) -> str | None:
     return _replicas(layout, world)
 
 
-def _tensor_parallel(layout: Layout, world: int) -> str | None:
-    return None if layout.tp > 1 else "it is not tensor-parallel"
-
-
-def _sequence_parallel(layout: Layout, world: int) -> str | None:
-    return None if layout.sp > 1 else "it is not sequence-parallel"
-
-
-def _plain_head(layout: Layout, world: int) -> str | None:
-    if layout.pp == 1 and layout.tp > 1:
-        return "its head is divided over tensor-parallel ranks"
-    return None
-
-
 _ALL = (
-    Fault("gradients-x2", "all gradients are twice as large", ("gradient", "norm"), engine=_gradients_x2),
+    Fault("gradients-x2", "all gradients are twice as large", ("gradient", "norm"),
+          engine=lambda engine, dist: _scale_gradients(engine, 2.0)),
     # One block is too small a part of the norm to stand out of bf16's noise.
     Fault("dropped-bucket", "a bucket of gradients is not added up over ranks", ("gradient",), _leaves,
           model=_dropped_bucket),
     Fault("accumulation-not-divided", "gradients are not divided by the number of micro-steps",
-          ("gradient", "norm"), engine=_accumulation_not_divided),
+          ("gradient", "norm"), engine=lambda engine, dist: _scale_gradients(engine, engine.batch.accumulation)),
     Fault("early-sync", "gradients are reduced after the first micro-step only", ("gradient", "norm"),
           _ddp_replicas, engine=_early_sync),
     Fault("unmarked-tp", "the gradient norm does not know which parameters are divided over ranks", ("norm",),
-          _tensor_parallel, engine=_unmarked_tp),
+          lambda layout, world: None if layout.tp > 1 else "it is not tensor-parallel", engine=_unmarked_tp),
+    # Adam then corrects no bias of its first moments.
     Fault("stale-optimizer", "the optimizer's step count is an earlier run's", ("loss", "weight"),
-          engine=_stale_optimizer),
+          engine=lambda engine, dist: engine.training_state().loaded(1000)),
     Fault("wrong-mask", "attention sees what follows", ("loss", "gradient"), engine=_wrong_mask),
     Fault("shifted-targets", "targets are those of another position", ("loss", "gradient"),
           engine=_shifted_targets),
     Fault("duplicated-data", "one rank trains on another's sequences", ("loss", "gradient"), _replicas,
           rows=_duplicated_data),
-    Fault("untied-head", "the head's gradient does not reach the tied table", ("gradient",), _plain_head,
-          model=_untied_head),
+    Fault("untied-head", "the head's gradient does not reach the tied table", ("gradient",),
+          lambda layout, world: "its head is divided over tensor-parallel ranks"
+          if layout.pp == 1 and layout.tp > 1 else None, model=_untied_head),
     Fault("wrong-sp-scale", "gradients are summed, not averaged, over the ranks of a sequence",
-          ("gradient", "norm"), _sequence_parallel, engine=_wrong_sp_scale),
+          ("gradient", "norm"), lambda layout, world: None if layout.sp > 1 else "it is not sequence-parallel",
+          engine=lambda engine, dist: _scale_gradients(engine, dist.mesh.sp_size)),
 )
 
 FAULTS = {fault.name: fault for fault in _ALL}

@@ -15,8 +15,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.certify.cases import Case
-from ezpz_llm.certify.options import Work
+from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, append_line, read_lines, read_record, write_json
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 120, 90
@@ -43,21 +42,18 @@ def lead(work: Work, root: Path) -> dict[str, Any]:
             environment = environment or seen
             cases, references = cases[len(results(root)) - before:], ()
             why = _take_failure(root, code, folder)
-            if code and not references_made(root, work):
+            if code and not all(reference_numbers(root, model, dtype, work.steps).is_file()
+                                for model, dtype in references_of(work.cases)):
                 raise UserError(f"the reference could not be computed: {why}", where=str(folder), exit_code=1,
                                 instead=f"ezpz-llm why {folder}")
             # Ranks that could not even be set up (too few devices, say) will not be for the next case either.
             lost = cases[:1] if seen else cases
             for case in lost:
-                append_line(results_file(root), _unfinished(case, why))
+                append_line(results_file(root), {**asdict(case), "passed": False, "failures": [why],
+                                                 "kinds": ["error"], "worst": {}, "seconds": 0.0})
                 print(f"{case.title}: NOT the same\n    {why}", flush=True)
             cases = cases[len(lost):]
     return environment
-
-
-def references_made(root: Path, work: Work) -> bool:
-    return all(reference_numbers(root, model, dtype, work.steps).is_file()
-               for model, dtype in references_of(work.cases))
 
 
 def _launch(job: Job, world: int, folder: Path) -> int:
@@ -88,16 +84,12 @@ def _launch(job: Job, world: int, folder: Path) -> int:
 def _take_failure(root: Path, code: int, folder: Path) -> str:
     """Why a job ended early: the first rank's own error, else the exit code. The records are used up."""
     told = []
-    for path in failed_files(root):
+    for path in sorted((root / "failed").glob("rank*.json")):
         told.append(read_json(path))
         path.rename(folder / path.name)
     if told:
         return f"{told[0]['error']} (rank {told[0]['rank']}; see {folder})"
     return f"its ranks ended with code {code}; ezpz-llm why {folder}"
-
-
-def _unfinished(case: Case, why: str) -> dict[str, Any]:
-    return {**asdict(case), "passed": False, "failures": [why], "kinds": ["error"], "worst": {}, "seconds": 0.0}
 
 
 # A job for ranks and the files it leaves behind.
@@ -121,11 +113,6 @@ class Job:
 
 def results_file(root: Path) -> Path:
     return root / "cells.jsonl"
-
-
-def failed_files(root: Path) -> list[Path]:
-    """Return the error records of a job's failed ranks."""
-    return sorted((root / "failed").glob("rank*.json"))
 
 
 def reference_numbers(root: Path, model: str, dtype: str, steps: int) -> Path:

@@ -1,7 +1,8 @@
-"""The reference that layouts are compared with: one process in the same precision, and its baseline noise."""
+"""The reference of one process in the same precision, its baseline noise, and the comparison with it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +22,9 @@ from ezpz_llm.certify import recipe
 from ezpz_llm.certify.lead import reference_numbers
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, train
 from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.optimizer_state import Slice, owned
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.model.config import ModelConfig
@@ -203,3 +206,60 @@ def _symmetric(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, flo
         gradient = tensors[f"gradient/{name}"]
         found[f"{name}[{start}:{stop}]"] = (gradient[start:stop].norm() / gradient.norm()).item()
     return found
+
+
+# What a layout's ranks hold beside it, slice by slice; only small numbers leave a rank.
+Row = list[float]
+"""Of one rank and parameter: elements owned, squared difference of these, and of all that the rank holds."""
+
+
+def compare(engine: Engine, config: ModelConfig, reference: Reference, kind: str, against: str, dist: Dist,
+            scale: float = 1.0) -> dict[str, dict[str, float]]:
+    """The difference of every parameter from the reference. Collective.
+
+    Args:
+        kind: what to read of the engine ("weight" or "exp_avg"), times `scale`.
+        against: what of the reference to compare it with: "first", "gradient" or "weight".
+
+    Returns:
+        By parameter: "elements" that the ranks own, each counted where it is owned; "difference", the 2-norm over
+        the whole parameter; "copy", the largest 2-norm over what one rank holds, whoever owns it, with that "rank";
+        infinite where a value is not a number.
+    """
+    def squared(part: Slice, whole: torch.Tensor) -> float:
+        box = tuple(slice(*side) for side in part.box)
+        difference = part.tensors[kind].detach().cpu().double() * scale - _cut(whole, box, part).double()
+        mask = counted(config, part.name, part.shape) if against != "first" else None
+        if mask is not None:
+            difference *= _cut(mask, box, part)
+        return torch.nan_to_num(difference.square().sum(), nan=torch.inf).item()
+
+    state = engine.training_state()
+    rows: dict[str, Row] = {}
+    for held, own in owned(state.slices(), state.extents()):
+        row = rows.setdefault(held.name, [0.0, 0.0, 0.0])
+        whole = reference.tensors[f"{against}/{held.name}"]
+        row[2] += squared(held, whole)
+        if own is not None:
+            row[0] += own.numel
+            row[1] += squared(own, whole)
+    return _of_all_ranks(all_gather(dist, rows))
+
+
+def _cut(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tensor:
+    return whole[box].flatten()[part.start:part.stop]
+
+
+def _of_all_ranks(ranks: list[dict[str, Row]]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = defaultdict(
+        lambda: {"elements": 0, "difference": 0.0, "copy": 0.0, "rank": 0})
+    for rank, rows in enumerate(ranks):
+        for name, (elements, own, held) in rows.items():
+            entry = found[name]
+            entry["elements"] += int(elements)
+            entry["difference"] += own
+            if held > entry["copy"]:
+                entry["copy"], entry["rank"] = held, rank
+    for entry in found.values():
+        entry["difference"], entry["copy"] = entry["difference"] ** 0.5, entry["copy"] ** 0.5
+    return dict(sorted(found.items()))

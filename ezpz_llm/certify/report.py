@@ -1,22 +1,24 @@
-"""Verdict table and certify.json of a run of certify (imports no torch)."""
+"""Verdict table, certify.json and the table of docs/layouts.md from a run of certify (imports no torch)."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shlex
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base import grouped
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.cases import Skipped
+from ezpz_llm.certify.cases import Skipped, Work, layout_of
 from ezpz_llm.certify.lead import results
-from ezpz_llm.certify.options import Work
+from ezpz_llm.layout.resolve import resolve
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
 
@@ -33,20 +35,8 @@ def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
 
 def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
     """One row a case. Gradients and weights in units of their bounds."""
-    rows = [_row(one) for one in results]
-    if not rich:
-        return table("certify", _COLUMNS, rows)
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table()
-    for number, name in enumerate(_COLUMNS):
-        drawn.add_column(name, justify="left" if number == 0 else "right")
-    for row, one in zip(rows, results, strict=True):
-        drawn.add_row(*row, style=None if one["passed"] else "red")
-    text = io.StringIO()
-    Console(file=text, force_terminal=True, width=_WIDTH).print(drawn)
-    return text.getvalue()
+    return table("certify", _COLUMNS, [_row(one) for one in results], rich=rich, width=_WIDTH,
+                 marked=[number for number, one in enumerate(results) if not one["passed"]])
 
 
 def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
@@ -55,9 +45,7 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
     for one in results:
         if not one["passed"]:
             lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
-    reasons: dict[tuple[str, str, bool], list[int]] = {}
-    for left in skipped:
-        reasons.setdefault((left.case.layout, left.reason, left.illegal), []).append(left.case.world)
+    reasons = grouped(((left.case.layout, left.reason, left.illegal), left.case.world) for left in skipped)
     for (layout, reason, illegal), worlds in reasons.items():
         ranks = ", ".join(map(str, sorted(set(worlds))))
         lines.append(f"{'skipped' if illegal else 'MISSING'}: {layout} on {ranks} ranks: {reason}")
@@ -149,7 +137,102 @@ def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, 
     print(closing(found, work.skipped))
     print(f"{kept['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
     if options.write_docs:
-        from ezpz_llm.certify.docs import write_docs
-
         write_docs(kept)
     return 0 if kept["passed"] else 1
+
+
+# The table "Certified" of docs/layouts.md.
+BEGIN, END = "<!-- certified: written by certify --write-docs -->", "<!-- certified: end -->"
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+_HEADER = ("layout", "legal with", "certified", "memory a rank, measured / arithmetic",
+           "collectives a step of a rank", "textbook")
+_EXTRA_WORLD = 8
+
+
+def write_docs(kept: dict[str, Any], page: Path = _PAGE) -> None:
+    """Replace the table between the marks of a page, or append it with its marks.
+
+    Args:
+        kept: what `report.record` gives, also as read from its file.
+
+    Raises:
+        UserError: there is no such page.
+    """
+    if not page.is_file():
+        raise UserError("there is no page to write to", where=str(page), instead="a checkout of the repository")
+    text = page.read_text()
+    if BEGIN not in text:
+        text = f"{text.rstrip()}\n\n## Certified\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    write_atomic(page, f"{before}{BEGIN}\n{certified(kept)}{END}{rest.partition(END)[2]}")
+
+
+def certified(kept: dict[str, Any]) -> str:
+    """The table as Markdown, with what its numbers are of."""
+    results = [one for one in kept["results"] if not injected_fault(one)]
+    layouts = dict.fromkeys([one["layout"] for one in results] + [one["layout"] for one in kept["skipped"]])
+    versions = kept["environment"].get("versions", {})
+    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
+    about = (
+        f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]} as "
+        "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
+        "gradients and optimizer (with DeepSpeed's copy of its share), the most of each that lives during a step; "
+        "after the plus sign come whole parameters that stage 3 has gathered or keeps, and buckets and other "
+        "buffers. Collectives count the bytes of whole buffers; the textbook's are of the same step. DeepSpeed's "
+        "buckets and thresholds are scaled down with the model.")
+    rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, kept) for name in sorted(layouts))]
+    lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
+             *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return "\n".join(lines)
+
+
+def _docs_row(name: str, results: list[dict[str, Any]], kept: dict[str, Any]) -> tuple[str, ...]:
+    mine = [one for one in results if one["layout"] == name]
+    shown = [one for one in mine if one["dtype"] == "fp32" and one["model"] == recipe.MODELS[0] and one["worst"]]
+    best = max(shown, key=lambda one: one["world"], default=None)
+    return (f"`{name}`", legal_with(name), _certified(name, mine, kept),
+            *(("-", "-", "-") if best is None else (_memory(best), _issued(best), _volume(best["textbook"]))))
+
+
+def legal_with(name: str) -> str:
+    """The degrees of 2 that can be added to a layout."""
+    own = layout_of(name)
+    found = []
+    for axis in ("tp", "pp", "sp"):
+        if getattr(own, axis) > 1:
+            continue
+        try:
+            resolve(name, world_size=_EXTRA_WORLD, global_batch=recipe.GLOBAL_BATCH,
+                    accumulation=1 if axis == "sp" else 2, precision="fp32", device="cpu",
+                    model=recipe.model_config(recipe.MODELS[0]), **{axis: 2})
+        except UserError:
+            continue
+        found.append(axis)
+    return ", ".join(["dp", *found])
+
+
+def _certified(name: str, mine: list[dict[str, Any]], kept: dict[str, Any]) -> str:
+    if not mine:
+        reason = next((one["reason"] for one in kept["skipped"] if one["layout"] == name), "not run")
+        return f"no: {reason}"
+    failed = [one for one in mine if not one["passed"]]
+    if failed:
+        return f"**no**: {len(failed)} of {len(mine)} failed"
+    worlds = ", ".join(str(world) for world in sorted({one["world"] for one in mine}))
+    return f"{kept['date']}: {worlds} ranks; {', '.join(sorted({one['dtype'] for one in mine}, reverse=True))}"
+
+
+def _memory(one: dict[str, Any]) -> str:
+    measured = one["memory"][0]
+    arithmetic = sum(part["bytes"] for part in one["arithmetic"] if part["where"] != "files")
+    above = measured["gathered"] + measured["other"]
+    return f"{sum(measured.values()) - above:,} / {arithmetic:,} (+{above:,}) on {one['world']}"
+
+
+def _issued(one: dict[str, Any]) -> str:
+    kinds = one["collectives"][0]["kinds"]
+    return "; ".join(f"{kind} {entry['count']} x, {entry['bytes']:,} B" for kind, entry in kinds.items()) or "none"
+
+
+def _volume(kinds: dict[str, int]) -> str:
+    return "; ".join(f"{kind} {size:,} B" for kind, size in kinds.items()) or "none"

@@ -13,9 +13,8 @@ from typing import Any
 
 from ezpz_llm.base.errors import run_command
 from ezpz_llm.certify.case import certify_case
-from ezpz_llm.certify.cases import Case
+from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.lead import Job, references_of, results_file
-from ezpz_llm.certify.options import Work
 from ezpz_llm.certify.reference import make_reference
 from ezpz_llm.certify.report import all_passed, conclude
 from ezpz_llm.dist import Dist, Heartbeat

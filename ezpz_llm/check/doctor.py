@@ -16,7 +16,7 @@ from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.check import software
 from ezpz_llm.check.facts.host import host_facts, numa_domains, room
 from ezpz_llm.check.facts.network import named_interfaces
-from ezpz_llm.check.judge.gathered import Finding, format_bytes
+from ezpz_llm.check.judge.gathered import Finding, format_bytes, judged
 from ezpz_llm.check.judge.hosts import LEAST_MEMORY_A_RANK, LEAST_SHARED_MEMORY, LEAST_TEMPORARY
 from ezpz_llm.launch.addresses import describe, is_loopback, missing_interface, own_interfaces, resolve
 from ezpz_llm.launch.dialects import choose
@@ -114,18 +114,16 @@ def cores(own: list[int], all_of_them: list[int], domains: Mapping[str, list[int
     found = f"{len(own)} of {len(all_of_them) or len(own)} ({fold_numbers(own)})"
     if len(domains) > 1:
         found += f", in {len(touched)} of {len(domains)} NUMA domains"
-    if len(own) == 1 and len(all_of_them) > 1:
-        return Finding("warn", "cores", found,
-                     "this shell is bound to one core, and so is all it starts: srun -c, or taskset -p")
-    return Finding("ok", "cores", found)
+    return judged("cores", found,
+                  (len(own) == 1 < len(all_of_them), "warn",
+                   "this shell is bound to one core, and so is all it starts: srun -c, or taskset -p"))
 
 
 def enough(name: str, free: int | None, total: int | None, least: int, instead: str) -> Finding:
     """Room of some kind, in bytes."""
     if free is None:
-        return Finding("warn", name, "cannot be told", "")
-    found = f"{format_bytes(free)} of {format_bytes(total)} free"
-    return Finding("warn", name, found, instead) if free < least else Finding("ok", name, found)
+        return Finding("warn", name, "cannot be told")
+    return judged(name, f"{format_bytes(free)} of {format_bytes(total)} free", (free < least, "warn", instead))
 
 
 def limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) -> Iterator[Finding]:
@@ -135,19 +133,13 @@ def limits(files: tuple[int, int], locked: tuple[int, int], has_fabric: bool) ->
         files, locked: (soft, hard), as `resource.getrlimit` gives them.
     """
     unlimited = resource.RLIM_INFINITY
-    is_low = files[0] != unlimited and files[0] < _LEAST_FILES
-    can_be_raised = files[1] == unlimited or files[1] >= _LEAST_FILES
-    text = f"open files {_limit(files[0])} (up to {_limit(files[1])})"
-    if is_low and not can_be_raised:
-        yield Finding("warn", "limits", text,
-                    f"ask for a hard limit of {_LEAST_FILES} or more: many ranks, many sockets")
-    else:
-        yield Finding("ok", "limits", text)
-    text = f"locked memory {'unlimited' if locked[0] == unlimited else format_bytes(locked[0])}"
-    if has_fabric and locked[0] != unlimited and locked[0] < _LEAST_LOCKED:
-        yield Finding("warn", "limits", text, "ulimit -l unlimited: RDMA fails or falls back to TCP without")
-    else:
-        yield Finding("ok", "limits", text)
+    # A soft limit can be raised up to the hard one.
+    are_few = all(limit != unlimited and limit < _LEAST_FILES for limit in files)
+    yield judged("limits", f"open files {_limit(files[0])} (up to {_limit(files[1])})",
+                 (are_few, "warn", f"ask for a hard limit of {_LEAST_FILES} or more: many ranks, many sockets"))
+    is_little = has_fabric and locked[0] != unlimited and locked[0] < _LEAST_LOCKED
+    yield judged("limits", f"locked memory {'unlimited' if locked[0] == unlimited else format_bytes(locked[0])}",
+                 (is_little, "warn", "ulimit -l unlimited: RDMA fails or falls back to TCP without"))
 
 
 def _limit(value: int) -> str:
@@ -159,13 +151,11 @@ def temporary(folder: str, kind: str) -> Finding:
     space = room(Path(folder))
     free, total = format_bytes(space["free"]), format_bytes(space["total"])
     found = f"{folder}, {kind or 'unknown file system'}, {free} of {total} free"
-    if len(folder) > _LONGEST_TMPDIR:
-        return Finding("warn", "temporary", found, "a shorter TMPDIR: sockets below it fail with 'path too long'")
-    if kind in _REMOTE:
-        return Finding("warn", "temporary", found, "a TMPDIR on the node's own disk or in memory: /tmp, /dev/shm")
-    if space["free"] is not None and space["free"] < LEAST_TEMPORARY:
-        return Finding("warn", "temporary", found, "make room there, or set TMPDIR")
-    return Finding("ok", "temporary", found)
+    return judged(
+        "temporary", found,
+        (len(folder) > _LONGEST_TMPDIR, "warn", "a shorter TMPDIR: sockets below it fail with 'path too long'"),
+        (kind in _REMOTE, "warn", "a TMPDIR on the node's own disk or in memory: /tmp, /dev/shm"),
+        (space["free"] is not None and space["free"] < LEAST_TEMPORARY, "warn", "make room there, or set TMPDIR"))
 
 
 def file_system(folder: Path) -> str:
@@ -186,12 +176,12 @@ def cache(env: Mapping[str, str]) -> Finding:
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     space = room(there)
     found = f"{folder}, {file_system(there) or 'unknown file system'}, {format_bytes(space['free'])} free"
-    if not os.access(there, os.W_OK):
-        return Finding("bad", "cache", f"{found}, not writable", "EZPZ_LLM_CACHE=DIR names another place")
-    if space["free"] is not None and space["free"] < _GOOD_CACHE:
-        return Finding("bad" if space["free"] < _LEAST_CACHE else "warn", "cache", found,
-                     "make room, or EZPZ_LLM_CACHE=DIR: environments, token shards and built ops go there")
-    return Finding("ok", "cache", found)
+    free, can_write = space["free"], os.access(there, os.W_OK)
+    room_instead = "make room, or EZPZ_LLM_CACHE=DIR: environments, token shards and built ops go there"
+    return judged("cache", found + ", not writable" * (not can_write),
+                  (not can_write, "bad", "EZPZ_LLM_CACHE=DIR names another place"),
+                  (free is not None and free < _LEAST_CACHE, "bad", room_instead),
+                  (free is not None and free < _GOOD_CACHE, "warn", room_instead))
 
 
 # Interfaces, and what this host's own name means.
@@ -208,10 +198,8 @@ def network_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def host_name(name: str, address: str | None) -> Finding:
     """What the host's own name resolves to: ranks of other hosts that are sent there must find this one."""
-    if address is None:
-        return Finding("warn", "host name", f"{name} does not resolve",
-                     "runs on several hosts need launch --interface NAME, or an entry in /etc/hosts")
-    if is_loopback(address):
-        return Finding("warn", "host name", f"{name} is {address} here",
-                     "runs on several hosts need launch --interface NAME: gloo would listen on the loopback")
-    return Finding("ok", "host name", f"{name} is {address}")
+    return judged("host name", f"{name} is {address}" if address else f"{name} does not resolve",
+                  (address is None, "warn",
+                   "runs on several hosts need launch --interface NAME, or an entry in /etc/hosts"),
+                  (is_loopback(address or ""), "warn",
+                   "runs on several hosts need launch --interface NAME: gloo would listen on the loopback"))

@@ -209,10 +209,9 @@ class Worker:
         return answer
 
     def _wait(self) -> None:
-        if self._device.type != "cpu":
-            import torch
+        from ezpz_llm.dist.device import synchronize
 
-            torch.get_device_module(self._device).synchronize()
+        synchronize(self._device)
 
 
 def main(answers: int) -> None:

@@ -17,7 +17,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.package_data import extensions_dir
 from ezpz_llm.check.facts.host import drivers, installed, mpi_library, torch_build
-from ezpz_llm.check.judge.gathered import Finding
+from ezpz_llm.check.judge.gathered import Finding, judged
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
@@ -46,9 +46,8 @@ def software_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 def python() -> Finding:
     """This Python."""
     found = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info[:2] < _LEAST_PYTHON:
-        return Finding("bad", "python", found, "Python 3.10 or newer: load its module, or set EZPZ_PYTHON")
-    return Finding("ok", "python", found)
+    return judged("python", found, (sys.version_info[:2] < _LEAST_PYTHON, "bad",
+                                    "Python 3.10 or newer: load its module, or set EZPZ_PYTHON"))
 
 
 def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
@@ -63,19 +62,22 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
                        "launchers/with-env finds or installs one (docs/install.md)")
     versions = [f"{name} {build[key]}" for key, (name, _) in _BUILDS.items() if key in build]
     found = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
-    if _numbers(build["version"]) < _LEAST_TORCH:
-        return Finding("bad", "torch", found, "torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH")
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
-    here = ", ".join(f"{maker} driver {version}" for maker, version in loaded.items())
-    if loaded and not makers & loaded.keys():
-        return Finding("bad", "torch", f"{found}; this machine has {here}",
-                     "a torch built for that: EZPZ_LLM_TORCH names one for launchers/with-env (docs/install.md)")
-    if "cuda" in build and driver_cuda and _numbers(build["cuda"])[:1] > driver_cuda[:1]:
-        return Finding("bad", "torch", f"{found}; the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}",
-                     "a torch built for an older CUDA, or a newer driver")
-    if makers and not loaded:
-        return Finding("warn", "torch", f"{found}; this machine has no such driver", "right for a login node only")
-    return Finding("ok", "torch", f"{found}{f'; {here}' if here else ''}")
+    is_newer = "cuda" in build and driver_cuda is not None and _numbers(build["cuda"])[:1] > driver_cuda[:1]
+    is_other = bool(loaded) and not makers & loaded.keys()
+    here = "this machine has " * is_other + ", ".join(f"{maker} driver {text}" for maker, text in loaded.items())
+    if driver_cuda is not None and is_newer:
+        here = f"the driver knows CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
+    elif makers and not loaded:
+        here = "this machine has no such driver"
+    return judged(
+        "torch", "; ".join(filter(None, (found, here))),
+        (_numbers(build["version"]) < _LEAST_TORCH, "bad",
+         "torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
+        (is_other, "bad",
+         "a torch built for that: EZPZ_LLM_TORCH names one for launchers/with-env (docs/install.md)"),
+        (is_newer, "bad", "a torch built for an older CUDA, or a newer driver"),
+        (bool(makers) and not loaded, "warn", "right for a login node only"))
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
@@ -93,11 +95,10 @@ def cuda_of_driver() -> tuple[int, int] | None:
 def package(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
     """An installed package and whether its version is one of those that are tested."""
     found, wanted = installed(name), f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
-    if found is None:
-        return Finding("bad", name, "not installed", f"pip install '{wanted}', or run in launchers/with-env")
-    if not least <= _numbers(found) < below:
-        return Finding("warn", name, found, f"pip install '{wanted}': others are not tested")
-    return Finding("ok", name, found)
+    return judged(name, found or "not installed",
+                  (found is None, "bad", f"pip install '{wanted}', or run in launchers/with-env"),
+                  (not least <= _numbers(found or "") < below, "warn",
+                   f"pip install '{wanted}': others are not tested"))
 
 
 def devices(env: Mapping[str, str], build: Mapping[str, str]) -> Finding:
@@ -176,23 +177,19 @@ def tool_checks(env: Mapping[str, str]) -> Iterator[Finding]:
 
 def op(name: str) -> Finding:
     """One of DeepSpeed's ops that layouts need."""
-    if is_built(name):
-        return Finding("ok", f"op {name}", f"built for this machine ({ops_dir()})")
-    return Finding("warn", f"op {name}", "not built",
-                   f"ezpz-llm doctor --build-ops {name}, for layouts that offload")
+    built = is_built(name)
+    return judged(f"op {name}", f"built for this machine ({ops_dir()})" if built else "not built",
+                  (not built, "warn", f"ezpz-llm doctor --build-ops {name}, for layouts that offload"))
 
 
 def compiler(env: Mapping[str, str]) -> Finding:
     """What builds ops and torch.compile's kernels."""
     wanted = env.get("CXX", "c++")
-    found = shutil.which(wanted, path=env.get("PATH"))
-    ninja = _beside("ninja")
-    if found is None:
-        return Finding("warn", "compiler", f"no C++ compiler ({wanted})",
-                     "install g++, load its module or set CXX: only DeepSpeed's ops and torch.compile need it")
-    if ninja is None:
-        return Finding("warn", "compiler", f"{found}, but no ninja", "pip install ninja, for DeepSpeed's ops")
-    return Finding("ok", "compiler", f"{found}, {ninja}")
+    found, ninja = shutil.which(wanted, path=env.get("PATH")), _beside("ninja")
+    return judged("compiler", f"{found or f'no C++ compiler ({wanted})'}, {ninja or 'no ninja'}",
+                  (found is None, "warn",
+                   "install g++, load its module or set CXX: only DeepSpeed's ops and torch.compile need it"),
+                  (ninja is None, "warn", "pip install ninja, for DeepSpeed's ops"))
 
 
 def stale_locks(env: Mapping[str, str]) -> list[Path]:
@@ -216,11 +213,9 @@ def py_spy() -> Finding:
 def clock(now: float, is_kept: bool | None) -> Finding:
     """This machine's time, and whether anything keeps it right (None: cannot be told)."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now)) + " UTC"
-    if now < _EARLIEST:
-        return Finding("bad", "clock", shown, "set it: certificates, logs and the time left in a job are wrong")
-    if is_kept is False:
-        return Finding("ok", "clock", f"{shown}, not kept in step by this machine's own chrony or ntpd")
-    return Finding("ok", "clock", shown)
+    kept = ", not kept in step by this machine's own chrony or ntpd" if is_kept is False else ""
+    return judged("clock", shown + kept, (now < _EARLIEST, "bad",
+                                          "set it: certificates, logs and the time left in a job are wrong"))
 
 
 def clock_is_kept() -> bool | None:

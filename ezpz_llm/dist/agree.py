@@ -21,6 +21,14 @@ def gather(dist: Dist, value: Any) -> list[Any] | None:
     return values
 
 
+def all_gather(dist: Dist, value: Any) -> list[Any]:
+    """Every rank's value, on every rank; small ones, since they are pickled. Collective."""
+    values = [value] * dist.world_size
+    if dist.world_size > 1:
+        torch_dist.all_gather_object(values, value)
+    return values
+
+
 def broadcast(dist: Dist, value: Any) -> Any:
     """Rank 0's value, on every rank. Collective."""
     if dist.world_size == 1:

@@ -48,6 +48,12 @@ def choose_device(asked: str | None, info: RankInfo) -> torch.device:
     return device
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device of this rank has done its work; a CPU's is done when the call returns."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
 def device_index(kind: str, count: int, info: RankInfo) -> int:
     """Which of `count` visible devices is this rank's.
 

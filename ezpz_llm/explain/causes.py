@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ezpz_llm.base import grouped
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.explain.split import HOST, RankSplit, Split
 from ezpz_llm.explain.waits import slow_link
@@ -112,10 +113,7 @@ def _within(split: Split, run: Mapping[str, Any],
             deepspeed: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
     """Causes within steps other than computing and waiting."""
     found, count = [], len(split.ranks)
-    by_label: dict[str, list[Any]] = {}
-    for rank in split.ranks:
-        for exposed in rank.exposed:
-            by_label.setdefault(exposed.label, []).append(exposed)
+    by_label = grouped((exposed.label, exposed) for rank in split.ranks for exposed in rank.exposed)
     slow = slow_link(split.ranks[0].notes.get("links") or ())
     lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
     crossing = {label for label, members in by_label.items() if any(map(split.crosses_hosts, members))}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ezpz_llm.base import grouped
 from ezpz_llm.explain.intervals import Interval, subtract, union
 
 
@@ -131,10 +131,7 @@ def operators(events: Sequence[Event], main: int, span: Span) -> list[Interval]:
     Those of C++ do (`aten::mm`), with all that is inside them. Others are looked into: nodes of autograd and
     functions in Python may as well be waiting for a collective.
     """
-    threads: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.cat == _OPERATORS:
-            threads[event.tid].append(event)
+    threads = grouped((event.tid, event) for event in events if event.cat == _OPERATORS)
     found: list[Interval] = []
     for thread, own in threads.items():
         if thread == main or any(event.name.startswith(_AUTOGRAD) for event in own):

@@ -30,20 +30,6 @@ def within(intervals: Sequence[Interval], start: float, end: float) -> list[Inte
     return [(max(a, start), min(b, end)) for a, b in intervals[first:last]]
 
 
-def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Intersection of two sets."""
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if start < end:
-            found.append((start, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Difference of two sets."""
     found, j = [], 0
@@ -59,6 +45,11 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
         if start < end:
             found.append((start, end))
     return found
+
+
+def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Intersection of two sets."""
+    return subtract(one, subtract(one, other))
 
 
 def bridge(intervals: Sequence[Interval], gap: float, apart: Sequence[float] = ()) -> list[Interval]:

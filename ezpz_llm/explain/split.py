@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.events import Flight
 from ezpz_llm.explain.intervals import Interval, intersect, subtract, total, union, within
@@ -228,11 +229,8 @@ def owned(exposed: Sequence[Interval], flights: Sequence[Flight]) -> list[list[I
 
 def _by_label(flights: Sequence[Flight], pieces: Sequence[list[Interval]],
               waited: Sequence[float]) -> tuple[Exposed, ...]:
-    groups: dict[str, list[int]] = defaultdict(list)
-    for i, flight in enumerate(flights):
-        groups[flight.label].append(i)
     found = []
-    for label, members in groups.items():
+    for label, members in grouped((flight.label, i) for i, flight in enumerate(flights)).items():
         sizes = [size for i in members if (size := flights[i].size) is not None]
         found.append(Exposed(label, len(members), sum(total(pieces[i]) for i in members),
                              sum(waited[i] for i in members),

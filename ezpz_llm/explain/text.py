@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from ezpz_llm.base.errors import cleaned
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.explain.checks import checks_text, memory_text
 from ezpz_llm.explain.counterfactual import Taken
-from ezpz_llm.explain.diagnosis import Account
+from ezpz_llm.explain.diagnosis import Account, checks_text, memory_text
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.plots import bars_plot

@@ -8,11 +8,12 @@ all-gather for the rank that calls last when it has what the others sent before.
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ezpz_llm.base import grouped
 from ezpz_llm.explain.events import Flight
 from ezpz_llm.explain.intervals import Interval, subtract, union, within
 
@@ -36,20 +37,15 @@ def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     While the last rank moves the data of a collective before, with whomever, the others wait for a link and not
     for it: where ranks have collectives by turns, one of them comes first.
     """
-    met: dict[Any, list[tuple[int, int, Flight]]] = defaultdict(list)
-    for trace in traces:
-        for i, (key, flight) in enumerate(zip(_keys(trace.rank, trace.flights), trace.flights, strict=True)):
-            if key is not None:
-                met[key].append((trace.rank, i, flight))
+    met = grouped((key, (trace.rank, i, trace.flights[i])) for trace in traces
+                  for i, key in enumerate(_keys(trace.rank, trace.flights)) if key is not None)
     whole = [meeting for key, meeting in met.items() if len(meeting) == len(key[1])]
     clock = common_clock(traces, [[(rank, flight) for rank, _, flight in meeting] for meeting in whole])
     # From here on times are those of the common clock.
     called = [max((clock[rank] + flight.start, rank) for rank, _, flight in meeting) for meeting in whole]
-    moving: dict[int, list[Interval]] = defaultdict(list)
-    for meeting, (since, _) in zip(whole, called, strict=True):
-        for rank, _, flight in meeting:
-            if flight.kind not in PAIRED:
-                moving[rank].append((since, clock[rank] + flight.end))
+    moving = grouped((rank, (since, clock[rank] + flight.end))
+                     for meeting, (since, _) in zip(whole, called, strict=True)
+                     for rank, _, flight in meeting if flight.kind not in PAIRED)
     moved = {rank: union(spans) for rank, spans in moving.items()}
     found: dict[int, list[Wait | None]] = {trace.rank: [None] * len(trace.flights) for trace in traces}
     for meeting, (since, last) in zip(whole, called, strict=True):
@@ -67,21 +63,13 @@ def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
     seen: Counter[Any] = Counter()
     found: list[Any] = []
     for flight in flights:
-        ranks: tuple[Any, ...] = flight.ranks
+        ranks, place = flight.ranks, "all"
         if flight.kind in PAIRED:
-            if flight.peer is None:
-                found.append(None)
-                continue
-            way = (rank, flight.peer) if flight.kind == "send" else (flight.peer, rank)
             # From one to the other, apart from the collectives that the same two have.
-            ranks, place = way, "->"
-        else:
-            place = "all"
-        if not ranks:
-            found.append(None)
-            continue
+            way = () if flight.peer is None else (rank, flight.peer)
+            ranks, place = way if flight.kind == "send" else way[::-1], "->"
         key = (flight.step, ranks, place)
-        found.append((*key, seen[key]))
+        found.append((*key, seen[key]) if ranks else None)
         seen[key] += 1
     return found
 

@@ -16,7 +16,7 @@ _MODULES = {
     "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
     "summary": ("Summary", "final_text", "summarise", "where_time_went"),
     "throughput": ("Rates", "StepWork"),
-    "timeline": ("PHASES", "Bubble", "BubbleMeter", "StepTimeline", "StepTimes", "Straggler", "StragglerMeter"),
+    "timeline": ("PHASES", "Bubble", "StepTimeline", "StepTimes", "Straggler"),
     "trackers": ("Tracking",),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.rundir import redact
 
@@ -30,7 +31,7 @@ def run_environment(dist: Dist) -> dict[str, Any]:
     return redact({
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "platform": platform.platform(),
-        "hosts": _hosts(dist),
+        "hosts": list(dict.fromkeys(all_gather(dist, socket.gethostname()))),
         "world_size": dist.world_size,
         "rank_source": dist.info.source,
         "backend": dist.backend,
@@ -47,16 +48,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _hosts(dist: Dist) -> list[str]:
-    """Host names in order of the ranks, each once."""
-    own = socket.gethostname()
-    if dist.world_size == 1:
-        return [own]
-    names: list[str | None] = [None] * dist.world_size
-    torch.distributed.all_gather_object(names, own)
-    return list(dict.fromkeys(name for name in names if name))
 
 
 def _device(device: torch.device) -> dict[str, Any]:

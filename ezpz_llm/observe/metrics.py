@@ -11,6 +11,7 @@ JSON has no NaN.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ import torch
 
 from ezpz_llm.observe.history import finite, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
-from ezpz_llm.observe.timeline import Bubble, BubbleMeter, StepTimeline, StepTimes, Straggler, StragglerMeter
+from ezpz_llm.observe.timeline import Bubble, StepTimeline, StepTimes, Straggler, pipeline_bubble, slowest_rank
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
 
@@ -64,8 +65,8 @@ class MetricsLog:
         self._measured: dict[int, Measured] = {}
         self._validations: dict[int, tuple[float, int]] = {}
         self._figures: dict[int, dict[str, float]] = {}
-        self._straggler = StragglerMeter(dist)
-        self._bubble = BubbleMeter(dist)
+        # Of each of this rank's steps: in data and forward; in backward besides; and until the optimizer's phase.
+        self._before_collectives, self._busy, self._span = array("d"), array("d"), array("d")
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
         self._tracking = tracking
         self._impossible_mfu = False
@@ -102,9 +103,7 @@ class MetricsLog:
     @property
     def due(self) -> bool:
         """True if the last recorded step is one to flush after."""
-        if not self._pending:
-            return False
-        return self.is_due(self._pending[-1][0])
+        return bool(self._pending) and self.is_due(self._pending[-1][0])
 
     def is_due(self, step: int) -> bool:
         """True if `step` is one to flush after."""
@@ -141,8 +140,10 @@ class MetricsLog:
         for line in lines if look else ():
             look(line)
         for time in times:
-            self._straggler.add(time)
-            self._bubble.add(time)
+            phases = time.phases
+            self._before_collectives.append(phases["data"] + phases["forward"])
+            self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
+            self._span.append(time.step_time_s - phases["optimizer"])
         self._measured = {}
         self._pending, self._values, self._validations = [], [], {}
         if not self._dist.is_main:
@@ -169,11 +170,11 @@ class MetricsLog:
 
     def straggler(self) -> Straggler | None:
         """The slowest rank; None for one rank. A collective."""
-        return self._straggler.straggler()
+        return slowest_rank(self._dist, self._before_collectives)
 
     def bubble(self) -> Bubble | None:
         """Idle time of the pipeline's stages; None without a pipeline. A collective."""
-        return self._bubble.bubble(self._work.accumulation)
+        return pipeline_bubble(self._dist, self._busy, self._span, self._work.accumulation)
 
     def _reduce(self) -> list[list[float]]:
         """(loss, norm) of every pending step, averaged over ranks in one collective.

@@ -11,10 +11,12 @@ import re
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from ezpz_llm.dist.device import synchronize
 
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 
@@ -136,10 +138,6 @@ class Ceiling:
     slowest_rank: int
     slowest_flops: float
 
-    def as_record(self) -> dict[str, Any]:
-        """For run.json."""
-        return asdict(self)
-
 
 def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
     """Multiply on all ranks at once, for about a fifth of a second. A collective.
@@ -205,14 +203,9 @@ def _factors(device: torch.device, dtype: torch.dtype, size: int) -> Factors:
 def _burst(factors: Factors, products: int) -> float:
     """Seconds that so many products take."""
     left, right, product = factors
-    _wait(left.device)
+    synchronize(left.device)
     began = time.perf_counter()
     for _ in range(products):
         torch.mm(left, right, out=product)
-    _wait(left.device)
+    synchronize(left.device)
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

@@ -18,6 +18,10 @@ from ezpz_llm.rundir import RunDir, SideFiles
 
 WIDTH_LIMIT = 100
 """Columns beyond which a plot no longer gets easier to read."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Marks of curves that are told apart without colour."""
+COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
+"""Of the terminal's 256: apart from each other on black and on white."""
 _DEFAULT_WIDTH = 80
 _HUGE = 1e300
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,10 +51,6 @@ class Summary:
     wall: dict[str, float]
     straggler: Straggler | None
     bubble: Bubble | None
-
-    def as_record(self) -> dict[str, Any]:
-        """The summary as JSON for run.json."""
-        return asdict(self)
 
     @property
     def warnings(self) -> list[str]:
@@ -152,27 +147,22 @@ def _bubble(bubble: Bubble) -> str:
 
 def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -> str:
     """The last block of a run: losses, speed, and where to look."""
-    spread_ms = _milliseconds(summary.step_time)
-    lines = [("training loss", f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
-                               f"(step {summary.steps})")]
-    if summary.val_step is not None:
-        lines.append(("validation loss", _validation(summary)))
-    if summary.skipped_steps:
-        lines.append(("skipped steps", f"{summary.skipped_steps}: they changed nothing"))
-    lines.append(("step time", f"{spread_ms[0]} ms median, {spread_ms[1]} to {spread_ms[2]} ms from 10 % to 90 %"))
-    lines.append(("tokens/s", f"{short_number(summary.tokens_per_second)}, "
-                              f"{short_number(summary.tokens_per_second_per_device)} a device"))
-    if summary.mfu is not None and summary.mfu <= 1:
-        lines.append(("MFU", f"{summary.mfu:.1%} of the stated peak" + (
-            "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted")))
-    if summary.flops_per_second_per_device is not None:
-        lines.append(("FLOP/s", f"{short_number(summary.flops_per_second_per_device)} a device" + (
-            "" if summary.ceiling_share is None else f", {summary.ceiling_share:.1%} of matrix products alone")))
-    lines.append(("plots", str(run_dir.plots)))
-    if profile is not None:
-        lines.append(("profile", str(profile)))
-    lines.append(("run directory", str(run_dir.path)))
-    text = "".join(f"{name:<16}{value}\n" for name, value in lines)
+    median, low, high = _milliseconds(summary.step_time)
+    mfu, flops = summary.mfu, summary.flops_per_second_per_device
+    lines = {
+        "training loss": f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
+                         f"(step {summary.steps})",
+        "validation loss": _validation(summary) if summary.val_step is not None else "",
+        "skipped steps": f"{summary.skipped_steps}: they changed nothing" if summary.skipped_steps else "",
+        "step time": f"{median} ms median, {low} to {high} ms from 10 % to 90 %",
+        "tokens/s": f"{short_number(summary.tokens_per_second)}, "
+                    f"{short_number(summary.tokens_per_second_per_device)} a device",
+        "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the stated peak" + (
+            "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted"),
+        "FLOP/s": "" if flops is None else f"{short_number(flops)} a device" + (
+            "" if summary.ceiling_share is None else f", {summary.ceiling_share:.1%} of matrix products alone"),
+        "plots": str(run_dir.plots), "profile": str(profile or ""), "run directory": str(run_dir.path)}
+    text = "".join(f"{name:<16}{value}\n" for name, value in lines.items() if value)
     return text + "".join(f"warning: {warning}\n" for warning in summary.warnings)
 
 

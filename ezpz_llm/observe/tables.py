@@ -11,17 +11,29 @@ TABLE_WIDTH = 100
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None,
-          rich: bool = False) -> str:
+          rich: bool = False, width: int = TABLE_WIDTH, marked: Sequence[int] = ()) -> str:
     """A table as text: first column to the left, the others to the right; ends in a newline.
 
     Args:
         footer: a last row, for totals.
-        rich: draw it for a terminal.
+        rich: draw it for a terminal of at most `width` columns, the rows with the numbers `marked` in red.
     """
     # Names of runs, hosts and settings come from files, perhaps of others.
     rows = [[cleaned(cell) for cell in row] for row in rows]
     columns = [cleaned(name) for name in columns]
-    return _rich(title, columns, rows, footer) if rich else _plain(title, columns, rows, footer)
+    if not rich:
+        return _plain(title, columns, rows, footer)
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(show_footer=footer is not None)
+    for i, name in enumerate(columns):
+        drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right")
+    for i, row in enumerate(rows):
+        drawn.add_row(*row, style="red" if i in marked else None)
+    text = io.StringIO()
+    Console(file=text, force_terminal=True, width=width).print(drawn)
+    return f"{title}\n{text.getvalue()}"
 
 
 def percentages(parts: Sequence[float]) -> list[str]:
@@ -49,17 +61,3 @@ def _plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], fo
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(lines) + "\n"
-
-
-def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(show_footer=footer is not None)
-    for i, name in enumerate(columns):
-        drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right")
-    for row in rows:
-        drawn.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, force_terminal=True, width=TABLE_WIDTH).print(drawn)
-    return f"{title}\n{text.getvalue()}"

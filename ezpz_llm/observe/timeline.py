@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.dist.device import synchronize
 from ezpz_llm.observe.history import OTHER, PHASES, steady
 
 if TYPE_CHECKING:
@@ -32,34 +32,23 @@ class StepTimes:
     phases: dict[str, float]
 
 
-class _Clock(Protocol):
-    def mark(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
-    def synchronize(self) -> None: ...
-    def release(self, marks: list[Any]) -> None: ...
-
-
 class _HostClock:
     """Marks are readings of the host's clock."""
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         return end - start
 
-    def synchronize(self) -> None:
-        """A CPU's work is done when the call returns."""
-
-    def release(self, marks: list[float]) -> None:
+    def release(self, marks: list[Any]) -> None:
         """Numbers need no recycling."""
 
 
-class _DeviceClock:
+class _DeviceClock(_HostClock):
     """Marks are timing events on the device's current stream, used again once they were read."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._module = torch.get_device_module(device)
         self._free: list[Any] = []
 
@@ -70,12 +59,6 @@ class _DeviceClock:
 
     def seconds(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3
-
-    def synchronize(self) -> None:
-        if self._device.type == "mps":
-            self._module.synchronize()
-        else:
-            self._module.synchronize(self._device)
 
     def release(self, marks: list[Any]) -> None:
         self._free += marks
@@ -89,7 +72,8 @@ class StepTimeline:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._clock: _Clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
+        self._device = device
+        self._clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self._started: float | None = None
         self._inside: str | None = None
         self._spans: list[tuple[str, Any, Any]] = []
@@ -129,7 +113,7 @@ class StepTimeline:
         """
         if self._started is None:
             raise RuntimeError("end_step without begin_step")
-        self._clock.synchronize()
+        synchronize(self._device)
         self._steps.append((time.perf_counter() - self._started, self._spans))
         self._started, self._spans = None, []
 
@@ -166,36 +150,26 @@ class Bubble:
         return statistics.fmean(self.idle)
 
 
-class BubbleMeter:
-    """Collects this rank's steps; `bubble` puts all ranks' together."""
+def pipeline_bubble(dist: Dist, busy: Sequence[float], span: Sequence[float], accumulation: int) -> Bubble | None:
+    """Medians over steady steps; None without a pipeline. Collective.
 
-    def __init__(self, dist: Dist) -> None:
-        self._dist = dist
-        self._busy, self._span = array("d"), array("d")
+    The first stage ends last: until then its time is the pipeline's. The other stages wait for it in the
+    optimizer's phase, for the sum of gradients or their norm, so that their own clocks do not tell.
 
-    def add(self, times: StepTimes) -> None:
-        """Keep a step's time in data, forward and backward, and the time until the optimizer's phase."""
-        phases = times.phases
-        self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
-        self._span.append(times.step_time_s - phases["optimizer"])
-
-    def bubble(self, accumulation: int) -> Bubble | None:
-        """Medians over steady steps; None without a pipeline. Collective.
-
-        The first stage ends last: until then its time is the pipeline's. The other stages wait for it in the
-        optimizer's phase, for the sum of gradients or their norm, so that their own clocks do not tell.
-        """
-        mesh = self._dist.mesh
-        if mesh.pp_size == 1 or not self._busy:
-            return None
-        sums = torch.zeros(mesh.pp_size + 1, device=self._dist.device)
-        sums[mesh.pp_rank] = statistics.median(steady(self._busy))
-        if mesh.pp_rank == 0:
-            sums[-1] = statistics.median(steady(self._span))
-        torch.distributed.all_reduce(sums)
-        *busy, span = sums.tolist()
-        stages = mesh.pp_size
-        return Bubble(tuple(1 - seconds / span for seconds in busy), (stages - 1) / (accumulation + stages - 1))
+    Args:
+        busy, span: of this rank's steps, the time in data, forward and backward, and until the optimizer's phase.
+    """
+    mesh = dist.mesh
+    if mesh.pp_size == 1 or not busy:
+        return None
+    sums = torch.zeros(mesh.pp_size + 1, device=dist.device)
+    sums[mesh.pp_rank] = statistics.median(steady(busy))
+    if mesh.pp_rank == 0:
+        sums[-1] = statistics.median(steady(span))
+    torch.distributed.all_reduce(sums)
+    *stages, whole = sums.tolist()
+    return Bubble(tuple(1 - seconds / whole for seconds in stages),
+                  (mesh.pp_size - 1) / (accumulation + mesh.pp_size - 1))
 
 
 # The slowest rank of a run, from the spans that every step has anyway.
@@ -210,24 +184,17 @@ class Straggler:
     median_s: float
 
 
-class StragglerMeter:
-    """Collects this rank's steps; `straggler` compares all ranks'."""
+def slowest_rank(dist: Dist, before_collectives: Sequence[float]) -> Straggler | None:
+    """The slowest rank ahead of its collectives, over steady steps; None for one rank. Collective.
 
-    def __init__(self, dist: Dist) -> None:
-        self._dist = dist
-        self._before_collectives = array("d")
-
-    def add(self, times: StepTimes) -> None:
-        """Keep a step's time in data and forward."""
-        self._before_collectives.append(times.phases["data"] + times.phases["forward"])
-
-    def straggler(self) -> Straggler | None:
-        """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective."""
-        if self._dist.world_size == 1 or not self._before_collectives:
-            return None
-        medians = torch.zeros(self._dist.world_size, device=self._dist.device)
-        medians[self._dist.rank] = statistics.median(steady(self._before_collectives))
-        torch.distributed.all_reduce(medians)
-        seconds = medians.tolist()
-        slowest = max(range(len(seconds)), key=seconds.__getitem__)
-        return Straggler(slowest, seconds[slowest], statistics.median(seconds))
+    Args:
+        before_collectives: of this rank's steps, the time in data and forward.
+    """
+    if dist.world_size == 1 or not before_collectives:
+        return None
+    medians = torch.zeros(dist.world_size, device=dist.device)
+    medians[dist.rank] = statistics.median(steady(before_collectives))
+    torch.distributed.all_reduce(medians)
+    seconds = medians.tolist()
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    return Straggler(slowest, seconds[slowest], statistics.median(seconds))

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.outside import read_json
 
 _FOLDER = Path(__file__).resolve().parent
@@ -153,12 +154,10 @@ def measured(backend: str) -> dict[str, Any] | None:
 def _rows(backend: str) -> dict[tuple[str, int], list[dict[str, float]]]:
     """The measurements by kind and ranks, in order of their sizes."""
     table = measured(backend)
-    found: dict[tuple[str, int], list[dict[str, float]]] = {}
     if table is None:
-        return found
-    for row in sorted(table["rows"], key=lambda row: row["bytes"]):
-        found.setdefault((row["kind"], row["ranks"]), []).append({**row, **_times(row, table["goodput"])})
-    return found
+        return {}
+    return grouped(((row["kind"], row["ranks"]), {**row, **_times(row, table["goodput"])})
+                   for row in sorted(table["rows"], key=lambda row: row["bytes"]))
 
 
 def _times(row: Mapping[str, Any], goodput: Mapping[str, float]) -> dict[str, float]:

@@ -10,20 +10,15 @@ import numpy as np
 
 from ezpz_llm.base.errors import UserError, cleaned, run_command
 from ezpz_llm.observe.history import steady
-from ezpz_llm.observe.plots import Curve, curves_plot, terminal_width, wants_colour
+from ezpz_llm.observe.plots import COLOURS, LETTERS, Curve, curves_plot, terminal_width, wants_colour
 from ezpz_llm.observe.tables import table
 from ezpz_llm.report.document import report_page
-from ezpz_llm.report.results import RESULTS, comments, differences, result_row, verdict
-from ezpz_llm.report.runs import Run, load_runs
+from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
 from ezpz_llm.rundir import newest_run, write_atomic
-
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
-"""Of the terminal's 256: apart from each other on black and on white."""
 
 _LONGEST = 31  # characters of a setting's value
 
-DRAWABLE = len(_LETTERS)
+DRAWABLE = len(LETTERS)
 """Runs that a plot can tell apart."""
 
 
@@ -79,8 +74,8 @@ def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, c
         timed = metric != "loss"
         x, y = (steady(values) if timed else values for values in (run.tokens, run.column(metric)))
         lettered = len(drawn) > 1 and not colour
-        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=_LETTERS[i] if lettered else "",
-                            lettered=lettered, colour=_COLOURS[i % len(_COLOURS)] if len(drawn) > 1 else -1))
+        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=LETTERS[i] if lettered else "",
+                            lettered=lettered, colour=COLOURS[i % len(COLOURS)] if len(drawn) > 1 else -1))
     if len(drawn) == 1 and metric == "loss" and drawn[0].validation:
         curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark="o"))
         title += ", o: validation"

@@ -6,7 +6,7 @@ import hashlib
 import shlex
 import time
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,9 +15,10 @@ import numpy as np
 from ezpz_llm.observe.history import steady
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.report.charts import Axis, Series, bars, chart, table
-from ezpz_llm.report.results import (
+from ezpz_llm.report.runs import (
     RESULTS,
     SETTINGS,
+    Run,
     comments,
     differences,
     phase_seconds,
@@ -25,7 +26,6 @@ from ezpz_llm.report.results import (
     setting_row,
     verdict,
 )
-from ezpz_llm.report.runs import Run
 from ezpz_llm.rundir.secrets import redact_words
 
 # One HTML page that needs nothing besides itself: no network, no server; light or dark, narrow or wide.
@@ -59,6 +59,18 @@ def _hash(text: str) -> str:
     return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+def written_by(command: str, now: float | None = None) -> str:
+    """The line that says when a page was written, and by what; `now` in epoch seconds."""
+    written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    return f'<p class="faint">Written {escape(written)} by <code>{command}</code>.</p>'
+
+
+def items(sentences: Iterable[str]) -> str:
+    """A list of sentences; empty without any."""
+    text = "".join(f"<li>{escape(one)}</li>" for one in sentences)
+    return f"<ul>{text}</ul>" if text else ""
+
+
 def views(name: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
     """Several bodies of which one is shown, chosen by radio buttons (without a script).
 
@@ -84,10 +96,10 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
     """The page for one or several runs, of which at least one has steps."""
     drawn = [run for run in runs if len(run.rows)]
     title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs"
-    written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     results = table("The loss is the mean over the last tenth of the steps, at most 50; times and rates are "
                     "medians over the steady steps", RESULTS, [result_row(run) for run in runs])
-    sections = [("Results", results + _notes(runs))]
+    notes = items(f"{name}: {text}" if len(runs) > 1 else text for name, text in comments(runs))
+    sections = [("Results", results + notes)]
     if len(runs) > 1:
         sections.append(("What differs", _differences(runs)))
     sections += [("Loss", views("loss", "Loss over", _loss_views(drawn))),
@@ -99,7 +111,7 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
             phases, "ms", lambda value: f"{value * 1e3:.1f}")))
     sections += [("Optimizer", views("optimizer", "Show", _optimizer_views(drawn))),
                  ("Settings", table("What ran", SETTINGS, [setting_row(run) for run in runs]) + _commands(runs))]
-    return page(title, f'<p class="faint">Written {escape(written)} by <code>ezpz-llm report</code>.</p>', sections)
+    return page(title, written_by("ezpz-llm report", now), sections)
 
 
 def _loss_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -155,12 +167,6 @@ def _optimizer_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
                                     Axis("step"), norm, over_steps("grad_norm"), max)),
             ("learning rate", chart("Learning rate", Axis("step"), Axis("rate", lambda value: f"{value:.3g}"),
                                     over_steps("lr")))]
-
-
-def _notes(runs: Sequence[Run]) -> str:
-    said = "".join(f"<li>{escape(f'{name}: {text}' if len(runs) > 1 else text)}</li>"
-                   for name, text in comments(runs))
-    return f"<ul>{said}</ul>"
 
 
 def _differences(runs: Sequence[Run]) -> str:

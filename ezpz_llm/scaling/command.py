@@ -15,8 +15,7 @@ from ezpz_llm.scaling.options import Options, help_text, parse
 from ezpz_llm.scaling.precheck import plan_study
 from ezpz_llm.scaling.reporting import report
 from ezpz_llm.scaling.running import Cut, left, run_all, submit_points
-from ezpz_llm.scaling.sample import points_file, read_repeats
-from ezpz_llm.scaling.study import Study, read_study, study_file
+from ezpz_llm.scaling.study import Study, read_repeats, read_study, study_file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +83,7 @@ def _described(study: Study, folder: Path, runs: int) -> str:
 def _conclude(study: Study, folder: Path, options: Options) -> int:
     """Say what came of it; the exit code."""
     to_make = left(study, folder, options.only, retry_failed=False)
-    repeats = read_repeats(folder) if points_file(folder).exists() else []
+    repeats = read_repeats(folder)
     failures = [repeat for repeat in repeats if repeat.error is not None]
     # A job of one point says nothing of the others, unless it is the last to end.
     is_all = len(repeats) == len(study.points) * study.repeats

@@ -8,10 +8,9 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
-from ezpz_llm.scaling.efficiency import Measured
+from ezpz_llm.scaling.efficiency import CONFIDENCE, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Findings
-from ezpz_llm.scaling.sample import Provenance
+from ezpz_llm.scaling.study import Provenance
 from ezpz_llm.scaling.tables import STEPS_ONLY, Table, interval_text
 
 _NO_BEARING = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_SECRET", "EZPZ_LLM_ENDS_AT",
@@ -99,14 +98,14 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
         rows.append((pair.first.name, *(short_number(one.tokens_per_second) for one in (pair.first, pair.second)),
                      f"{pair.faster.value:.1%}", interval_text(pair.faster), *shares, pair.verdict))
     tables = [Table(f"A: {a}\nB: {b}", ("point", "A tok/s", "B tok/s", "B / A", f"{CONFIDENCE:.0%} interval",
-                                        "A effic.", "B effic.", "B is"), tuple(rows))]
+                                        "A effic.", "B effic.", "B is"), tuple(rows), comparison_notes(comparison))]
     if comparison.differences:
         tables.append(Table("What is different", ("setting", "A", "B"), tuple(
             (name, *values) for name, values in comparison.differences.items())))
     return tables
 
 
-def comparison_remarks(comparison: Comparison) -> list[str]:
+def comparison_notes(comparison: Comparison) -> tuple[str, ...]:
     """Notes on the comparison."""
     found = [f"only in {name}: {', '.join(points)}"
              for name, points in zip(comparison.names, comparison.alone, strict=True) if points]
@@ -115,7 +114,7 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
     if (settings := len(comparison.differences.keys() - {"command"})) > 1:
         found.append(f"the studies differ in {settings} settings: what differs between their numbers has no single "
                      "cause")
-    return found
+    return tuple(found)
 
 
 def _key(point: Measured) -> tuple[str, str, int, int]:

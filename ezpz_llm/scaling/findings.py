@@ -1,4 +1,4 @@
-"""Findings of a study from its finished runs, superlinear speed-up explained (no torch)."""
+"""Findings of a study from its finished runs (no torch)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.scaling.efficiency import DISAGREEING, Curve, Measured, curves_of, points_of
+from ezpz_llm.scaling.efficiency import Curve, Measured, curves_of, points_of
 from ezpz_llm.scaling.fit import (
     REACH,
     Fit,
@@ -16,12 +17,10 @@ from ezpz_llm.scaling.fit import (
     Target,
     find_target,
     predict,
-    setting_of,
     shape_of,
     sizes_to_speak_of,
 )
-from ezpz_llm.scaling.sample import Provenance, Repeat, provenance_of, read_repeats
-from ezpz_llm.scaling.study import read_study
+from ezpz_llm.scaling.study import Provenance, Repeat, provenance_of, read_repeats, read_study
 
 DEFAULT_TARGET = 0.8
 
@@ -88,7 +87,9 @@ def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shap
     """
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
-    notes = (*notes, *(note for curve in curves for note in _smaller_that_failed(curve, points)))
+    notes = (*notes, *(f"{point.name} has no good run: efficiencies are against {curve.base.name}"
+                       for curve in curves for point in points if point.ranks < curve.base.ranks
+                       and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)))
     layouts = list(dict.fromkeys(curve.ds_config for curve in curves))
     extrapolations = [_extrapolate(name, [one for one in curves if one.ds_config == name],
                                    shapes.get(name, Shape()), target, at) for name in layouts]
@@ -96,21 +97,11 @@ def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shap
                     tuple(typed), tuple(notes), missing, provenance or {})
 
 
-def _smaller_that_failed(curve: Curve, points: Sequence[Measured]) -> list[str]:
-    return [f"{point.name} has no good run: efficiencies are against {curve.base.name}" for point in points
-            if (point.mode, point.ds_config) == (curve.mode, curve.ds_config) and point.ranks < curve.base.ranks]
-
-
 def _contests(points: Sequence[Measured]) -> list[tuple[Measured, ...]]:
     """Layouts at the largest size that several have, one a mode, the fastest first."""
-    groups: dict[tuple[str, int, int], list[Measured]] = {}
-    for point in points:
-        if point.good:
-            groups.setdefault((point.mode, point.ranks, point.nodes), []).append(point)
-    found: dict[str, list[Measured]] = {}
-    for (mode, *_), group in sorted(groups.items(), key=lambda item: item[0][1:]):
-        if len(group) > 1:
-            found[mode] = group
+    groups = grouped(((point.ranks, point.nodes, point.mode), point) for point in points if point.good)
+    found = {mode: group for (*_, mode), group in sorted(groups.items(), key=lambda item: item[0][:2])
+             if len(group) > 1}
     return [tuple(sorted(group, key=lambda point: -point.tokens_per_second)) for group in found.values()]
 
 
@@ -124,7 +115,9 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
         return Extrapolation(name, None, f"{error.found}; {error.instead}")
     predictions, refused = [], []
     for curve in curves:
-        for size in at or _chosen(curve):
+        # Twice the largest size, and as far as may be spoken of, where the curve could be measured there.
+        largest, possible = curve.size(curve.points[-1]), sizes_to_speak_of(curve)
+        for size in at or [size for size in (2 * largest, REACH * largest) if size in possible]:
             try:
                 predictions.append(predict(fit, curve, size))
             except UserError as error:
@@ -134,105 +127,3 @@ def _extrapolate(name: str, curves: Sequence[Curve], shape: Shape, target: float
     targets = [find_target(fit, curve, target) for curve in curves]
     return Extrapolation(name, fit, "", tuple(predictions), tuple(targets),
                          tuple(f"{error.where}: {error.found}" for error in refused))
-
-
-def _chosen(curve: Curve) -> list[int]:
-    """Twice the largest size, and as far as may be spoken of, where the curve could be measured there."""
-    largest = curve.size(curve.points[-1])
-    possible = sizes_to_speak_of(curve)
-    return [size for size in (2 * largest, REACH * largest) if size in possible]
-
-
-# Superlinear speed-up, an efficiency above 100 %: more devices did not make each of them faster.
-_LESS = 0.9
-"""Memory of a rank that counts as less."""
-_SPREAD = 1.2
-"""The slowest tenth of steps over the median that counts as unsteady."""
-
-
-def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
-    """Return the causes of a superlinear speed-up, the likeliest first; empty only if there is none."""
-    efficiency = curve.efficiency(point)
-    if point is curve.base or efficiency.value <= 1:
-        return ()
-    interval = efficiency.interval
-    if interval is not None and interval[0] <= 1:
-        runs = f", and runs of the smallest point differ by a factor of {curve.base.disagreement:.1f}"
-        return (f"within the noise: its interval begins at {interval[0]:.1%}"
-                + runs * (curve.base.disagreement > DISAGREEING),)
-    found = [*_work(curve.base, point), *_parts(curve.base, point), *_memory(curve.base, point),
-             *_unsteady(curve.base)]
-    if interval is None:
-        found.append("its error is not known (a single short run): measure with --repeats 3")
-    if not found:
-        found.append(f"not explained: {curve.base.name}, which all others are compared with, is too slow for a "
-                     "reason that was not measured; do not use this number before its runs have been looked at "
-                     f"(ezpz-llm explain {curve.base.first.run_dir})")
-    return tuple(found)
-
-
-def explain_predicted(fit: Fit, one: Prediction) -> str | None:
-    """Return the cause of a superlinear prediction; None if it is not above 100 %."""
-    if one.efficiency <= 1:
-        return None
-    if one.efficiency_band[0] <= 1:
-        return f"within the noise: its band begins at {one.efficiency_band[0]:.1%}"
-    curve = one.curve
-    before, base = fit.parts(setting_of(curve, curve.base, fit.shape)), curve.base
-    work = base.tokens_per_second_per_device * base.step_time.value * one.ranks / (
-        one.tokens_per_second * one.seconds)
-    gains = {part: seconds - one.parts.get(part, 0.0) * work for part, seconds in before.items()}
-    part, gain = max(gains.items(), key=lambda item: item[1])
-    if gain * 2 < base.step_time.value - one.seconds * work:
-        return f"not explained: {base.name}, which it is compared with, is slower than the fit; do not use it"
-    return (f"what the fit calls {part} takes {gain * 1e3:.1f} ms a step less for the same tokens"
-            + (": the optimizer's state is divided over more ranks" if part == "divided" else ""))
-
-
-def _work(base: Measured, point: Measured) -> list[str]:
-    """Another amount of work for the same tokens."""
-    one, other = base.first, point.first
-    found = []
-    if other.accumulation < one.accumulation:
-        found.append(f"fewer micro-steps a step ({other.accumulation}, at the smallest point {one.accumulation}): "
-                     "what each costs besides its tokens is paid less often")
-    if other.micro_batch > one.micro_batch:
-        found.append(f"a larger micro batch ({other.micro_batch}, at the smallest point {one.micro_batch}) "
-                     "keeps a device busier")
-    if other.ranks / other.nodes < one.ranks / one.nodes:
-        found.append(f"fewer ranks a node ({other.ranks / other.nodes:g}, at the smallest point "
-                     f"{one.ranks / one.nodes:g}) share its memory and cores")
-    return found
-
-
-def _parts(base: Measured, point: Measured) -> list[str]:
-    """Parts of the traced step that got shorter for the same tokens, if they make up for a tenth of the gain."""
-    before, after = base.split, point.split
-    if before is None or after is None:
-        return []
-    work = base.first.step_tokens / base.ranks * point.ranks / point.first.step_tokens
-    gains = {part: before[part] - after[part] * work for part in before}
-    gain = base.step_time.value - point.step_time.value * work
-    why = {"optimizer": "its state is divided over more ranks", "data": "less of it to read a rank",
-           "compute": "smaller tensors stay in the caches, or the smallest point ran on slower or hotter cores"}
-    return [f"{part} takes {seconds * 1e3:.1f} ms a step less for the same tokens"
-            + (f" ({why[part]})" if part in why else "")
-            for part, seconds in sorted(gains.items(), key=lambda item: -item[1]) if seconds > max(gain, 0) / 10]
-
-
-def _memory(base: Measured, point: Measured) -> list[str]:
-    found = []
-    for kind in ("device", "host"):
-        before, after = (getattr(one, f"peak_{kind}_bytes") for one in (base, point))
-        if before and after and after < _LESS * before:
-            found.append(f"a rank takes {after / 2**30:.2f} GiB of {kind} memory, at the smallest point "
-                         f"{before / 2**30:.2f}: that may have been short of it, or beyond its caches")
-    return found
-
-
-def _unsteady(base: Measured) -> list[str]:
-    steps = base.steps
-    if steps.high > _SPREAD * steps.median:
-        return [f"the smallest point was not steady: a tenth of its steps took longer than {steps.high * 1e3:.1f} "
-                f"ms, the median is {steps.median * 1e3:.1f}"]
-    return []

@@ -1,15 +1,15 @@
-"""Step-time models over size, fitted and weighed, and predictions with a band (no torch).
+"""The step-time model: fitted to a study's points, what it predicts with a band, and why a speed-up is superlinear.
 
-A few points cannot say which terms there are. So each combination of terms is fitted, with coefficients
-that are not negative, and weighed by Akaike's criterion; the best one is shown, and all of them make the band. What
-noise does to them is seen by fitting them again to studies drawn with the measured errors.
+A few points cannot say which terms there are. So each combination of TERMS is fitted, with coefficients that are
+not negative, and weighed by Akaike's criterion; the best one is shown, and all of them make the band. What noise
+does to them is seen by fitting them again to studies drawn with the measured errors (no torch).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +17,23 @@ import numpy as np
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, read_layout
-from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate
-from ezpz_llm.scaling.efficiency import Curve, Measured
+from ezpz_llm.scaling.efficiency import CONFIDENCE, DISAGREEING, Curve, Estimate, Measured
+
+TERMS = ("work", "serial", "divided", "bandwidth", "latency, tree", "latency, ring")
+"""At most one of the two latencies is in a model; some work or serial part there always is."""
+
+LEAST_SIZES = 3
+REACH = 4
+"""Times the largest measured size; beyond it nothing is said."""
+
+_DRAWS = 1000
+_FLOOR = 1e-3
+"""The least relative error of a point: no model is truer than this."""
+_ALIKE = 1e-6  # of singular values: terms that cannot be told apart at these points
+
+Band = tuple[float, float]
 
 
-# The step-time model: its terms and their inputs.
 @dataclass(frozen=True)
 class Shape:
     """Features of a layout in the step-time model: pipeline stages; are gradients reduced once a micro-step; is
@@ -57,13 +69,17 @@ class Setting:
     shape: Shape
 
     @property
-    def rounds(self) -> float:
-        return self.accumulation if self.shape.per_micro_step else 1.0
-
-    @property
     def bubble(self) -> float:
         """The idle time of a pipeline over its work."""
         return (self.shape.pp - 1) / self.accumulation
+
+    @property
+    def terms(self) -> np.ndarray:
+        """What the coefficients of TERMS are multiplied by."""
+        rounds = self.accumulation if self.shape.per_micro_step else 1.0
+        return np.array([self.tokens * (1 + self.bubble), 1.0, self.shape.divides / self.dp,
+                         0.0 if self.alone else rounds * (self.dp - 1) / self.dp,
+                         rounds * math.log2(self.size), rounds * (self.size - 1)])
 
 
 def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:
@@ -83,58 +99,18 @@ def setting_at(curve: Curve, size: float, shape: Shape) -> Setting:
                    accumulation=max(1.0, base.accumulation / divided), alone=curve.unit == "nodes" and size <= 1)
 
 
-def check_divides(curve: Curve, size: int) -> None:
-    """Refuse a size at which the curve could not be measured.
-
-    Raises:
-        UserError: the fixed global batch cannot be divided there.
-    """
-    if curve.mode == "weak":
-        return
-    one = curve.base.first
-    micro_batches = {point.first.micro_batch for point in curve.points}
-    # Where they differ, the trainer was free to choose them.
-    least = micro_batches.pop() if len(micro_batches) == 1 else 1
-    dp = one.global_batch / (one.micro_batch * one.accumulation) * size / curve.size(curve.base)
-    if dp != int(dp) or one.global_batch % (least * int(dp)):
-        raise UserError(f"a global batch of {one.global_batch} in micro batches of {least} cannot be divided "
-                        f"over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
-                        instead="a size that divides it, or a study with another batch")
-
-
-Term = Callable[[Setting], float]
-
-TERMS: dict[str, Term] = {
-    "work": lambda at: at.tokens * (1 + at.bubble),
-    "serial": lambda at: 1.0,
-    "divided": lambda at: 1 / at.dp if at.shape.divides else 0.0,
-    "bandwidth": lambda at: 0.0 if at.alone else at.rounds * (at.dp - 1) / at.dp,
-    "latency, tree": lambda at: at.rounds * math.log2(at.size),
-    "latency, ring": lambda at: at.rounds * (at.size - 1),
-}
-"""By name; at most one of the two latencies is in a model."""
-
-
-LEAST_SIZES = 3
-_DRAWS = 1000
-_FLOOR = 1e-3
-"""The least relative error of a point: no model is truer than this."""
-_ALIKE = 1e-6  # of singular values: terms that cannot be told apart at these points
-
-
 @dataclass(frozen=True)
 class _Model:
-    """One combination of terms. `coefficients` (k) fit the data, `drawn` (k, draws) the drawn studies; `weights`
-    (draws) are relative, 0 where a coefficient would be negative."""
+    """One combination of terms, by their numbers. Column 0 of `coefficients` (TERMS, 1 + draws) fits the study
+    itself, the others drawn ones; so do `scores`, Akaike's, infinite where a coefficient would be negative."""
 
-    terms: tuple[str, ...]
+    terms: tuple[int, ...]
     coefficients: np.ndarray
-    score: float
-    drawn: np.ndarray
-    weights: np.ndarray
+    scores: np.ndarray
 
-    def at(self, setting: Setting) -> np.ndarray:
-        return np.array([TERMS[name](setting) for name in self.terms])
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(TERMS[number] for number in self.terms)
 
 
 @dataclass(frozen=True)
@@ -165,6 +141,8 @@ class Fit:
         error: root mean square deviation of the best model from the points, as a fraction.
         noise: mean relative standard error of a point, from its runs or steps.
         free: points less terms of the best model; with 0 nothing tests the form, and `error` says nothing.
+        terms: those of the best model.
+        rivals: other models that the points support about as well (within 2 of Akaike's criterion).
     """
 
     def __init__(self, curves: Sequence[Curve], shape: Shape, seed: int = 0) -> None:
@@ -176,44 +154,38 @@ class Fit:
         self.curves, self.shape = tuple(curves), shape
         pairs = [(curve, point) for curve in curves for point in curve.points]
         _check(pairs)
-        self._settings = [setting_of(curve, point, shape) for curve, point in pairs]
-        estimates = [point.step_time for _, point in pairs]
-        times = np.array([one.value for one in estimates])
-        freedom = sum(one.freedom for one in _counted(estimates))
-        errors = _pooled(estimates, [len(point.good) for _, point in pairs])
+        settings = [setting_of(curve, point, shape) for curve, point in pairs]
+        table = np.array([setting.terms for setting in settings])
+        times = np.array([point.step_time.value for _, point in pairs])
+        errors, freedom = _pooled([point.step_time for _, point in pairs], [len(point.good) for _, point in pairs])
         rng = np.random.default_rng(seed)
         scale = np.sqrt(freedom / rng.chisquare(freedom, _DRAWS))
         normal = rng.standard_normal((len(pairs), _DRAWS)) * scale
 
-        models = self._fit_all(times, errors, normal)
+        models = _fit_models(table, times, errors, normal)
         best = models[0]
         self.free = len(pairs) - len(best.terms)
-        if self.free > 0 and (misfit := _misfit(best, self._settings, times, errors) / self.free) > 1:
+        misfit = (((table @ best.coefficients[:, 0] - times) / (times * errors)) ** 2).sum()
+        if misfit > self.free > 0:
             # What no model explains is taken for noise: the band has to hold it.
-            errors = errors * np.sqrt(misfit)
-            models = self._fit_all(times, errors, normal)
-        self._models = models
-        self._measured = {id(point): seconds * np.exp(errors[i] * normal[i])
-                          for i, ((_, point), seconds) in enumerate(zip(pairs, times, strict=True))}
+            errors = errors * np.sqrt(misfit / self.free)
+            models = _fit_models(table, times, errors, normal)
+        self._best = models[0]
+        self._drawn = np.stack([model.coefficients[:, 1:] for model in models])
+        self._weights = np.exp([-model.scores[1:] / 2 for model in models])
+        self._measured = {id(point): drawn
+                          for (_, point), drawn in zip(pairs, _drawn(times, errors, normal), strict=True)}
+        self.terms = self._best.names
+        self.rivals = tuple(model.names for model in models[1:] if model.scores[0] < self._best.scores[0] + 2)
         self.noise = float(np.sqrt(np.mean(errors**2)))
         self.rows = tuple(Fitted(curve, point, self.parts(setting), float(seconds))
-                          for (curve, point), setting, seconds in zip(pairs, self._settings, times, strict=True))
+                          for (curve, point), setting, seconds in zip(pairs, settings, times, strict=True))
         self.error = float(np.sqrt(np.mean([row.deviation**2 for row in self.rows])))
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """Those of the best model."""
-        return self._models[0].terms
-
-    @property
-    def rivals(self) -> tuple[tuple[str, ...], ...]:
-        """Other models that the points support about as well (within 2 of Akaike's criterion)."""
-        return tuple(model.terms for model in self._models[1:] if model.score < self._models[0].score + 2)
 
     def parts(self, setting: Setting) -> dict[str, float]:
         """Seconds by term under the best model, a pipeline's bubble apart from the work."""
-        model = self._models[0]
-        parts = dict(zip(model.terms, map(float, model.coefficients * model.at(setting)), strict=True))
+        seconds = (self._best.coefficients[:, 0] * setting.terms).tolist()
+        parts = {TERMS[number]: seconds[number] for number in self._best.terms}
         if setting.shape.pp > 1 and "work" in parts:
             parts["bubble"] = parts["work"] * setting.bubble / (1 + setting.bubble)
             parts["work"] -= parts["bubble"]
@@ -221,49 +193,18 @@ class Fit:
 
     def seconds(self, setting: Setting) -> float:
         """Step time under the best model."""
-        model = self._models[0]
-        return float(model.coefficients @ model.at(setting))
+        return float(setting.terms @ self._best.coefficients[:, 0])
 
-    def band(self, setting: Setting, over: Measured | None = None) -> tuple[float, float]:
+    def band(self, setting: Setting, over: Measured | None = None) -> Band:
         """The band of the step time at CONFIDENCE; of its ratio to the time measured at `over`, if given."""
-        values = [model.at(setting) @ model.drawn for model in self._models]
+        values = setting.terms @ self._drawn
         if over is not None:
-            values = [one / self._measured[id(over)] for one in values]
-        return _quantiles(np.concatenate(values), np.concatenate([model.weights for model in self._models]))
-
-    def _fit_all(self, times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> list[_Model]:
-        """All models that can be fitted, the best first."""
-        drawn = times[:, None] * np.exp(errors[:, None] * normal)
-        fitted = [self._fit(terms, times, errors, drawn) for terms in _combinations()]
-        return sorted((one for one in fitted if one is not None),
-                      key=lambda one: (not np.isfinite(one.score), round(one.score, 6), len(one.terms)))
-
-    def _fit(self, terms: tuple[str, ...], times: np.ndarray, errors: np.ndarray,
-             drawn: np.ndarray) -> _Model | None:
-        if len(terms) > len(times):
-            return None
-        weight = 1 / (times * errors)
-        table = np.array([[TERMS[name](setting) for name in terms] for setting in self._settings]) * weight[:, None]
-        lengths = np.linalg.norm(table, axis=0)
-        if not lengths.all() or np.linalg.svd(table / lengths, compute_uv=False)[-1] < _ALIKE:
-            return None
-        inverse = np.linalg.pinv(table)
-        values, several = inverse @ (times * weight), inverse @ (drawn * weight[:, None])
-
-        def score(coefficients: np.ndarray, data: np.ndarray) -> np.ndarray:
-            misfit = ((table @ coefficients - data) ** 2).sum(axis=0)
-            return np.where((coefficients >= 0).all(axis=0), misfit + 2 * len(terms), np.inf)
-
-        scores = score(several, drawn * weight[:, None])
-        return _Model(terms, values, float(score(values, times * weight)), several, np.exp(-scores / 2))
-
-
-def _combinations() -> list[tuple[str, ...]]:
-    """Every combination of terms with at most one latency; some work or serial part there always is."""
-    latencies = [name for name in TERMS if name.startswith("latency")]
-    others = [name for name in TERMS if name not in latencies]
-    return [(*some, *latency) for size in range(1, len(others) + 1) for some in itertools.combinations(others, size)
-            for latency in ((), *((name,) for name in latencies)) if {"work", "serial"} & set(some)]
+            values = values / self._measured[id(over)]
+        order = np.argsort(values, axis=None)
+        reached = np.cumsum(self._weights.ravel()[order]) / self._weights.sum()
+        tail = (1 - CONFIDENCE) / 2
+        low, high = order[np.minimum(np.searchsorted(reached, (tail, 1 - tail)), len(order) - 1)]
+        return float(values.flat[low]), float(values.flat[high])
 
 
 def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
@@ -276,43 +217,58 @@ def _check(pairs: Sequence[tuple[Curve, Measured]]) -> None:
                         instead="--repeats 3, or more steps")
 
 
-def _counted(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Those that know how runs differ, where there are any: the steps of one run differ by less."""
-    return [one for one in estimates if one.basis == "runs"] or list(estimates)
+def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> tuple[np.ndarray, float]:
+    """Relative standard error of each point, with the noise of one run pooled over all that know it, and its
+    degrees of freedom. Where some points know how runs differ, only these count: steps of one run differ less."""
+    pairs = list(zip(estimates, runs, strict=True))
+    counted = [(one, count) for one, count in pairs if one.basis == "runs"] or pairs
+    freedoms = [one.freedom for one, _ in counted]
+    of_one = float(np.average([one.variance * count for one, count in counted], weights=freedoms))
+    return np.maximum(np.sqrt(of_one / np.array(runs, float)), _FLOOR), sum(freedoms)
 
 
-def _pooled(estimates: Sequence[Estimate], runs: Sequence[int]) -> np.ndarray:
-    """Relative standard error of each point, with the noise of one run pooled over all that know it."""
-    counted = _counted(estimates)
-    variances = [one.variance * count for one, count in zip(estimates, runs, strict=True) if one in counted]
-    of_one = float(np.average(variances, weights=[one.freedom for one in counted]))
-    return np.maximum(np.sqrt(of_one / np.array(runs, float)), _FLOOR)
+def _drawn(times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> np.ndarray:
+    """Times (points, draws) of studies as they might have been measured as well."""
+    return times[:, None] * np.exp(errors[:, None] * normal)
 
 
-def _misfit(model: _Model, settings: Sequence[Setting], times: np.ndarray, errors: np.ndarray) -> float:
-    fitted = np.array([model.coefficients @ model.at(setting) for setting in settings])
-    return float((((fitted - times) / (times * errors)) ** 2).sum())
+def _fit_models(table: np.ndarray, times: np.ndarray, errors: np.ndarray, normal: np.ndarray) -> list[_Model]:
+    """Least squares with every combination of terms that the points can tell apart, the best first.
+
+    Args:
+        table: (points, TERMS).
+        normal: (points, draws), the noise of drawn studies in units of `errors`.
+    """
+    weight = 1 / (times * errors)[:, None]
+    data = np.column_stack([times, _drawn(times, errors, normal)]) * weight
+    found = []
+    for terms in _combinations():
+        part = table[:, list(terms)] * weight
+        lengths = np.linalg.norm(part, axis=0)
+        if (len(terms) > len(times) or not lengths.all()
+                or np.linalg.svd(part / lengths, compute_uv=False)[-1] < _ALIKE):
+            continue
+        coefficients = np.zeros((len(TERMS), data.shape[1]))
+        coefficients[list(terms)] = np.linalg.pinv(part) @ data
+        misfit = ((part @ coefficients[list(terms)] - data) ** 2).sum(axis=0)
+        scores = np.where((coefficients >= 0).all(axis=0), misfit + 2 * len(terms), np.inf)
+        found.append(_Model(terms, coefficients, scores))
+    return sorted(found, key=lambda one: (round(float(one.scores[0]), 6), len(one.terms)))
 
 
-def _quantiles(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    order = np.argsort(values)
-    reached = np.cumsum(weights[order]) / weights.sum()
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.searchsorted(reached, (tail, 1 - tail))
-    return float(values[order[low]]), float(values[order[min(high, len(values) - 1)]])
+def _combinations() -> list[tuple[int, ...]]:
+    """The numbers of the terms of every model."""
+    work, serial, divided, bandwidth, tree, ring = range(len(TERMS))
+    others = (work, serial, divided, bandwidth)
+    return [(*some, *latency) for size in range(1, 5) for some in itertools.combinations(others, size)
+            if {work, serial} & set(some) for latency in ((), (tree,), (ring,))]
 
 
-# Beyond what was measured, with a band, and not far.
-REACH = 4
-"""Times the largest measured size; beyond it nothing is said."""
-
-Band = tuple[float, float]
-
-
+# Other sizes by the fit, and not far beyond what was measured.
 @dataclass(frozen=True)
 class Prediction:
-    """A curve at another size by the fit. Bands are those of the mean over runs, at confidence.CONFIDENCE; a single
-    run scatters around it. `efficiency` is against the smallest point as measured."""
+    """A curve at another size by the fit. Bands are those of the mean over runs, at CONFIDENCE; a single run
+    scatters around it. `efficiency` is against the smallest point as measured."""
 
     curve: Curve
     size: int
@@ -343,15 +299,10 @@ class Target:
 
     def describe(self) -> str:
         """In one sentence."""
-        unit = self.curve.unit
-
-        def said(size: int) -> str:
-            return f"{size} or more" if size == self.limit else str(size)
-
-        text = f"efficiency stays at {self.target:.0%} or above up to {said(self.size)} {unit}"
-        if self.sure != self.possible:
-            text += f" (between {said(self.sure)} and {said(self.possible)} by the band)"
-        return text
+        size, sure, possible = (f"{size} or more" if size == self.limit else str(size)
+                                for size in (self.size, self.sure, self.possible))
+        text = f"efficiency stays at {self.target:.0%} or above up to {size} {self.curve.unit}"
+        return text + (f" (between {sure} and {possible} by the band)" if sure != possible else "")
 
 
 def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
@@ -361,27 +312,41 @@ def predict(fit: Fit, curve: Curve, size: int) -> Prediction:
         UserError: the size is smaller than what was measured, more than REACH times the largest, or one at which
             the curve could not be measured.
     """
-    smallest, largest = curve.size(curve.base), curve.size(curve.points[-1])
-    if not smallest <= size <= REACH * largest:
-        raise UserError(f"no prediction for {size} {curve.unit}: measured were {smallest} to {largest}",
-                        where=curve.name, instead=f"{smallest} to {REACH * largest} {curve.unit} "
-                        f"({REACH} times the largest), or measure a larger point")
-    ranks = curve.base.ranks * size / smallest
-    if ranks != int(ranks):
-        raise UserError(f"{size} {curve.unit} are {ranks:g} ranks", where=curve.name,
-                        instead=f"a multiple of {smallest}")
-    check_divides(curve, size)
+    if problem := _problem(curve, size):
+        raise problem
+    ranks = curve.base.ranks * size // curve.size(curve.base)
     setting = setting_at(curve, size, fit.shape)
     seconds = fit.seconds(setting)
-    efficiency, efficiency_band = _efficiency(fit, curve, setting)
-    return Prediction(curve, size, int(ranks), seconds, fit.band(setting), setting.tokens * ranks / seconds,
-                      efficiency, efficiency_band, fit.parts(setting), size > largest)
+    return Prediction(curve, size, ranks, seconds, fit.band(setting), setting.tokens * ranks / seconds,
+                      *_efficiency(fit, curve, setting), fit.parts(setting), size > curve.size(curve.points[-1]))
+
+
+def _problem(curve: Curve, size: int) -> UserError | None:
+    """Why nothing is said of a size: too far from what was measured, or the curve could not be measured there."""
+    base, largest = curve.base, curve.size(curve.points[-1])
+    smallest = curve.size(base)
+    if not smallest <= size <= REACH * largest:
+        return UserError(f"no prediction for {size} {curve.unit}: measured were {smallest} to {largest}",
+                         where=curve.name, instead=f"{smallest} to {REACH * largest} {curve.unit} "
+                         f"({REACH} times the largest), or measure a larger point")
+    if base.ranks * size % smallest:
+        return UserError(f"{size} {curve.unit} are {base.ranks * size / smallest:g} ranks", where=curve.name,
+                         instead=f"a multiple of {smallest}")
+    one = base.first
+    micro_batches = {point.first.micro_batch for point in curve.points}
+    # Where they differ, the trainer was free to choose them.
+    least = micro_batches.pop() if len(micro_batches) == 1 else 1
+    dp = one.global_batch / (one.micro_batch * one.accumulation) * size / smallest
+    if curve.mode == "strong" and (dp != int(dp) or one.global_batch % (least * int(dp))):
+        return UserError(f"a global batch of {one.global_batch} in micro batches of {least} cannot be divided "
+                         f"over {dp:g} data-parallel ranks", where=f"{curve.name} at {size} {curve.unit}",
+                         instead="a size that divides it, or a study with another batch")
+    return None
 
 
 def sizes_to_speak_of(curve: Curve) -> list[int]:
     """The sizes that `predict` answers for."""
-    smallest, largest = curve.size(curve.base), curve.size(curve.points[-1])
-    return [size for size in range(smallest, REACH * largest + 1) if _can_be(curve, size)]
+    return [size for size in range(1, REACH * curve.size(curve.points[-1]) + 1) if _problem(curve, size) is None]
 
 
 def find_target(fit: Fit, curve: Curve, target: float) -> Target:
@@ -395,20 +360,19 @@ def find_target(fit: Fit, curve: Curve, target: float) -> Target:
     sizes = sizes_to_speak_of(curve)
     found = [_efficiency(fit, curve, setting_at(curve, size, fit.shape)) for size in sizes]
 
-    def last(values: list[float]) -> int:
+    def last(values: Sequence[float]) -> int:
         # The first failure counts: a model may rise again where fewer micro-steps are left. At the smallest size
         # efficiency is 1 by definition, whatever the band of the fit there.
         under = next((i for i, value in enumerate(values[1:], 1) if value < target), len(values))
         return sizes[under - 1]
 
-    middle, low, high = (list(values) for values in zip(*((one, *band) for one, band in found), strict=True))
+    middle, low, high = zip(*((one, *band) for one, band in found), strict=True)
     return Target(curve, target, last(middle), last(low), last(high), sizes[-1])
 
 
 def line(fit: Fit, curve: Curve, points: int = 60) -> list[tuple[float, float, Band]]:
     """(size, efficiency, band) from the smallest size to the largest that may be spoken of, to be drawn."""
-    smallest, largest = curve.size(curve.base), sizes_to_speak_of(curve)[-1]
-    sizes = [smallest + (largest - smallest) * i / points for i in range(points + 1)]
+    sizes = np.linspace(curve.size(curve.base), sizes_to_speak_of(curve)[-1], points + 1).tolist()
     return [(size, *_efficiency(fit, curve, setting_at(curve, size, fit.shape))) for size in sizes]
 
 
@@ -419,11 +383,96 @@ def _efficiency(fit: Fit, curve: Curve, setting: Setting) -> tuple[float, Band]:
     return work * base.step_time.value / fit.seconds(setting), (work / high, work / low)
 
 
-def _can_be(curve: Curve, size: int) -> bool:
-    if curve.base.ranks * size % curve.size(curve.base):
-        return False
-    try:
-        check_divides(curve, size)
-    except UserError:
-        return False
-    return True
+# Superlinear speed-up, an efficiency above 100 %: more devices did not make each of them faster.
+_LESS = 0.9
+"""Memory of a rank that counts as less."""
+_SPREAD = 1.2
+"""The slowest tenth of steps over the median that counts as unsteady."""
+
+
+def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
+    """Return the causes of a superlinear speed-up, the likeliest first; empty only if there is none."""
+    efficiency = curve.efficiency(point)
+    if point is curve.base or efficiency.value <= 1:
+        return ()
+    interval = efficiency.interval
+    if interval is not None and interval[0] <= 1:
+        runs = f", and runs of the smallest point differ by a factor of {curve.base.disagreement:.1f}"
+        return (f"within the noise: its interval begins at {interval[0]:.1%}"
+                + runs * (curve.base.disagreement > DISAGREEING),)
+    found = [*_work(curve.base, point), *_parts(curve.base, point), *_memory(curve.base, point),
+             *_unsteady(curve.base)]
+    if interval is None:
+        found.append("its error is not known (a single short run): measure with --repeats 3")
+    if not found:
+        found.append(f"not explained: {curve.base.name}, which all others are compared with, is too slow for a "
+                     "reason that was not measured; do not use this number before its runs have been looked at "
+                     f"(ezpz-llm explain {curve.base.first.run_dir})")
+    return tuple(found)
+
+
+def explain_predicted(fit: Fit, one: Prediction) -> str | None:
+    """Return the cause of a superlinear prediction; None if it is not above 100 %."""
+    if one.efficiency <= 1:
+        return None
+    if one.efficiency_band[0] <= 1:
+        return f"within the noise: its band begins at {one.efficiency_band[0]:.1%}"
+    curve = one.curve
+    before, base = fit.parts(setting_of(curve, curve.base, fit.shape)), curve.base
+    work = base.tokens_per_second_per_device * base.step_time.value * one.ranks / (
+        one.tokens_per_second * one.seconds)
+    gains = {part: seconds - one.parts.get(part, 0.0) * work for part, seconds in before.items()}
+    part, gain = max(gains.items(), key=lambda item: item[1])
+    if gain * 2 < base.step_time.value - one.seconds * work:
+        return f"not explained: {base.name}, which it is compared with, is slower than the fit; do not use it"
+    return (f"what the fit calls {part} takes {gain * 1e3:.1f} ms a step less for the same tokens"
+            + (": the optimizer's state is divided over more ranks" if part == "divided" else ""))
+
+
+def _work(base: Measured, point: Measured) -> list[str]:
+    """Another amount of work for the same tokens."""
+    one, other = base.first, point.first
+    found = []
+    if other.accumulation < one.accumulation:
+        found.append(f"fewer micro-steps a step ({other.accumulation}, at the smallest point {one.accumulation}): "
+                     "what each costs besides its tokens is paid less often")
+    if other.micro_batch > one.micro_batch:
+        found.append(f"a larger micro batch ({other.micro_batch}, at the smallest point {one.micro_batch}) "
+                     "keeps a device busier")
+    if other.ranks / other.nodes < one.ranks / one.nodes:
+        found.append(f"fewer ranks a node ({other.ranks / other.nodes:g}, at the smallest point "
+                     f"{one.ranks / one.nodes:g}) share its memory and cores")
+    return found
+
+
+def _parts(base: Measured, point: Measured) -> list[str]:
+    """Parts of the traced step that got shorter for the same tokens, if they make up for a tenth of the gain."""
+    before, after = base.split, point.split
+    if before is None or after is None:
+        return []
+    work = base.first.step_tokens / base.ranks * point.ranks / point.first.step_tokens
+    gains = {part: before[part] - after[part] * work for part in before}
+    gain = base.step_time.value - point.step_time.value * work
+    why = {"optimizer": "its state is divided over more ranks", "data": "less of it to read a rank",
+           "compute": "smaller tensors stay in the caches, or the smallest point ran on slower or hotter cores"}
+    return [f"{part} takes {seconds * 1e3:.1f} ms a step less for the same tokens"
+            + (f" ({why[part]})" if part in why else "")
+            for part, seconds in sorted(gains.items(), key=lambda item: -item[1]) if seconds > max(gain, 0) / 10]
+
+
+def _memory(base: Measured, point: Measured) -> list[str]:
+    found = []
+    for kind in ("device", "host"):
+        before, after = (getattr(one, f"peak_{kind}_bytes") for one in (base, point))
+        if before and after and after < _LESS * before:
+            found.append(f"a rank takes {after / 2**30:.2f} GiB of {kind} memory, at the smallest point "
+                         f"{before / 2**30:.2f}: that may have been short of it, or beyond its caches")
+    return found
+
+
+def _unsteady(base: Measured) -> list[str]:
+    steps = base.steps
+    if steps.high > _SPREAD * steps.median:
+        return [f"the smallest point was not steady: a tenth of its steps took longer than {steps.high * 1e3:.1f} "
+                f"ms, the median is {steps.median * 1e3:.1f}"]
+    return []

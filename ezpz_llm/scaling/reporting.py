@@ -7,36 +7,23 @@ import csv
 import io
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.observe.plots import COLOURS, LETTERS, curves_plot, terminal_width, wants_colour
 from ezpz_llm.observe.plots import Curve as Drawn
-from ezpz_llm.observe.plots import curves_plot, terminal_width, wants_colour
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import write_atomic
-from ezpz_llm.scaling.compare import compare, comparison_remarks, comparison_tables
-from ezpz_llm.scaling.confidence import CONFIDENCE
-from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, explain_superlinear, find
-from ezpz_llm.scaling.fit import Prediction, line
+from ezpz_llm.scaling.compare import compare, comparison_tables
+from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
+from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, find
+from ezpz_llm.scaling.fit import Prediction, explain_superlinear, line
 from ezpz_llm.scaling.page import findings_page
-from ezpz_llm.scaling.sample import SPLIT
-from ezpz_llm.scaling.tables import (
-    STEPS_ONLY,
-    Table,
-    contest_table,
-    curve_remarks,
-    curve_table,
-    failed_table,
-    fit_notes,
-    fit_table,
-    prediction_table,
-    split_table,
-    study_remarks,
-)
+from ezpz_llm.scaling.study import SPLIT
+from ezpz_llm.scaling.tables import fit_notes, sections, study_notes
 
 
 def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
@@ -84,8 +71,7 @@ def compare_main(argv: Sequence[str]) -> int:
         return 0
     for one in comparison_tables(comparison):
         print(table(one.title, one.columns, one.rows, rich=wants_colour()))
-    for remark in comparison_remarks(comparison):
-        print(f"  {remark}")
+        print("".join(f"  {note}\n" for note in one.notes), end="")
     return 0
 
 
@@ -185,42 +171,19 @@ def _prediction(one: Prediction) -> dict[str, Any]:
 
 
 # A study in the terminal: tables, remarks, and the efficiency over size.
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
-"""Of the terminal's 256: apart from each other on black and on white."""
 _HEIGHT = 16
 
 
 def findings_text(findings: Findings, width: int, *, colour: bool) -> str:
     """The findings as text, with escape codes only if `colour`."""
-    def drawn(one: Table) -> str:
-        return table(one.title, one.columns, one.rows, rich=colour)
-
-    parts = [f"Study {findings.name}\n" + _said(study_remarks(findings), width)]
-    for curve in findings.curves:
-        parts.append(drawn(curve_table(curve)) + _said(curve_remarks(curve), width))
-    for contest in findings.contests:
-        alone = any(point.step_time.basis == "steps" for point in contest)
-        parts.append(drawn(contest_table(contest)) + _said([STEPS_ONLY] * alone, width))
-    measured = [point for point in findings.points if point.good]
-    parts.append(drawn(split_table("Where a step goes (ms of the mean rank in the traced steps; times and rates "
-                                   "above leave these out)", measured)))
-    parts += [efficiency_plot(curves, findings.extrapolations, width, colour=colour)
-              for mode in ("weak", "strong") if (curves := [one for one in findings.curves if one.mode == mode])]
-    for one in findings.extrapolations:
-        parts.append(_extrapolation(one, drawn, width))
-    if failed := failed_table(findings):
-        parts.append(drawn(failed))
-    return "\n".join(parts)
-
-
-def _extrapolation(one: Extrapolation, drawn: Callable[[Table], str], width: int) -> str:
-    if one.fit is None:
-        return _said(fit_notes(one), width)
-    text = drawn(fit_table(one.ds_config, one.fit)) + _said(fit_notes(one), width)
-    if predicted := prediction_table(one):
-        text += drawn(predicted)
-    return text + _said([f"{target.curve.name}: {target.describe()}" for target in one.targets], width)
+    text = f"Study {findings.name}\n" + _said(study_notes(findings), width)
+    for section in sections(findings):
+        for one in section.tables:
+            text += "\n" + (table(one.title, one.columns, one.rows, rich=colour) if one.columns else "")
+            text += _said(one.notes, width)
+        if section.curves:
+            text += "\n" + efficiency_plot(section.curves, findings.extrapolations, width, colour=colour)
+    return text
 
 
 def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolation], width: int, *,
@@ -229,8 +192,8 @@ def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolat
     fits = {one.ds_config: one.fit for one in extrapolations}
     drawn, keys = [], []
     for i, curve in enumerate(curves):
-        own = _COLOURS[i % len(_COLOURS)] if colour and len(curves) > 1 else -1
-        letter = _LETTERS[i % len(_LETTERS)]
+        own = COLOURS[i % len(COLOURS)] if colour and len(curves) > 1 else -1
+        letter = LETTERS[i % len(LETTERS)]
         if fit := fits.get(curve.ds_config):
             by_fit = line(fit, curve)
             drawn.append(Drawn(curve.name, [size for size, _, _ in by_fit], [100 * mean for _, mean, _ in by_fit],

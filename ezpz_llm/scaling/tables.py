@@ -1,16 +1,15 @@
-"""A study's findings as tables of text, for the terminal and for the page alike (no torch)."""
+"""A study's findings as sections of tables with notes, for the terminal and for the page alike (no torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.scaling.confidence import CONFIDENCE, Estimate, ratio
-from ezpz_llm.scaling.efficiency import Curve, Measured
-from ezpz_llm.scaling.findings import Extrapolation, Findings, explain_predicted, explain_superlinear
-from ezpz_llm.scaling.fit import TERMS, Fit
-from ezpz_llm.scaling.sample import SPLIT
+from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
+from ezpz_llm.scaling.findings import Extrapolation, Findings
+from ezpz_llm.scaling.fit import TERMS, Fit, explain_predicted, explain_superlinear
+from ezpz_llm.scaling.study import SPLIT
 
 STEPS_ONLY = "*: one run only, so that its interval leaves out what differs from run to run"
 
@@ -20,11 +19,42 @@ _USELESS = 10
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows; the first column names them."""
+    """Text in rows, the first column names them; below them notes, sentences. Without columns notes alone."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with tables; `curves` are those to be drawn beside them, `points` those whose split is."""
+
+    heading: str
+    tables: tuple[Table, ...]
+    curves: tuple[Curve, ...] = ()
+    points: tuple[Measured, ...] = ()
+
+
+def sections(findings: Findings) -> list[Section]:
+    """Everything that a study says, in the order in which it is read."""
+    found = []
+    for mode in ("weak", "strong"):
+        if curves := tuple(curve for curve in findings.curves if curve.mode == mode):
+            found.append(Section(f"{mode.capitalize()} scaling", tuple(map(curve_table, curves)), curves))
+    if findings.contests:
+        found.append(Section("Layouts compared", tuple(map(contest_table, findings.contests))))
+    measured = tuple(point for point in findings.points if point.good)
+    found.append(Section("Step-time breakdown", (split_table(measured),), points=measured))
+    if findings.extrapolations:
+        found.append(Section("Beyond what was measured", tuple(
+            one for extrapolation in findings.extrapolations for one in extrapolation_tables(extrapolation))))
+    failed = tuple((one.point, str(one.repeat), one.error, one.run_dir)
+                   for point in findings.points for one in point.repeats if one.error is not None)
+    if failed:
+        found.append(Section("Failed runs", (Table("Failed runs", ("point", "run", "why", "directory"), failed),)))
+    return found
 
 
 def curve_table(curve: Curve) -> Table:
@@ -37,7 +67,7 @@ def curve_table(curve: Curve) -> Table:
         efficiency = curve.efficiency(point)
         rows.append((*_size(curve, point), *_speed(point), *((f"{curve.speed_up(point):.2f}",) if strong else ()),
                      f"{efficiency.value:.1%}", "baseline" if point is curve.base else interval_text(efficiency)))
-    return Table(title_of(curve), columns, tuple(rows))
+    return Table(title_of(curve), columns, tuple(rows), curve_notes(curve))
 
 
 def title_of(curve: Curve) -> str:
@@ -50,7 +80,7 @@ def title_of(curve: Curve) -> str:
     return f"{curve.mode.capitalize()} scaling, {curve.ds_config}: {fixed}, of {one.block_size} tokens"
 
 
-def split_table(title: str, points: Sequence[Measured]) -> Table:
+def split_table(points: Sequence[Measured]) -> Table:
     """Table of the step-time breakdown, memory and the slowest rank."""
     rows = []
     for point in points:
@@ -61,8 +91,9 @@ def split_table(title: str, points: Sequence[Measured]) -> Table:
                      f"{split['exposed_communication'] / total:.0%}" if total else "-",
                      f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory(point.peak_device_bytes),
                      _memory(point.peak_host_bytes), f"{rank} {host} ({times}/{len(point.good)})"))
-    return Table(title, ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
-                         "host GiB", "slowest rank"), tuple(rows))
+    return Table("Where a step goes (ms of the mean rank in the traced steps; times and rates above leave these "
+                 "out)", ("point", "compute", "exposed", "data", "optim.", "other", "exp. %", "MFU", "device GiB",
+                  "host GiB", "slowest rank"), tuple(rows))
 
 
 def contest_table(contest: Sequence[Measured]) -> Table:
@@ -79,12 +110,29 @@ def contest_table(contest: Sequence[Measured]) -> Table:
     held = f"{best.first.global_batch} sequences a step" if len(batches) == 1 else "each with a batch of its own"
     return Table(f"Layouts on {size}, {held}", (
         "layout", "runs", "step ms", "10-90 %", "tok/s", "tok/s/dev", "MFU", "device GiB", "host GiB",
-        "of fastest", f"{CONFIDENCE:.0%} interval"), tuple(rows))
+        "of fastest", f"{CONFIDENCE:.0%} interval"), tuple(rows),
+        (STEPS_ONLY,) * any(point.step_time.basis == "steps" for point in contest))
+
+
+def extrapolation_tables(extrapolation: Extrapolation) -> list[Table]:
+    """The fit of a layout, and the sizes that were not measured, with what is to be known of them."""
+    notes, fit = tuple(fit_notes(extrapolation)), extrapolation.fit
+    if fit is None:
+        return [Table("", (), (), notes)]
+    targets = tuple(f"{target.curve.name}: {target.describe()}" for target in extrapolation.targets)
+    if not extrapolation.predictions:
+        return [replace(fit_table(extrapolation.ds_config, fit), notes=(*notes, *targets))]
+    rows = tuple((one.curve.name, f"{one.size} {one.curve.unit}", str(one.ranks), f"{one.seconds * 1e3:.1f}",
+                  _band(one.seconds_band, 1e3, ".1f"), short_number(one.tokens_per_second), f"{one.efficiency:.1%}",
+                  _band(one.efficiency_band, 100, ".1f")) for one in extrapolation.predictions)
+    title = f"By the fit of {extrapolation.ds_config}, with bands of {CONFIDENCE:.0%} for the mean over runs"
+    columns = ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %")
+    return [replace(fit_table(extrapolation.ds_config, fit), notes=notes), Table(title, columns, rows, targets)]
 
 
 def fit_table(ds_config: str, fit: Fit) -> Table:
     """The best model term by term at each point, against what was measured."""
-    names = [name for name in ("work", "bubble", *list(TERMS)[1:]) if any(name in row.parts for row in fit.rows)]
+    names = [name for name in ("work", "bubble", *TERMS[1:]) if any(name in row.parts for row in fit.rows)]
     rows = [(row.point.name, *(f"{row.parts.get(name, 0.0) * 1e3:.1f}" for name in names),
              f"{row.seconds * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.deviation:+.1%}") for row in fit.rows]
     return Table(f"Fit of the step time of {ds_config} (ms)",
@@ -112,24 +160,6 @@ def fit_notes(extrapolation: Extrapolation) -> list[str]:
             notes.append(f"{one.curve.name} at {one.size} {one.curve.unit}: {one.efficiency:.1%} is above 100 %: "
                          f"{why}")
     return [*notes, *extrapolation.refused]
-
-
-def prediction_table(extrapolation: Extrapolation) -> Table | None:
-    """The sizes that were not measured; None where there are none."""
-    if not extrapolation.predictions:
-        return None
-    rows = [(one.curve.name, f"{one.size} {one.curve.unit}", str(one.ranks), f"{one.seconds * 1e3:.1f}",
-             _band(one.seconds_band, 1e3, ".1f"), short_number(one.tokens_per_second), f"{one.efficiency:.1%}",
-             _band(one.efficiency_band, 100, ".1f")) for one in extrapolation.predictions]
-    return Table(f"By the fit of {extrapolation.ds_config}, with bands of {CONFIDENCE:.0%} for the mean over runs",
-                 ("curve", "size", "ranks", "step ms", "band", "tok/s", "efficiency", "band %"), tuple(rows))
-
-
-def failed_table(findings: Findings) -> Table | None:
-    """Runs without numbers, with why; None where all have them."""
-    rows = [(one.point, str(one.repeat), one.error or "-", one.run_dir)
-            for point in findings.points for one in point.repeats if one.error is not None]
-    return Table("Failed runs", ("point", "run", "why", "directory"), tuple(rows)) if rows else None
 
 
 def interval_text(estimate: Estimate) -> str:
@@ -165,8 +195,7 @@ def _memory(value: int | None) -> str:
     return f"{value / 2**30:.2f}" if value else "-"
 
 
-# What a reader of a study's tables has to know, in sentences.
-def curve_remarks(curve: Curve) -> list[str]:
+def curve_notes(curve: Curve) -> tuple[str, ...]:
     """Notes of a curve; every efficiency above 100 % with its causes."""
     found = [*curve.notes]
     for point in curve.points:
@@ -174,10 +203,10 @@ def curve_remarks(curve: Curve) -> list[str]:
             found.append(f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}")
     if any(curve.efficiency(point).basis == "steps" for point in curve.points):
         found.append(STEPS_ONLY)
-    return found
+    return tuple(found)
 
 
-def study_remarks(findings: Findings) -> list[str]:
+def study_notes(findings: Findings) -> list[str]:
     """Notes of the whole study."""
     left = f"{findings.missing} run(s) are still to be made: ezpz-llm scale --study continues them"
     return [*findings.notes, *([left] if findings.missing > 0 else [])]

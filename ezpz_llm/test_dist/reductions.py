@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from ezpz_llm.base import grouped
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.device import synchronize
 
 ALL, SAME, ACROSS = "all ranks", "same node", "across nodes"
 MOST_PAIRS = 32
@@ -46,16 +49,11 @@ class Reduction:
 
 def pair_up(hosts: list[str]) -> dict[str, list[tuple[int, ...]]]:
     """Pairs of ranks on one node, and on two, no rank twice in a kind; `hosts` has the host of each rank."""
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(host, []).append(rank)
-    same: list[tuple[int, ...]] = []
-    for ranks in nodes.values():
-        same += zip(ranks[::2], ranks[1::2], strict=False)
-    ranks_of = list(nodes.values())
+    nodes = list(grouped((host, rank) for rank, host in enumerate(hosts)).values())
+    same: list[tuple[int, ...]] = [pair for ranks in nodes for pair in zip(ranks[::2], ranks[1::2], strict=False)]
     # The first node with the second, the third with the fourth, and so on.
-    neighbours = [*zip(ranks_of[::2], ranks_of[1::2], strict=False)]
-    across: list[tuple[int, ...]] = [pair for one, other in neighbours for pair in zip(one, other, strict=False)]
+    across: list[tuple[int, ...]] = [pair for one, other in zip(nodes[::2], nodes[1::2], strict=False)
+                                     for pair in zip(one, other, strict=False)]
     return {SAME: _spread(same), ACROSS: _spread(across)}
 
 
@@ -69,8 +67,7 @@ def measure_reductions(dist: Dist) -> list[Reduction]:
     """Test and time all-reduces in groups of every kind there is; empty for a single rank. Collective."""
     if dist.world_size == 1:
         return []
-    hosts: list[Any] = [None] * dist.world_size
-    torch_dist.all_gather_object(hosts, socket.gethostname())
+    hosts = all_gather(dist, socket.gethostname())
     kinds: dict[str, list[tuple[int, ...]]] = {ALL: [tuple(range(dist.world_size))], **pair_up(hosts)}
     return [one for kind, groups in kinds.items() if groups for one in _test_kind(dist, kind, groups)]
 
@@ -93,8 +90,7 @@ def _test_size(dist: Dist, kind: str, groups: int, own: tuple[tuple[int, ...], A
                size: int) -> Reduction:
     """One size in all groups of a kind at once; `own` is this rank's group, None if it is in none. Collective."""
     outcome = (own[0], *_reduce(dist, *own, size // 4)) if own else None
-    outcomes: list[Any] = [None] * dist.world_size
-    torch_dist.all_gather_object(outcomes, outcome)
+    outcomes = all_gather(dist, outcome)
     slowest_rank: dict[tuple[int, ...], float] = {}
     for ranks, _, seconds in filter(None, outcomes):
         slowest_rank[ranks] = max(seconds, slowest_rank.get(ranks, 0.0))
@@ -117,15 +113,10 @@ def _reduce(dist: Dist, ranks: tuple[int, ...], group: Any, count: int) -> tuple
     right, times = True, []
     for _ in range(_WARM_UP + _REPEATS):
         values = pattern + added
-        _wait(dist.device)
+        synchronize(dist.device)
         start = time.perf_counter()
         torch_dist.all_reduce(values, group=group)
-        _wait(dist.device)
+        synchronize(dist.device)
         times.append(time.perf_counter() - start)
         right = right and bool(torch.equal(values, expected))
     return right, statistics.median(times[_WARM_UP:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

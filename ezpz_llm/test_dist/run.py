@@ -1,29 +1,281 @@
-"""The run: reductions, training, judgement, report. Every rank runs it in lockstep."""
+"""The run of test_dist: reductions, a short training, its judgement and report. Every rank runs it in lockstep."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import socket
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import raise_together
+from ezpz_llm.dist.agree import all_gather, raise_together
+from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.launch.variables import ENDING, RENDEZVOUS, STARTING
+from ezpz_llm.launch.variables import ENDING, RENDEZVOUS, STARTING, TRAINING
+from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.resolve import Resolved
-from ezpz_llm.observe import HostProfile, profile_window, run_environment
-from ezpz_llm.rundir import update_record
+from ezpz_llm.observe import HostProfile, StepTimeline, profile_window, run_environment, series_plot, wants_colour
+from ezpz_llm.observe.history import spread
+from ezpz_llm.observe.plots import terminal_width
+from ezpz_llm.observe.tables import table
+from ezpz_llm.rundir import RunDir, append_line, update_record, write_atomic
 from ezpz_llm.test_dist.options import refuse_used
-from ezpz_llm.test_dist.reductions import measure_reductions
-from ezpz_llm.test_dist.report import closing, description, reductions, spreads
-from ezpz_llm.test_dist.task import Mlp
-from ezpz_llm.test_dist.training import held_out_loss, judge, train
+from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
 
+# What is printed, and the plots that are kept.
+LEGEND = """
+loss: mean squared error over all ranks' samples; sps: samples a second of all ranks together;
+dt: milliseconds of the iteration on rank 0, of which dtf: forward, dtb: backward"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is printed under `name`: a member of metrics.jsonl in another unit."""
+
+    name: str
+    member: str
+    unit: str = ""
+    scale: float = 1.0
+
+    def values(self, lines: list[dict[str, Any]]) -> list[float | None]:
+        """One value a line, None where the loss is not a number."""
+        return [None if line[self.member] is None else line[self.member] * self.scale for line in lines]
+
+
+_METRICS = (Metric("loss", "loss"), Metric("sps", "samples_per_second"), Metric("dt", "step_time_s", "ms", 1e3),
+            Metric("dtf", "forward_s", "ms", 1e3), Metric("dtb", "backward_s", "ms", 1e3))
+
+
+def description(dist: Dist, resolved: Resolved, environment: dict[str, Any],
+                import_seconds: dict[str, float]) -> str:
+    """What runs where, before anything does."""
+    batch, versions, hosts = resolved.batch, environment["versions"], environment["hosts"]
+    shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    rows = [
+        ("ranks", f"{dist.world_size} on {len(hosts)} host{'s' * (len(hosts) > 1)} ({shown}), "
+                  f"from {dist.info.source}"),
+        ("device", f"{dist.device.type}: {environment['device']['name']}, {environment['threads']} threads a rank"),
+        ("backend", dist.backend or "none (one rank)"),
+        ("layout", f"{resolved.layout.name}, {resolved.precision}"),
+        ("batch", f"{batch.global_batch} samples ({batch.micro_batch} a rank x {batch.accumulation} micro-steps x "
+                  f"{batch.dp_size} ranks)"),
+        ("model", f"MLP {'-'.join(map(str, WIDTHS))}"),
+        ("versions", ", ".join(f"{name} {versions[name]}"
+                               for name in ("python", "torch", "deepspeed", "mpi4py", "ezpz_llm"))),
+        ("imports", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in import_seconds.items())),
+        ("run dir", str(dist.run_dir.path)),
+        *(("note", note) for note in (*resolved.notes, *dist.info.notes)),
+    ]
+    return "\n" + "\n".join(f"{name:<10}{text}" for name, text in rows) + "\n"
+
+
+def reductions(found: list[Reduction]) -> str:
+    """A line for each kind of group and size."""
+    if not found:
+        return "all-reduce: one rank, nothing to test"
+    rows = []
+    for one in found:
+        sums = f"WRONG on ranks {', '.join(map(str, one.wrong_ranks))}" if one.wrong_ranks else "right"
+        ranks = "-".join(map(str, one.slowest))
+        rows.append((one.kind, str(one.groups), _binary(one.bytes), sums, f"{one.seconds * 1e3:.3f}",
+                     f"{one.algorithm_gigabytes_per_second:.2f}", f"{one.bus_gigabytes_per_second:.2f}",
+                     f"{ranks}: {one.slowest_bus_gigabytes_per_second:.2f}" if one.groups > 1 else ""))
+    kinds = {one.kind for one in found}
+    absent = {SAME: "no two ranks share a node", ACROSS: "all ranks are on one node"}
+    drawn = table("All-reduce (algorithm GB/s = bytes / time; bus GB/s = 2(n-1)/n times that, for n ranks)",
+                  ("between", "groups", "size", "sums", "ms", "algorithm", "bus", "slowest group"), rows)
+    return drawn + "".join(f"  {kind}: none, since {why}\n" for kind, why in absent.items() if kind not in kinds)
+
+
+def _binary(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+
+
+def iteration(line: dict[str, Any]) -> str:
+    """One iteration's line."""
+    loss, sps, dt, dtf, dtb = (metric.values([line])[0] for metric in _METRICS)
+    return (f"iter={line['step']} loss={'nan' if loss is None else format(loss, '.5f')} sps={sps:.1f} dt={dt:.2f} "
+            f"dtf={dtf:.2f} dtb={dtb:.2f}")
+
+
+def spreads(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median and 10 % and 90 % points of each metric but the loss, without the first and the last iteration."""
+    return {metric.name: asdict(spread([value for value in metric.values(lines[1:-1]) if value is not None]))
+            for metric in _METRICS if metric.name != "loss"}
+
+
+def closing(run_dir: RunDir, lines: list[dict[str, Any]], held_out: tuple[float, float], profile: Path | None,
+            reasons: list[str]) -> str:
+    """Plots, the table of medians, where the files are, and the verdict.
+
+    Args:
+        held_out: the loss on the same samples before and after the training.
+    """
+    width, colour = terminal_width(), wants_colour()
+    shown = []
+    # The first and the last iteration carry costs of their own, and would take the scale for themselves.
+    x = [line["step"] for line in lines[1:-1]]
+    for metric in _METRICS:
+        y = metric.values(lines[1:-1])
+        plain = series_plot(x, y, metric.name, "iter", metric.unit, width)
+        write_atomic(run_dir.plots / f"{metric.name}.txt", plain)
+        shown.append(series_plot(x, y, metric.name, "iter", metric.unit, width, colour=True) if colour else plain)
+    rows = [(name, *(f"{one[point]:.2f}" for point in ("median", "low", "high")))
+            for name, one in spreads(lines).items()]
+    shown.append(table(f"Iterations 2 to {len(lines) - 1}", ("", "median", "10 %", "90 %"), rows, rich=colour))
+    shown += [f"loss      {held_out[0]:.5f} -> {held_out[1]:.5f} (on the same samples before and after)",
+              f"profile   {profile}" if profile else "", f"run dir   {run_dir.path}",
+              *(f"error: {reason}" for reason in reasons),
+              "unhealthy" if reasons else "healthy: the loss fell, and every rank's sums and weights are right"]
+    return "\n".join(filter(None, shown))
+
+
+# What is trained: an MLP that has to find a fixed linear map from samples of it.
+WIDTHS = (128, 1024, 512, 256, 128, 128)
+_HELD_OUT = 2**24 - 1  # an index that no rank has
+
+
+class Mlp(nn.Module):
+    """Linear layers of WIDTHS with ReLU between, initialised alike on every rank; its forward pass is the loss."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        # Only this model's initialisation is to be the same everywhere: the global generator is left as it was.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_for(seed, "init") % 2**63)
+            layers = [nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)]
+        self.layers = nn.Sequential(*itertools.chain.from_iterable((layer, nn.ReLU()) for layer in layers[:-1]),
+                                    layers[-1])
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """(B, 128) and (B, 128) to the mean squared error, 0-d; an MLP that says 0 has about 1."""
+        return nn.functional.mse_loss(self.layers(inputs).float(), targets)
+
+
+class Samples:
+    """An endless stream of (inputs, targets), another for each data-parallel rank."""
+
+    def __init__(self, seed: int, dp_rank: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(seed_for(seed, "init", 1) % 2**63)
+        self._map = torch.randn(WIDTHS[0], WIDTHS[-1], generator=generator) / WIDTHS[0] ** 0.5
+        self._generator = torch.Generator().manual_seed(seed_for(seed, "data", dp_rank) % 2**63)
+        self._device = device
+
+    def take(self, count: int) -> tuple[Tensor, Tensor]:
+        """The next `count` samples, (count, 128) each, on the device."""
+        inputs = torch.randn(count, WIDTHS[0], generator=self._generator)
+        return inputs.to(self._device), (inputs @ self._map).to(self._device)
+
+
+def held_out(seed: int, device: torch.device) -> Samples:
+    """A stream that is the same on every rank and trains none."""
+    return Samples(seed, _HELD_OUT, device)
+
+
+# The training that is judged.
+FLUSH_EVERY = 10
+HELD_OUT_SAMPLES = 256
+LEAST_FALL = 0.01
+"""By which part the loss has to fall. Ten iterations give four times that; the same samples give no noise."""
+
+_AGREE = 1e-3
+"""Relative difference up to which ranks' losses on the same samples count as equal, since their weights are."""
+
+
+def train(engine: Engine, dist: Dist, heartbeat: Heartbeat, seed: int, steps: int, lr: float,
+          profile: HostProfile | None) -> list[dict[str, Any]]:
+    """Train for `steps` iterations; the lines of metrics.jsonl. Every rank gets them, each with its own times."""
+    timeline = StepTimeline(dist.device)
+    samples, batch = Samples(seed, dist.mesh.dp_rank, dist.device), engine.batch
+    lines: list[dict[str, Any]] = []
+    losses: list[torch.Tensor] = []
+    if dist.is_main:
+        print(LEGEND, flush=True)
+    for step in range(steps):
+        heartbeat.beat(TRAINING, step)
+        if profile:
+            profile.before_step(step)
+        timeline.begin_step()
+        loss, _ = engine.train_step(_micro_batches(samples, batch, timeline), lr, timeline.span)
+        timeline.end_step()
+        losses.append(loss)
+        if profile:
+            profile.after_step(step)
+        if len(losses) == FLUSH_EVERY or step == steps - 1:
+            lines += _flush(losses, timeline, len(lines), batch.global_batch, dist)
+            losses = []
+    return lines
+
+
+def _micro_batches(samples: Samples, batch: Batch, timeline: StepTimeline) -> Iterator[tuple[torch.Tensor, ...]]:
+    for _ in range(batch.accumulation):
+        with timeline.span("data"):
+            inputs = samples.take(batch.micro_batch)
+        yield inputs
+
+
+def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global_batch: int,
+           dist: Dist) -> list[dict[str, Any]]:
+    """Average over ranks what was recorded since the last flush; rank 0 writes and prints it. Collective."""
+    means = torch.stack(losses).double()
+    if dist.world_size > 1:
+        torch_dist.all_reduce(means)
+    lines = [{"step": step, "loss": mean if math.isfinite(mean) else None,
+              "samples_per_second": global_batch / times.step_time_s, "step_time_s": times.step_time_s,
+              **{f"{phase}_s": seconds for phase, seconds in times.phases.items()}}
+             for step, (mean, times) in enumerate(zip((means / dist.world_size).tolist(), timeline.drain(),
+                                                      strict=True), done + 1)]
+    if dist.is_main:
+        for line in lines:
+            append_line(dist.run_dir.metrics, line)
+            print(iteration(line), flush=True)
+    return lines
+
+
+def held_out_loss(engine: Engine, dist: Dist, seed: int) -> float:
+    """The loss on samples that are the same on every rank and at any time. Collective."""
+    with engine.evaluating():
+        return engine.module(*held_out(seed, dist.device).take(HELD_OUT_SAMPLES)).item()
+
+
+def judge(dist: Dist, lines: list[dict[str, Any]], before: float, after: float,
+          wrong_kinds: list[str]) -> list[str]:
+    """What is wrong, on any rank; the same list on every rank. Collective.
+
+    Args:
+        before, after: this rank's `held_out_loss` before and after the training.
+        wrong_kinds: the groups in which this rank got wrong sums.
+    """
+    # Not by an all-reduce: that may be what is broken.
+    ranks = all_gather(dist, (dist.rank, after, wrong_kinds))
+    reasons = [f"rank {rank} got wrong sums in all-reduces ({', '.join(kinds)})"
+               for rank, _, kinds in ranks if kinds]
+    reference = ranks[0][1]
+    bad = next((line["step"] for line in lines if line["loss"] is None), None)
+    if bad is not None:
+        reasons.append(f"the loss is not a number from iteration {bad} on")
+    elif not reference < before * (1 - LEAST_FALL):
+        reasons.append(f"the loss did not fall: {before:.6g} before the training, {reference:.6g} after it, on the "
+                       "same samples")
+    reasons += [f"rank {rank} has other weights than rank 0: a loss of {loss:.6g} and {reference:.6g} on the same "
+                "samples" for rank, loss, _ in ranks if not math.isclose(loss, reference, rel_tol=_AGREE)]
+    return reasons
+
+
+# All of it.
 TIMEOUT_S = 600.0
 LR = 1e-3
 
@@ -92,5 +344,3 @@ def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str,
                         betas=(adam.get("beta1", 0.9), adam.get("beta2", 0.999)),
                         param_groups=[{"params": list(model.parameters()),
                                        "weight_decay": adam.get("weight_decay", 0.0)}])
-
-

@@ -36,7 +36,7 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, d
         dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
-        peak=asdict(work.peak) if work.peak else None, ceiling=work.ceiling.as_record())
+        peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))
     print(settings(plan), description(plan, data, work, flops, dist), sep="\n", flush=True)
 
 

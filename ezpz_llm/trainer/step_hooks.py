@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
 import torch
 
@@ -177,7 +178,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         run_dir, val_loss=summary and summary.val_loss, val_tokens=session.validation.predictions,
         steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
         sample_hash=session.position.sample_hash, checkpoints=checkpoint_cost(session),
-        summary=summary and summary.as_record(), memory=memory.as_record())
+        summary=summary and asdict(summary), memory=memory.as_record())
 
 
 def whole_history(run_dir: RunDir, side: SideFiles) -> History:

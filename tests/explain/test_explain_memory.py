@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ezpz_llm.engine.live_memory import taken
-from ezpz_llm.explain.checks import checks_text
+from ezpz_llm.explain.diagnosis import checks_text
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import bucket_bytes, held_parameters
 from ezpz_llm.model.config import get_model_config

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.scaling.sample import Repeat
+from ezpz_llm.scaling.study import Repeat
 
 TOKENS = 256
 """Of a sequence."""

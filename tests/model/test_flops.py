@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -145,7 +145,7 @@ def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_pat
     assert "MFU             40.0% of the stated peak; 35.0% with causal attention counted\n" in text
     assert "FLOP/s          800G a device, 50.0% of matrix products alone\n" in text
     assert "warning" not in text
-    assert {"mfu_causal", "ceiling_share", "flops_per_second_per_device"} <= summary.as_record().keys()
+    assert {"mfu_causal", "ceiling_share", "flops_per_second_per_device"} <= asdict(summary).keys()
 
     low = replace(WORK, ceiling=replace(WORK.ceiling, flops=4e11))
     assert "warning: the step reached 2.00 of the matrix product ceiling: something else" in final_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -49,9 +50,9 @@ def test_the_tables_add_up_and_leave_out_outliers(tmp_path):
     for drawn in (text, where_time_went(summary, world_size=2, rich=True)):
         assert all(len(re.sub(r"\x1b\[[\d;]*m", "", line)) <= 100 for line in drawn.splitlines())
 
-    update_record(run_dir, summary=summary.as_record())
+    update_record(run_dir, summary=asdict(summary))
     assert read_record(run_dir)["summary"]["tokens_per_second"] == summary.tokens_per_second
-    json.dumps(summary.as_record(), allow_nan=False)
+    json.dumps(asdict(summary), allow_nan=False)
 
 
 def test_the_final_block_says_what_was_learnt_and_where_it_lies(tmp_path):

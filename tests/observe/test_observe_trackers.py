@@ -14,7 +14,8 @@ import pytest
 from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.observe.trackers import Choice, Tracking, choose, tracking
+from ezpz_llm.observe import trackers
+from ezpz_llm.observe.trackers import Choice, Tracking, choose
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 NEEDS = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
@@ -111,7 +112,7 @@ def test_mistakes_are_found_before_anything_starts(text, found, instead):
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch):
-    monkeypatch.setattr("ezpz_llm.observe.trackers.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("ezpz_llm.observe.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs mlflow and sqlalchemy and alembic") as error:
         choose("mlflow", {})
     assert error.value.instead == "pip install 'ezpz_llm[mlflow]'"
@@ -142,7 +143,7 @@ class Stubborn:
 def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path, monkeypatch, capsys):
     slow, steady = Stubborn(), Stubborn()
     steady.write = lambda rows: steady.steps.extend(row.step for row in rows)
-    monkeypatch.setattr(tracking, "_opened", lambda choice, opening: {"wandb": slow, "mlflow": steady}[choice.name])
+    monkeypatch.setattr(trackers, "_opened", lambda choice, opening: {"wandb": slow, "mlflow": steady}[choice.name])
     run_dir = RunDir(tmp_path / "run").create()
     fed = Tracking([Choice("wandb", False), Choice("mlflow", False)])
     fed.open(run_dir, 0)
@@ -164,7 +165,7 @@ def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path,
 def test_times_and_values_of_a_flush():
     lines = [{"step": 1, "loss": None, "step_time_s": 2.0},
              {"step": 2, "loss": 3.5, "step_time_s": 0.5, "lr_of": {"decay": 1e-3}, "note": "x", "flag": True}]
-    rows = tracking._rows(lines, now=100.0)
+    rows = trackers._rows(lines, now=100.0)
     assert [(row.step, row.time) for row in rows] == [(1, 99.5), (2, 100.0)]
     assert rows[0].values == {"step_time_s": 2.0}
     assert rows[1].values == {"loss": 3.5, "step_time_s": 0.5, "lr_of.decay": 1e-3, "flag": 1.0}

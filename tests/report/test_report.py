@@ -20,8 +20,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.report.__main__ import main, report_text
 from ezpz_llm.report.charts import Axis, Series, chart
 from ezpz_llm.report.document import report_page
-from ezpz_llm.report.results import differences, verdict
-from ezpz_llm.report.runs import load_runs
+from ezpz_llm.report.runs import differences, load_runs, verdict
 from ezpz_llm.rundir import RunDir, append_line, write_json
 
 PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.009, "other_s": 0.001}

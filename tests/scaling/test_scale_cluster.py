@@ -21,7 +21,7 @@ from scale_runs import TRAIN
 from simcluster.cluster import Cluster, missing
 
 from ezpz_llm.observe.traffic import measured, step_traffic
-from ezpz_llm.scaling.sample import Repeat, read_repeats
+from ezpz_llm.scaling.study import Repeat, read_repeats
 
 # One rank a node: two cores are all that the nodes have together.
 STUDY = ("--", "launch", "--ppn", "1", "python3", *TRAIN[1:], "--steps", "30", "--trace-steps", "3")

@@ -10,10 +10,18 @@ import pytest
 from scale_laws import noisy, repeat, study
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.scaling.confidence import Estimate, estimate, ratio, student_quantile
-from ezpz_llm.scaling.efficiency import curves_of, points_of
-from ezpz_llm.scaling.findings import Extrapolation, explain_predicted, explain_superlinear
-from ezpz_llm.scaling.fit import Fit, Shape, find_target, line, predict, sizes_to_speak_of
+from ezpz_llm.scaling.efficiency import Estimate, curves_of, estimate, points_of, ratio, student_quantile
+from ezpz_llm.scaling.findings import Extrapolation
+from ezpz_llm.scaling.fit import (
+    Fit,
+    Shape,
+    explain_predicted,
+    explain_superlinear,
+    find_target,
+    line,
+    predict,
+    sizes_to_speak_of,
+)
 from ezpz_llm.scaling.tables import fit_notes, interval_text
 
 QUIET = {"runs": 1e-4, "within": 1e-4}

@@ -20,12 +20,11 @@ from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.scaling.compare import compare, comparison_remarks
+from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.findings import find
 from ezpz_llm.scaling.page import findings_page
 from ezpz_llm.scaling.reporting import findings_text, report_main
-from ezpz_llm.scaling.sample import add_repeat
-from ezpz_llm.scaling.study import Point, Study
+from ezpz_llm.scaling.study import Point, Study, add_repeat
 
 SIZES = (1, 2, 4)
 
@@ -176,7 +175,7 @@ def test_two_studies_compared(tmp_path, capsys):
     assert found.pairs[1].efficiencies[0].value == pytest.approx(found.pairs[1].efficiencies[1].value, rel=0.06)
     same = compare(find(first), find(make_study(tmp_path / "third", layouts=("ddp", "zero3"), seed=2)))
     assert [pair.verdict for pair in same.pairs].count("no difference shown") >= 4
-    assert any(one.startswith("only in third: weak-zero3") for one in comparison_remarks(same))
+    assert any(one.startswith("only in third: weak-zero3") for one in comparison_notes(same))
     with pytest.raises(UserError, match="no point in common"):
         compare(find(first), find(make_study(tmp_path / "other", layouts=("zero3",))))
     command = [sys.executable, "-m", "ezpz_llm.scale", "compare", str(first), str(second)]

@@ -15,13 +15,21 @@ from scale_runs import TRAIN, scale
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
-from ezpz_llm.scaling.measure import measure, untraced
 from ezpz_llm.scaling.options import parse, value_of, without
-from ezpz_llm.scaling.precheck import MEASURING, plan_study
-from ezpz_llm.scaling.running import left
-from ezpz_llm.scaling.sample import Repeat, add_repeat, points_file, read_repeats
-from ezpz_llm.scaling.sizes import find_sizes
-from ezpz_llm.scaling.study import Point, Study, carve, read_study, run_dir_of, study_file
+from ezpz_llm.scaling.precheck import MEASURING, find_sizes, plan_study
+from ezpz_llm.scaling.running import left, measure, untraced
+from ezpz_llm.scaling.study import (
+    Point,
+    Repeat,
+    Study,
+    add_repeat,
+    carve,
+    points_file,
+    read_repeats,
+    read_study,
+    run_dir_of,
+    study_file,
+)
 
 PLAIN = "python3 -m ezpz_llm.train"
 ENV = clean_env()
@@ -44,8 +52,8 @@ def study(*points: Point, **changes: object) -> Study:
 
 
 def repeat(**changes: object) -> Repeat:
-    return replace(Repeat("weak-ddp-n1", "weak", "ddp", 1, 1, 0, 4, 4, 1, 32, (0.1, 0.2), 900.0, None, None, 5000,
-                          {"compute": 0.1}, 0, "vm", 5.5, 4.0, "points/weak-ddp-n1/run-0"), **changes)
+    return replace(Repeat("weak-ddp-n1", "weak", "ddp", 1, 1, 0, 4, 4, 1, "points/weak-ddp-n1/run-0", 32,
+                          (0.1, 0.2), 900.0, None, None, 5000, {"compute": 0.1}, 0, "vm", 5.5, 4.0), **changes)
 
 
 def test_options_on_a_command_line_are_read_and_left_out() -> None:

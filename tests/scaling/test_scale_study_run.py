@@ -11,8 +11,7 @@ from launch_runs import left_over, record
 from scale_runs import TRAIN, scale, start
 
 from ezpz_llm.rundir import RunDir, read_lines
-from ezpz_llm.scaling.sample import SPLIT, Repeat, points_file, read_repeats
-from ezpz_llm.scaling.study import read_study
+from ezpz_llm.scaling.study import SPLIT, Repeat, points_file, read_repeats, read_study
 
 # Where the file is, ranks of a world of two end with code 7.
 FAILING = """sh -c '[ "$EZPZ_LLM_WORLD_SIZE" = 2 ] && [ -e {} ] && exit 7; exec "$0" "$@"'"""

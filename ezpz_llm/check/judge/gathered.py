@@ -38,6 +38,12 @@ class Finding:
     instead: str = ""
 
 
+def judged(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
+    """The first problem that holds, as (holds, level, what mends it); `ok` where none does."""
+    return next((Finding(level, topic, found, instead) for holds, level, instead in problems if holds),
+                Finding("ok", topic, found))
+
+
 def findings_text(findings: Iterable[Finding]) -> str:
     """A line a finding, its remedy under it; empty without any."""
     return "".join(f"{one.level:<5} {one.topic}: {one.found}\n" + f"      do: {one.instead}\n" * bool(one.instead)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain, islice
 
-from ezpz_llm.observe.trackers.tracking import Opening, Row, flat
+from ezpz_llm.observe.trackers import Opening, Row, flat
 
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100
@@ -57,6 +57,4 @@ class MLflow:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
-def open_tracker(opening: Opening) -> MLflow:
-    """A tracker that writes into `opening.folder`, or to the user's server if online."""
-    return MLflow(opening)
+open_tracker = MLflow

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch.utils.tensorboard import SummaryWriter
 
-from ezpz_llm.observe.trackers.tracking import Opening, Row
+from ezpz_llm.observe.trackers import Opening, Row
 
 
 class TensorBoard:
@@ -43,6 +43,4 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_tracker(opening: Opening) -> TensorBoard:
-    """A tracker that writes into `opening.folder`."""
-    return TensorBoard(opening)
+open_tracker = TensorBoard

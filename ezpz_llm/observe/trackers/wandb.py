@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from ezpz_llm.observe.trackers.tracking import Opening, Row
+from ezpz_llm.observe.trackers import Opening, Row
 
 
 class WeightsAndBiases:
@@ -47,6 +47,4 @@ class WeightsAndBiases:
         self._wandb.teardown()
 
 
-def open_tracker(opening: Opening) -> WeightsAndBiases:
-    """A tracker that writes into `opening.folder`, and to the server that the user's login names if online."""
-    return WeightsAndBiases(opening)
+open_tracker = WeightsAndBiases
