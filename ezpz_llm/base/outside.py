@@ -235,10 +235,10 @@ has no end reaches to that of the file, so that nothing is looked through twice.
 
 def plain_json(text: str) -> str:
     """JSON without comments and trailing commas, each character of which stays in its line and column."""
-    def blank(found: re.Match[str]) -> str:
+    def _blank(found: re.Match[str]) -> str:
         return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
 
-    return _BESIDE_JSON.sub(blank, text)
+    return _BESIDE_JSON.sub(_blank, text)
 
 
 _REMOVE_LINE = "remove that line"
@@ -258,7 +258,7 @@ _DECODER, _LENIENT = (json.JSONDecoder(parse_int=None if _HAS_LIMIT else _whole,
 
 
 def _commented(where: str) -> json.JSONDecoder:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in pairs:
             if key in values:
@@ -267,10 +267,10 @@ def _commented(where: str) -> json.JSONDecoder:
             values[key] = value
         return values
 
-    def no_number(name: str) -> float:
+    def _no_number(name: str) -> float:
         raise UserError(f"{name} is no value of JSON", where=where, instead="a number")
 
-    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=no_number, parse_int=_whole)
+    return json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number, parse_int=_whole)
 
 
 def _parsed(text: str | bytes, where: str, decoder: json.JSONDecoder, instead: str | None,

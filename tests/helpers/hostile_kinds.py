@@ -411,32 +411,14 @@ def report(rng: Random, folder: Path) -> object:
     )
 
 
+TRAINING = ["launch", "--ppn", "2", "python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2"]
+
+
 @kind
 def scalecli(rng: Random, folder: Path) -> object:
     from ezpz_llm.scaling.options import parse
 
-    return parse(
-        mutate.words(
-            rng,
-            [
-                "--nodes",
-                "1,2",
-                "--repeats",
-                "2",
-                "--target",
-                "0.8",
-                "--",
-                "launch",
-                "--ppn",
-                "2",
-                "python3",
-                "-m",
-                "ezpz_llm.train",
-                "--model",
-                "tiny-gpt2",
-            ],
-        )
-    )
+    return parse(mutate.words(rng, ["--nodes", "1,2", "--repeats", "2", "--target", "0.8", "--", *TRAINING]))
 
 
 @kind
@@ -491,28 +473,8 @@ def slurm(rng: Random, folder: Path) -> object:
 def submitcli(rng: Random, folder: Path) -> object:
     from ezpz_llm.submit.options import parse
 
-    return parse(
-        mutate.words(
-            rng,
-            [
-                "--nodes",
-                "2",
-                "--time",
-                "1:00:00",
-                "--account",
-                "a",
-                "--chain",
-                "2",
-                "--",
-                "launch",
-                "-n",
-                "4",
-                "python3",
-                "-m",
-                "ezpz_llm.train",
-            ],
-        )
-    )
+    return parse(mutate.words(rng, ["--nodes", "2", "--time", "1:00:00", "--account", "a", "--chain", "2", "--",
+                                    *TRAINING]))
 
 
 @kind

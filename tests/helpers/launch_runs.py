@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,18 @@ def start(cwd: Path, *words: str, **env: str) -> subprocess.Popen[str]:
 def launch(cwd: Path, *words: str, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
     """`launch WORDS` to its end."""
     running = start(cwd, *words, **env)
+    return finished(running, words, timeout, running.terminate)
+
+
+def finished(running: subprocess.Popen[str], words: Sequence[str | Path], timeout: float,
+             end: Callable[[], object]) -> subprocess.CompletedProcess[str]:
+    """A process at its end; one that is not there in time is ended by `end`, and the test fails."""
     try:
         out, err = running.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        running.terminate()
+        end()
         out, err = running.communicate(timeout=120)
-        raise AssertionError(f"launch {words} did not end within {timeout} s\n{out}\n{err}") from None
+        raise AssertionError(f"{words} did not end within {timeout} s\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, running.returncode, out, err)
 
 

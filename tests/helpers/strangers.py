@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launch_runs import clean_env
+from launch_runs import clean_env, finished
 from places import ROOT
 
 _ENTER = 'cd "$1" && shift && exec "$@"'
@@ -48,14 +48,7 @@ class User:
     def run(self, *words: str | Path, timeout: float = 60, cwd: Path | None = None,
             **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        running = self.start(*words, cwd=cwd, **env)
-        try:
-            out, err = running.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.end_all()
-            out, err = running.communicate(timeout=120)
-            raise AssertionError(f"{words} of {self.name} did not end within {timeout} s\n{out}\n{err}") from None
-        return subprocess.CompletedProcess(words, running.returncode, out, err)
+        return finished(self.start(*words, cwd=cwd, **env), words, timeout, self.end_all)
 
     def python(self, code: str, *words: str | Path, timeout: float = 60,
                **env: str) -> subprocess.CompletedProcess[str]:
@@ -98,7 +91,9 @@ def two_users() -> Iterator[Strangers]:
         users = []
         for uid, name in enumerate(("victim", "attacker"), first):
             enter = ("nsenter", f"--target={holder.pid}", "--mount", *become, "setpriv", f"--reuid={uid}",
-                     f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--")
+                     f"--regid={uid}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all",
+                     # Nobody else could end an attacker whose test was killed.
+                     "--pdeathsig=KILL", "--")
             users.append(User(name, uid, folder / name, enter))
         shared = folder / "shared"
         homes = (f"mkdir -m 755 {user.home} && chown {user.uid}:{user.uid} {user.home}" for user in users)

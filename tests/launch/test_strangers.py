@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +33,27 @@ def test_the_two_are_two_and_have_no_power(strangers: Strangers) -> None:
     assert attacker.run("touch", strangers.shared / "theirs").returncode == 0
     assert victim.run("rm", "-f", strangers.shared / "theirs").returncode
     assert victim.run("python3", "-c", "import sys; print(sys.prefix)", HOME=os.devnull).returncode == 0
+
+
+_LEAVE_ONE = """
+from strangers import two_users
+with two_users() as both:
+    print(both.shared.parent, both.attacker.start("sleep", "300").pid, flush=True)
+    input()
+"""
+
+
+def test_nobody_stays_when_the_tests_are_killed(strangers: Strangers) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", _LEAVE_ONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    folder, pid = holder.stdout.readline().split()
+    holder.kill()
+    holder.communicate()
+    until = time.monotonic() + 10
+    while is_there := Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    shutil.rmtree(folder)
+    assert not is_there
 
 
 def test_the_victim_can_launch(strangers: Strangers) -> None:
