@@ -19,8 +19,7 @@ from ezpz_llm.base.package_data import cache_dir, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
-from ezpz_llm.data.manifest import FORMAT, MANIFEST
-from ezpz_llm.data.shard_writer import SHARD_TOKENS
+from ezpz_llm.data.manifest import FORMAT, MANIFEST, SHARD_TOKENS
 from ezpz_llm.data.tokenizers import Choice, choose
 
 SHAKESPEARE = PublicFile(

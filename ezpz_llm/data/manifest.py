@@ -33,6 +33,10 @@ from ezpz_llm.data.downloads import reading
 
 MANIFEST = "manifest.json"
 COUNTS = "counts.npy"
+TRAIN, VAL = "train", "val"
+SHARD = ".bin"
+"""Ending of a shard's file name."""
+SHARD_TOKENS = 100_000_000
 FORMAT = "ezpz_llm tokens 1"
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _MOST_BYTES = 256 << 20

@@ -15,11 +15,10 @@ from ezpz_llm.data.downloads import writing
 from ezpz_llm.data.foreign import find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import check_installed
-from ezpz_llm.data.manifest import MANIFEST, read_manifest
+from ezpz_llm.data.manifest import MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
 from ezpz_llm.data.mixing import check_same_tokenizer, find_mixture, mixture_folder, write_mixture
 from ezpz_llm.data.progress import say
 from ezpz_llm.data.samples import as_mixture, validation_windows, windows_per_epoch
-from ezpz_llm.data.shard_writer import SHARD_TOKENS, TRAIN, VAL
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import make
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe

@@ -9,12 +9,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ezpz_llm.data.manifest import sha256_of
+from ezpz_llm.data.manifest import SHARD, SHARD_TOKENS, sha256_of
 
-SHARD_TOKENS = 100_000_000
-TRAIN, VAL = "train", "val"
-SHARD = ".bin"
-"""Ending of a shard's file name."""
 _COPY_TOKENS = 4 << 20
 
 

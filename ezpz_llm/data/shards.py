@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base.errors import unknown
-from ezpz_llm.data.manifest import MANIFEST, read_manifest
+from ezpz_llm.data.manifest import MANIFEST, TRAIN, VAL, read_manifest
 from ezpz_llm.data.order import shares
-from ezpz_llm.data.shard_writer import TRAIN, VAL
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
 
 

@@ -12,17 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
-from ezpz_llm.launch.failures import not_started
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, fold_counts, fold_hosts
-from ezpz_llm.launch.option_parsing import Options, Target
-from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.relay import say
-from ezpz_llm.launch.supervise import run
 from ezpz_llm.launch.variables import PLACES_VARIABLE
-from ezpz_llm.rundir import update_record, write_atomic
+
+if TYPE_CHECKING:
+    from ezpz_llm.launch.option_parsing import Options, Target
+    from ezpz_llm.launch.plan import LaunchPlan
 
 TIMEOUT_S = 120
 
@@ -128,6 +126,13 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
     Args:
         record: what run.json says of a launch; the preflight reads its ranks' hosts there.
     """
+    # A command's check imports this module for its report, and would wait for all that starts a run.
+    from ezpz_llm.launch.failures import not_started
+    from ezpz_llm.launch.plan import build_plan
+    from ezpz_llm.launch.relay import say
+    from ezpz_llm.launch.supervise import run
+    from ezpz_llm.rundir import update_record, write_atomic
+
     step = build_plan(replace(options, command=(sys.executable, "-m", PROGRAM), wrap=(), tee="0",
                               run_dir=plan.run_dir.preflight.path), os.environ)
     step.run_dir.create()
