@@ -125,7 +125,7 @@ def is_operator(event: Event) -> bool:
     return event.cat == _OPERATORS and not event.name.startswith((_AUTOGRAD, *_COMMUNICATES))
 
 
-def operators(events: Sequence[Event], main: int, span: Span) -> list[Interval]:
+def operators(events: Sequence[Event], main: int | str, span: Span) -> list[Interval]:
     """When the main thread or autograd's were inside an operator that computes.
 
     Those of C++ do (`aten::mm`), with all that is inside them. Others are looked into: nodes of autograd and
@@ -150,7 +150,7 @@ def _leaves(candidates: Sequence[Event], events: Sequence[Event], span: Span) ->
                 yield span(event)
 
 
-def collective_calls(events: Sequence[Event], main: int, span: Span) -> list[tuple[str, Interval]]:
+def collective_calls(events: Sequence[Event], main: int | str, span: Span) -> list[tuple[str, Interval]]:
     """Kind and time of every call of a collective, in order."""
     found = [(kind_of(event.name.removeprefix(_C10D)), span(event)) for event in events
              if event.cat == _OPERATORS and event.name.startswith(_C10D)]

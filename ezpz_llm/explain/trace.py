@@ -112,10 +112,12 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
 
 
 def _event(read: dict[str, Any], threads: dict[int | str, int | str], where: str) -> Event:
-    name, ts, dur, tid = read.get("name"), read.get("ts"), read.get("dur"), read.get("tid")
-    for key, value, kinds in (("name", name, str), ("ts", ts, _NUMBER), ("dur", dur, _NUMBER), ("tid", tid, _ID)):
+    kinds_of: dict[str, Any] = {"name": str, "ts": _NUMBER, "dur": _NUMBER, "tid": _ID}
+    values: list[Any] = [read.get(key) for key in kinds_of]
+    for (key, kinds), value in zip(kinds_of.items(), values, strict=True):
         if not isinstance(value, kinds) or (kinds is _NUMBER and not -_MOST_US < value < _MOST_US):
             raise UserError(f"{key} of an event is {shown(value)}", where=where, instead=_AGAIN)
+    name, ts, dur, tid = values
     # Millions of events have a few names and threads: each is kept once.
     event = Event(intern(name), ts, dur, threads.setdefault(tid, tid), intern(read["cat"]))
     arguments = read.get("args")
@@ -260,7 +262,7 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     def marked(name: str) -> list[Interval]:
         return union(span(event) for event in marks if event.name == name and event.tid == main)
 
-    numbered = {_number(event): span(event) for event in steps}
+    numbered = {number: span(event) for event in steps if (number := _number(event)) is not None}
     between = {name: [one for one in marked(name) if one[0] >= 0] for name in BETWEEN}
     end = max(last for _, last in (*numbered.values(), *(one for found in between.values() for one in found)))
     phases = {phase: marked(phase) for phase in PHASES}
