@@ -6,7 +6,7 @@ import argparse
 import os
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         environment = run_environment(dist)
         if dist.is_main:
             update_record(dist.run_dir, environment=environment)
-        work(job, dist, say=lambda line: print(line, flush=True) if dist.is_main else None)
+        work(job, dist)
     return 0
 
 
@@ -49,8 +49,12 @@ COLLECTIVE_TIMEOUT_S = 240.0
 """Seconds that a rank waits for another; a whole reference is computed in that time."""
 
 
-def work(job: Job, dist: Dist, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def work(job: Job, dist: Dist) -> list[dict[str, Any]]:
     """Do a job; rank 0 also appends each result to the results' file. Collective."""
+    def say(line: str) -> None:
+        if dist.is_main:
+            print(line, flush=True)
+
     heartbeat = Heartbeat(os.environ)
     heartbeat.beat(EVALUATING)
     for model, dtype in job.references:
@@ -81,7 +85,7 @@ def follow(todo: Work, options: Namespace, argv: Sequence[str], began: float) ->
                timeout_s=COLLECTIVE_TIMEOUT_S) as dist:
         environment = run_environment(dist)
         job = Job(dist.run_dir.path, references_of(todo.cases), todo.cases, todo.steps, options.device)
-        found = work(job, dist, say=lambda line: print(line, flush=True) if dist.is_main else None)
+        found = work(job, dist)
         if dist.is_main:
             conclude(todo, options, argv, began, dist.run_dir, environment)
         dist.barrier()

@@ -155,45 +155,35 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Client:
-    """One rank in conversation with rank 0."""
+def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
+    """Tell rank 0 this rank's facts and answer it, until it says that it is over, or is gone."""
+    sending = threading.Lock()
 
-    def __init__(self, connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-        self._measuring = Measuring(env, self._answer)
-        threading.Thread(target=self._tell_facts, args=(info, env), daemon=True).start()
+    def send(message: Mapping[str, Any]) -> None:
+        with sending, contextlib.suppress(OSError):
+            connection.socket.sendall(connection.frames.pack(message))
 
-    def converse(self) -> None:
-        """Answer until rank 0 says that it is over, or is gone."""
-        try:
-            while data := self._connection.socket.recv(1 << 16):
-                for message in self._connection.frames.feed(data):
-                    if message["ask"] == "end":
-                        return
-                    self._obey(message)
-        except (OSError, ValueError):
-            return
-        finally:
-            self._measuring.end()
+    def answer(stage: str, found: Mapping[str, Any]) -> None:
+        send({"stage": stage, "answer": found})
 
-    def _obey(self, message: dict[str, Any]) -> None:
-        if message["ask"].startswith("clock"):
-            self._answer(message["ask"], {"time": time.time()})
-        elif message["ask"] == "network":
-            self._answer("network", self._measuring.network())
-        else:
-            self._measuring.ask(message)
-
-    def _tell_facts(self, info: RankInfo, env: Mapping[str, str]) -> None:
-        self._send({"facts": gather_facts(info, env)})
-
-    def _answer(self, stage: str, answer: Mapping[str, Any]) -> None:
-        self._send({"stage": stage, "answer": answer})
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.socket.sendall(self._connection.frames.pack(message))
+    measuring = Measuring(env, answer)
+    # In a thread: facts may hang, and rank 0 asks for other things meanwhile.
+    threading.Thread(target=lambda: send({"facts": gather_facts(info, env)}), daemon=True).start()
+    try:
+        while data := connection.socket.recv(1 << 16):
+            for message in connection.frames.feed(data):
+                if message["ask"] == "end":
+                    return
+                if message["ask"].startswith("clock"):
+                    answer(message["ask"], {"time": time.time()})
+                elif message["ask"] == "network":
+                    answer("network", measuring.network())
+                else:
+                    measuring.ask(message)
+    except (OSError, ValueError):
+        return
+    finally:
+        measuring.end()
 
 
 # The process that measures, seen from its rank: torch, drivers and collectives can hang or abort in there, and
@@ -313,7 +303,7 @@ def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: 
 
     connection = reach(rendezvous, info, run_dir.path, is_over)
     if connection is not None:
-        Client(connection, info, env).converse()
+        converse(connection, info, env)
         return 0
     if time.monotonic() < until:
         return 0

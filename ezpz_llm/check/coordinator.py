@@ -13,7 +13,7 @@ from typing import Any
 from ezpz_llm.base import grouped
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, show
 from ezpz_llm.base.private import run_secret
-from ezpz_llm.check.client import Client, reach, read_unreached, unreached_files
+from ezpz_llm.check.client import converse, reach, read_unreached, unreached_files
 from ezpz_llm.check.judge import Gathered, judge
 from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.judge.hosts import LOST, STUCK
@@ -62,7 +62,7 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Pl
 def _take_part(place: Place, info: RankInfo, env: Mapping[str, str], until: float) -> None:
     connection = reach(place, info, None, lambda: time.monotonic() > until)
     if connection is not None:
-        Client(connection, info, env).converse()
+        converse(connection, info, env)
 
 
 class _Lead:

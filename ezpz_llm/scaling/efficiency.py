@@ -119,6 +119,11 @@ DISAGREEING = 1.3
 class Measured:
     """All repeats of one point; `good` has those that finished, in the order of their numbers."""
 
+    name: str
+    mode: Mode
+    ds_config: str
+    nodes: int
+    ranks: int
     repeats: tuple[Repeat, ...]
 
     @property
@@ -129,26 +134,6 @@ class Measured:
     @property
     def good(self) -> tuple[Repeat, ...]:
         return tuple(one for one in self.repeats if one.error is None and one.step_times_s)
-
-    @property
-    def name(self) -> str:
-        return self.first.point
-
-    @property
-    def mode(self) -> Mode:
-        return self.first.mode
-
-    @property
-    def ds_config(self) -> str:
-        return self.first.ds_config
-
-    @property
-    def nodes(self) -> int:
-        return self.first.nodes
-
-    @property
-    def ranks(self) -> int:
-        return self.first.ranks
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -273,8 +258,8 @@ class Curve:
 
 def points_of(repeats: Iterable[Repeat]) -> list[Measured]:
     """The points, by mode, layout and size."""
-    groups = grouped((one.point, one) for one in repeats)
-    points = [Measured(tuple(sorted(group, key=lambda one: one.repeat))) for group in groups.values()]
+    groups = grouped(((one.point, one.mode, one.ds_config, one.nodes, one.ranks), one) for one in repeats)
+    points = [Measured(*what, tuple(sorted(group, key=lambda one: one.repeat))) for what, group in groups.items()]
     order = {name: i for i, name in enumerate(dict.fromkeys(point.ds_config for point in points))}
     return sorted(points, key=lambda one: (one.mode != "weak", order[one.ds_config], one.ranks, one.nodes))
 
