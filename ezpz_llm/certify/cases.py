@@ -38,6 +38,7 @@ class Case:
 
     @property
     def title(self) -> str:
+        """In words, for a line of output."""
         fault = f" with {self.fault}" if self.fault else ""
         return f"{self.layout} {self.model} {self.dtype} on {self.world} rank{'s' * (self.world > 1)}{fault}"
 

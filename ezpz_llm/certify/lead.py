@@ -104,14 +104,17 @@ class Job:
     device: str
 
     def write(self, path: Path) -> None:
+        """Write the job's file."""
         write_json(path, {**asdict(self), "root": str(self.root)})
 
     @classmethod
     def read(cls, path: Path) -> Job:
+        """Read a job's file."""
         return as_dataclass(cls, read_json(path), str(path))
 
 
 def results_file(root: Path) -> Path:
+    """Path of the results, one JSON object a line."""
     return root / "cells.jsonl"
 
 

@@ -111,6 +111,7 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
+    """Read what `make_reference` wrote."""
     path = reference_numbers(root, model, dtype, steps)
     return Reference(**read_json(path), tensors=load_file(path.with_name("tensors.safetensors")))
 

@@ -65,6 +65,7 @@ def injected_fault(one: Result) -> str | None:
 
 
 def title(one: Result) -> str:
+    """A result in words, for a line of output."""
     fault = f" with {name}" if (name := injected_fault(one)) else ""
     return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{fault}"
 

@@ -19,12 +19,14 @@ class Finding:
 
     @property
     def ratio(self) -> float:
+        """The difference in units of its bound."""
         if self.value == 0:
             return 0.0
         return math.inf if self.bound == 0 or not math.isfinite(self.value) else self.value / self.bound
 
     @property
     def failed(self) -> bool:
+        """True if it is beyond its bound."""
         return not self.ratio <= 1
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ def findings(ours: Numbers, theirs: Numbers, n_layer: int, dtype: str) -> dict[s
 
 
 def worst(found: list[Finding]) -> Finding:
+    """The comparison with the largest ratio."""
     return max(found, key=lambda one: one.ratio)
 
 

@@ -43,6 +43,7 @@ class Report:
 
     @property
     def is_fit(self) -> bool:
+        """True if no finding is `bad`."""
         return not any(finding.level == "bad" for finding in self.findings)
 
 

@@ -72,6 +72,7 @@ class RankSplit:
 
     @property
     def window_s(self) -> float:
+        """Seconds of the traced window."""
         return sum(self.seconds.values())
 
     @property
@@ -125,6 +126,7 @@ class Split:
 
     @property
     def median_own_s(self) -> float:
+        """Seconds a step without waiting, of the median rank."""
         return statistics.median(rank.own_s for rank in self.ranks)
 
     def mean(self, category: str) -> float:

@@ -32,7 +32,8 @@ class Measured(Protocol):
 
     sums: torch.Tensor
 
-    def describe(self, totals: list[Any], grad_norm: float | None) -> dict[str, float]: ...
+    def describe(self, totals: list[Any], grad_norm: float | None) -> dict[str, float]:
+        """The members of a step's line that follow from the sums over all ranks."""
 
 
 class MetricsLog:

@@ -68,6 +68,7 @@ class Curve:
 
     @property
     def is_line(self) -> bool:
+        """True if its points are joined."""
         return not self.mark or self.lettered
 
 

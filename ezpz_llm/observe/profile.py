@@ -29,15 +29,21 @@ class Window:
 
     @property
     def last(self) -> int:
+        """The last profiled step."""
         return self.first + self.steps - 1
 
 
 class StepWatch(Protocol):
     """Looks at some of a run's steps, counted from 0; `close` ends what an early end of the run leaves open."""
 
-    def before_step(self, step: int) -> None: ...
-    def after_step(self, step: int) -> None: ...
-    def close(self) -> None: ...
+    def before_step(self, step: int) -> None:
+        """Called before a step."""
+
+    def after_step(self, step: int) -> None:
+        """Called after a step."""
+
+    def close(self) -> None:
+        """Called when the run ends."""
 
 
 def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS,

@@ -49,10 +49,12 @@ class StepWork:
 
     @property
     def sequences(self) -> int:
+        """Sequences of a step, of all ranks."""
         return self.micro_batch * self.accumulation * self.dp_size
 
     @property
     def tokens(self) -> int:
+        """Tokens of a step, of all ranks."""
         return self.sequences * self.block_size
 
     def rates(self, step_time_s: float) -> Rates:

@@ -147,6 +147,7 @@ class Bubble:
 
     @property
     def mean(self) -> float:
+        """Over the stages."""
         return statistics.fmean(self.idle)
 
 

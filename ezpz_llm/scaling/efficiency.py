@@ -59,6 +59,7 @@ class Estimate:
 
     @property
     def value(self) -> float:
+        """The value itself."""
         return math.exp(self.log)
 
     @property
@@ -133,6 +134,7 @@ class Measured:
 
     @property
     def good(self) -> tuple[Repeat, ...]:
+        """The repeats that finished and have a steady step."""
         return tuple(one for one in self.repeats if one.error is None and one.step_times_s)
 
     @property
@@ -159,10 +161,12 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of all ranks, at the point's step time."""
         return self.first.step_tokens / self.step_time.value
 
     @property
     def tokens_per_second_per_device(self) -> float:
+        """The same over the number of ranks."""
         return self.tokens_per_second / self.ranks
 
     @property
@@ -173,10 +177,12 @@ class Measured:
 
     @property
     def peak_device_bytes(self) -> int | None:
+        """Of the rank and run that took most; None where no device has memory of its own."""
         return max((one.peak_device_bytes for one in self.good if one.peak_device_bytes), default=None)
 
     @property
     def peak_host_bytes(self) -> int | None:
+        """Host memory of the rank and run that took most."""
         return max((one.peak_host_bytes for one in self.good if one.peak_host_bytes), default=None)
 
     @property
@@ -208,10 +214,12 @@ class Curve:
 
     @property
     def base(self) -> Measured:
+        """The smallest point, which the others are compared with."""
         return self.points[0]
 
     @property
     def name(self) -> str:
+        """Its mode and layout, such as `weak ddp`."""
         return f"{self.mode} {self.ds_config}"
 
     @property

@@ -124,6 +124,7 @@ class Fitted:
 
     @property
     def seconds(self) -> float:
+        """Step time under the best model."""
         return sum(self.parts.values())
 
     @property
