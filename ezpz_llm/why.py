@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.base.errors import UserError, run_command, show
 from ezpz_llm.base.private import open_private
@@ -36,7 +38,11 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     named = options.run_dir
     run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm why RUN_DIR")
-    record = _record(run_dir)
+    run_dir.check_there()
+    record = read_record(run_dir)
+    if (ended := record.get("exit")) and "launch" not in record and ended.keys() >= {"cause", "code"}:
+        return _lost(run_dir, ended, options.json)
+    _check_launch(run_dir, record)
     _say_what_is_closed(run_dir)
     if options.logs:
         _ask_for_logs(run_dir, options.logs)
@@ -67,13 +73,19 @@ def _ranks(text: str) -> set[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,4-7") from error
 
 
-def _record(run_dir: RunDir) -> dict:
-    record = read_record(run_dir)
+def _check_launch(run_dir: RunDir, record: Mapping[str, Any]) -> None:
     launch = record.get("launch")
     if launch is None or not launch.keys() >= _WRITTEN_BY_LAUNCH or RUN_ID_VARIABLE not in launch["env"]:
         raise UserError("there is no record of launch here", where=str(run_dir.record),
                         instead="the run directory of a run that launch started")
-    return record
+
+
+def _lost(run_dir: RunDir, ended: Mapping[str, Any], as_json: bool) -> int:
+    """The directory was removed during the run: launch has written its end, and nothing else is left."""
+    show(json.dumps({"state": "ended", **ended}, indent=2) if as_json else
+         f"{run_dir.path}: ended with code {ended['code']}: {ended['cause'] or 'well'}; what was started is"
+         " not told: run.json was removed during the run")
+    return 0
 
 
 def _say_what_is_closed(run_dir: RunDir) -> None:
@@ -116,9 +128,15 @@ def _over(run_dir: RunDir, record: dict, as_json: bool) -> int:
 
 
 def _last_sign(run_dir: RunDir) -> float:
-    found = [path.stat().st_mtime for folder in ("logs", "heartbeat", "errors")
-             for path in (run_dir.path / folder).glob("*")]
-    return max(found, default=run_dir.record.stat().st_mtime)
+    folders = (run_dir.path / name for name in ("logs", "heartbeat", "errors"))
+    written = _changes(path for folder in folders for path in folder.glob("*"))
+    return max(written, default=max(_changes([run_dir.record]), default=0.0))
+
+
+def _changes(paths: Iterable[Path]) -> Iterator[float]:
+    for path in paths:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            yield path.stat().st_mtime
 
 
 def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Namespace) -> int:

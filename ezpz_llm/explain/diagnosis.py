@@ -179,6 +179,7 @@ def account(run_dir: Path) -> Account:
     Raises:
         UserError: it is none of a training run, no step has been written, or a trace cannot be read.
     """
+    RunDir(run_dir).check_there()
     record = read_record(RunDir(run_dir))
     rows = read_history(RunDir(run_dir))
     if "config" not in record or "model" not in record or not len(rows):

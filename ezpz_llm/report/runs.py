@@ -98,9 +98,10 @@ def load_runs(paths: Sequence[Path], now: float | None = None) -> list[Run]:
 
 def _load(path: Path, name: str, now: float) -> Run:
     run_dir = RunDir(path)
+    run_dir.check_there()
     record = read_record(run_dir)
     if not record and not run_dir.metrics.exists():
-        inside = sorted(path.glob("*/metrics.jsonl")) if path.is_dir() else []
+        inside = sorted(path.glob("*/metrics.jsonl"))
         raise UserError("this is not a run directory: it has neither run.json nor metrics.jsonl", where=str(path),
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
     rows = read_history(run_dir)

@@ -138,6 +138,15 @@ class RunDir:
         """The run directory of the preflight that came before this run."""
         return RunDir(self.path / "preflight")
 
+    def check_there(self) -> None:
+        """
+        Raises:
+            UserError: there is no such folder (any more).
+        """
+        if not self.path.is_dir():
+            raise UserError("there is no such folder: it was removed, or never made", where=str(self.path),
+                            instead="the directory of a run")
+
     def create(self) -> RunDir:
         """Make the directory and its folders; existing ones are kept (a resumed run appends).
 

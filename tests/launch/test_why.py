@@ -109,6 +109,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         return done.stderr
 
     assert "no run in runs/" in refused()
+    assert "there is no such folder: it was removed, or never made" in refused("runs/a")
     (tmp_path / "runs/a").mkdir(parents=True)
     assert "no run in runs/" in refused()
     assert "there is no record of launch here" in refused("runs/a")
@@ -123,6 +124,24 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "runs/a/run.json").mkdir()
     assert re.search(r"this is a folder, not a regular file\n.*run\.json", refused("runs/a"))
     assert "'x' is not a list of ranks" in refused("--stacks", "x")
+
+
+def test_a_directory_that_was_removed_during_the_run(tmp_path: Path) -> None:
+    """launch writes the end into a new one; `why` and `report` make of it what there is."""
+    program = "import os, shutil; shutil.rmtree(os.environ['EZPZ_LLM_RUN_DIR']); raise SystemExit(7)"
+    done = launch(tmp_path, "-n", "1", "--run-dir", "r", sys.executable, "-c", program)
+    assert done.returncode == 7, done.stderr
+    assert "Traceback" not in done.stderr
+    (tmp_path / "r").mkdir(exist_ok=True)
+    (tmp_path / "r/run.json").write_text(json.dumps({"exit": {"code": 7, "cause": "rank 0 failed", "rank": 0}}))
+    assert "r: ended with code 7: rank 0 failed; what was started is not told" in _why(tmp_path, "r")
+    assert json.loads(_why(tmp_path, "r", "--json")) == {"state": "ended", "code": 7, "cause": "rank 0 failed",
+                                                         "rank": 0}
+    for room, found in (("report", "no such folder"), ("explain", "no such folder")):
+        told = subprocess.run([sys.executable, "-m", f"ezpz_llm.{room}", "gone"], cwd=tmp_path, env=clean_env(),
+                              capture_output=True, text=True, timeout=60, check=False)
+        assert (told.returncode, told.stderr.count("error: ")) == (2, 1)
+        assert found in told.stderr
 
 
 def test_it_needs_no_torch() -> None:
