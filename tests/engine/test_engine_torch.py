@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.fsdp2_engine import _sum_and_divide
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizers import make_optimizer
 from ezpz_llm.engine.precision import LossScale
@@ -156,3 +158,12 @@ def test_adamw_is_fused_unless_that_is_not_wanted() -> None:
 def test_one_rank_is_not_wrapped(tmp_path) -> None:
     engine = make(tmp_path)
     assert engine._wrapped is engine.module
+
+
+def test_fully_shard_of_a_torch_that_sums_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_force_sum_reduction_for_comms")
+    part = torch.nn.Linear(1, 1)
+    part.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})  # as fully_shard does
+    with pytest.raises(UserError, match="wrong on a CPU") as raised:
+        _sum_and_divide(part)
+    assert "--ds-config zero3" in raised.value.instead
