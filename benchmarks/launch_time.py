@@ -1,9 +1,9 @@
 """How long it takes to be answered: python3 benchmarks/launch_time.py [--out FILE.json]
 
-Times ten calls each of `launch --dry-run` (here, with and without the command's own check, and in made-up reservations
-of 10,624 PBS and 10,000 Slurm nodes) and of every command's `--help`, after one that warms the file cache. Prints, and
-writes, the medians and ranges. Exit code 1 if the median of a plan here reaches 150 ms, with the check 1.2 s, of a plan
-for a large reservation 500 ms, or of a help 1 s.
+Times ten calls each of `launch --dry-run` (here, with and without the command's own check, and in made-up
+reservations of 10,624 PBS and 10,000 Slurm nodes) and of every command's `--help`, after one that warms the file
+cache. Prints, and writes, the medians and ranges. Exit code 1 if the median of a plan here reaches 150 ms, with
+the check 1.2 s, of a plan for a large reservation 500 ms, or of a help 1 s.
 """
 
 from __future__ import annotations
