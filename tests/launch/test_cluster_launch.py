@@ -92,6 +92,52 @@ def test_programs_on_nodes(cluster, tmp_path: Path, request: pytest.FixtureReque
         _write(program, nodes, launcher, time.monotonic() - began, sorted(set(expected.values())))
 
 
+_STRANGER = """
+import os, socket, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+port = int(sys.argv[1])
+held, tries, set_keys = [], 0, 0
+print("ready", flush=True)
+while True:
+    try:
+        peer = socket.create_connection(("n1", port), timeout=2)
+        tries += 1
+        if tries % 3 == 0:
+            store = dist.TCPStore("n1", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+            for key in ("setup/error", "ezpz_llm/setup/error", "ezpz_llm/0/setup/error", "default_pg/0//cpu//0/0"):
+                store.set(key, "\\x1b]0;PWNED\\x07 evil")
+                set_keys += 1
+        elif tries % 3 == 1:
+            peer.sendall(os.urandom(4096))
+        held = [*held[-50:], peer]
+        print(tries, set_keys, flush=True)
+    except (OSError, RuntimeError):
+        pass
+    time.sleep(0.02)
+"""
+"""From another node: garbage, connections that stay and say nothing, and keys of its own in the ranks' store."""
+
+
+def test_a_stranger_at_the_store_of_two_nodes(cluster, tmp_path: Path) -> None:
+    """torch's store lets everybody in; keys that are not the run's, garbage and idle connections end nothing."""
+    stranger = cluster.start(sys.executable, "-u", "-c", _STRANGER, "24690", node="n4")
+    try:
+        assert stranger.stdout.readline() == "ready\n"
+        done = cluster.run("salloc", "-N2", "--ntasks-per-node=1", "-t5", "launch", "--launcher", "srun",
+                           "--run-dir", "run", "python3", "-m", "ezpz_llm.test_dist", *PROGRAMS["test_dist"],
+                           cwd=tmp_path, timeout=200, OMP_NUM_THREADS="1", MASTER_PORT="24690")
+    finally:
+        cluster.kill(stranger)
+        said, complained = stranger.communicate(timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "healthy" in done.stdout
+    assert "PWNED" not in done.stdout + done.stderr
+    tries, set_keys = map(int, said.splitlines()[-1].split())
+    assert tries > 10, complained
+    assert set_keys > 10, complained
+
+
 def _cache(request: pytest.FixtureRequest) -> Path:
     """One folder for all tests: the data are prepared once."""
     return request.getfixturevalue("tmp_path_factory").getbasetemp() / "cluster-cache"
