@@ -237,7 +237,7 @@ def compare(engine: Engine, config: ModelConfig, reference: Reference, kind: str
 
     state = engine.training_state()
     rows: dict[str, Row] = {}
-    for held, own in owned(state.slices(), state.extents()):
+    for held, own in owned(state.slices(), state.raw_slices()):
         row = rows.setdefault(held.name, [0.0, 0.0, 0.0])
         whole = reference.tensors[f"{against}/{held.name}"]
         row[2] += squared(held, whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged, read_json
+from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, size
 from ezpz_llm.rundir import write_json
 
@@ -60,8 +61,9 @@ def runs(shape: tuple[int, ...], part: Part) -> Iterator[tuple[int, int, int]]:
             yield at + first, number * length + first - start, last - first
 
 
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
-"""The fp32 master weight and Adam's two moments: three tensors of one shape for each parameter."""
+WEIGHT = "weight"
+"""The kind of the fp32 master weight; the others are the optimizer's state (see `ezpz_llm.layout.optimizers`)."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -93,7 +95,8 @@ class Index:
     parameters: dict[str, Parameter]
 
 
-def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], pieces: Iterable[tuple[str, Piece]]) -> None:
+def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str],
+                pieces: Iterable[tuple[str, Piece]]) -> None:
     """Write the index of (name, piece) pairs."""
     by_name: dict[str, list[Piece]] = {name: [] for name in shapes}
     for name, piece in pieces:
@@ -103,7 +106,7 @@ def write_index(folder: Path, shapes: dict[str, tuple[int, ...]], pieces: Iterab
                "pieces": [vars(piece) for piece in sorted(found, key=lambda piece: (piece.box, piece.start))]}
         for name, found in by_name.items()
     }
-    write_json(folder / INDEX, {"format": FORMAT, "kinds": KINDS, "parameters": parameters})
+    write_json(folder / INDEX, {"format": FORMAT, "kinds": kinds, "parameters": parameters})
 
 
 def read_index(folder: Path) -> Index:
@@ -124,8 +127,12 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
+                kinds: Sequence[str] | None = None) -> None:
     """Compare a checkpoint with the parameters of a model.
+
+    Args:
+        kinds: what has to be there of each parameter; None for the state of any optimizer of the table.
 
     Raises:
         UserError: they differ; names the first parameter that does, with both shapes. Or the checkpoint has no
@@ -139,7 +146,8 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) 
             raise UserError(f"the checkpoint is of another model: {name} is {of_file} in the checkpoint, "
                             f"{of_model} in the model", where=str(folder),
                             instead="give the same model options as the run that saved it")
-    missing = [kind for kind in KINDS if kind not in index.kinds]
+    wanted = [(WEIGHT, *row.state) for row in OPTIMIZERS.values()] if kinds is None else [kinds]
+    missing = min(([kind for kind in one if kind not in index.kinds] for one in wanted), key=len)
     if missing:
         raise UserError(f"the checkpoint has no optimizer state ({', '.join(missing)}), so training cannot go on "
                         "from it", where=str(folder), instead="resume from a checkpoint that a training run saved")

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import writer
-from ezpz_llm.checkpoint.index import KINDS, Index, check_model, common, read_index
+from ezpz_llm.checkpoint.index import Index, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
 from ezpz_llm.checkpoint.retention import candidates
-from ezpz_llm.dist.agree import broadcast, raise_together
+from ezpz_llm.dist.agree import broadcast, together
 from ezpz_llm.engine.optimizer_state import Slice
 
 if TYPE_CHECKING:
@@ -43,12 +42,7 @@ def load_newest(where: str | Path, engine: Engine, dist: Dist, accept: Accept) -
     Raises:
         UserError: there is none, or all are damaged, or `accept` refuses it. The same on every rank.
     """
-    folders, error = None, None
-    try:
-        folders = candidates(where) if dist.is_main else None
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
+    folders = together(dist, lambda: candidates(where), on_main=True)
     passed_over: list[Damaged] = []
     for folder in broadcast(dist, folders):
         try:
@@ -75,21 +69,17 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
             refuses it. The same on every rank; the engine is unchanged.
     """
     training = engine.training_state()
-    error = None
-    try:
-        _verify_share(folder, dist)
-    except UserError as found:
-        error = found
-    # Settled before anything is read: what other ranks have found damaged says nothing.
-    raise_together(dist, error)
-    try:
+
+    def read() -> tuple[dict[str, Any], Index]:
         state, index = read_state(folder), read_index(folder)
         if accept is not None:
             accept(folder, state)
-        check_model(index, training.shapes, folder)
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
+        check_model(index, training.shapes, folder, training.kinds)
+        return state, index
+
+    # Settled before anything is read: what other ranks have found damaged says nothing.
+    together(dist, lambda: _verify_share(folder, dist))
+    state, index = together(dist, read)
     alike = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
     with ExitStack() as stack:
         files = _Files(folder, stack)
@@ -124,10 +114,10 @@ def _fill(part: Slice, index: Index, files: _Files) -> None:
             continue
         # One read a piece: runs of rows may be many and short.
         first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
-        for kind in KINDS:
+        for kind, tensor in part.tensors.items():
             values = files.open(piece.file).get_slice(f"{kind}/{piece.key}")[first:last]
             for ours, theirs, length in pairs:
-                part.tensors[kind][ours:ours + length].copy_(values[theirs - first:theirs - first + length])
+                tensor[ours:ours + length].copy_(values[theirs - first:theirs - first + length])
 
 
 def _random_states(shard: Any) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.writer import Shard, complete_folder, facts, read_shard, write_shard
-from ezpz_llm.dist.agree import broadcast, gather, raise_together
+from ezpz_llm.dist.agree import broadcast, gather, together
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.rundir import RunDir
@@ -102,36 +103,21 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
     return saver.finish().folder
 
 
-class Task:
-    """An action that runs in a thread of its own, or at once, and what came of it."""
+def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
+    """Run an action, in a daemon thread or at once; the future has its result, or what it raised."""
+    future: Future[Any] = Future()
 
-    def __init__(self, action: Callable[[], Any], in_background: bool) -> None:
-        self._action = action
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True) if in_background else None
-        if self._thread:
-            self._thread.start()
-        else:
-            self._run()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._value = self._action()
+            future.set_result(action())
         except BaseException as error:  # raised again where the outcome is asked for
-            self._error = error
+            future.set_exception(error)
 
-    @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def result(self) -> Any:
-        """Wait for the end; what the action gave, or raised."""
-        if self._thread:
-            self._thread.join()
-        if self._error:
-            raise self._error
-        return self._value
+    if in_background:
+        threading.Thread(target=run, daemon=True).start()
+    else:
+        run()
+    return future
 
 
 @dataclass
@@ -141,8 +127,9 @@ class _Save:
     partial: Path
     record: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
+    kinds: tuple[str, ...]
     began: float
-    task: Task
+    task: Future[Any]
     is_last_part: bool = False
 
 
@@ -168,7 +155,7 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether this rank is still writing."""
-        return self._save is not None and not self._save.task.is_done
+        return self._save is not None and not self._save.task.done()
 
     def start(self, engine: Engine, state: dict[str, Any], *, at_once: bool = False) -> str | None:
         """Begin to save the present state; `save` says what is in it. An earlier save is waited for. Collective.
@@ -197,8 +184,8 @@ class Saver:
         if in_background:
             self._memory = self._memory or HostMemory(engine.device)
             shard = self._memory.copy(shard)
-        task = Task(lambda: write_shard(partial, shard), in_background)
-        self._save = _Save(partial, record, training.shapes, began, task)
+        task = start_task(lambda: write_shard(partial, shard), in_background)
+        self._save = _Save(partial, record, training.shapes, training.kinds, began, task)
         return note
 
     def advance(self) -> Saved | None:
@@ -217,7 +204,7 @@ class Saver:
             result = self._together(save.record["step"], save.task.result)
             if not save.is_last_part:
                 written = gather(self._dist, result) or []
-                save.task = Task(lambda: self._complete(save, written), self._in_background)
+                save.task = start_task(lambda: self._complete(save, written), self._in_background)
                 save.is_last_part = True
                 return None
         except NotWritten:
@@ -239,24 +226,25 @@ class Saver:
     def _complete(self, save: _Save, written: list[Any]) -> tuple[Path, int] | None:
         if not self._dist.is_main:
             return None
-        folder = complete_folder(save.partial, save.shapes, written, save.record)
+        folder = complete_folder(save.partial, save.shapes, save.kinds, written, save.record)
         if self._keep is not None:
             prune(self._run_dir, self._keep)
         return folder, sum(file.size for file, _ in written)
 
     def _together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
         """What `action` gives, on every rank or rank 0 alone; an OSError on any rank becomes NotWritten on all."""
-        result, error = None, None
-        try:
-            result = action() if self._dist.is_main or not on_main else None
-        except OSError as failure:
-            before = complete(self._run_dir.checkpoints)
-            stands = f"; {before[-1].name} stands" if before else ""
-            error = NotWritten(f"the checkpoint of step {step} could not be written: {failure.strerror}{stands}",
-                               where=f"rank {self._dist.rank}, {failure.filename or self._run_dir.checkpoints}",
-                               instead="make room there, or name another place with --run-dir DIR", exit_code=1)
-        raise_together(self._dist, error)
-        return result
+        def attempt() -> Any:
+            try:
+                return action()
+            except OSError as failure:
+                before = complete(self._run_dir.checkpoints)
+                stands = f"; {before[-1].name} stands" if before else ""
+                raise NotWritten(
+                    f"the checkpoint of step {step} could not be written: {failure.strerror}{stands}",
+                    where=f"rank {self._dist.rank}, {failure.filename or self._run_dir.checkpoints}",
+                    instead="make room there, or name another place with --run-dir DIR", exit_code=1) from failure
+
+        return together(self._dist, attempt, on_main=on_main)
 
     def _why_not(self, engine: Engine, shard: Shard) -> str | None:
         """Why copies in host memory are not to be had: the same answer on every rank. Collective."""

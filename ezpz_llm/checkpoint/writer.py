@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ezpz_llm import __version__
-from ezpz_llm.checkpoint.index import KINDS, Piece, write_index
+from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, describe, publish, shard_name, write_manifest
 from ezpz_llm.engine.optimizer_state import EngineState, owned
 from ezpz_llm.rundir import write_json
@@ -49,18 +49,18 @@ def read_shard(training: EngineState, rank: int, device: torch.device) -> Shard:
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
-    extents = list(training.extents())
-    for _, part in owned(extents, extents):
+    raw = list(training.raw_slices())
+    for _, part in owned(raw, raw):
         if part is None:
             continue
         # A rank may hold several boxes of one parameter.
-        key = part.name if f"{KINDS[0]}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
-        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in KINDS})
+        key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
+        outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
     states = capture(device)
     outline.update({f"rng/{source}": value for source, value in states.items()})
-    parts = (part for _, part in owned(training.slices(), extents) if part is not None)
-    values = (part.tensors[kind] for part in parts for kind in KINDS)
+    parts = (part for _, part in owned(training.slices(), raw) if part is not None)
+    values = (part.tensors[kind] for part in parts for kind in training.kinds)
     return Shard(name, outline, pieces, chain(values, states.values()))
 
 
@@ -85,14 +85,14 @@ def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
     }
 
 
-def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], written: list[Written],
+def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Sequence[str], written: list[Written],
                     record: dict[str, Any]) -> Path:
     """Rank 0's part, once every rank has written its own: index, state, manifest, then the name.
 
     Raises:
         OSError: the disk is full, or the like.
     """
-    write_index(partial, shapes, [entry for _, pieces in written for entry in pieces])
+    write_index(partial, shapes, kinds, [entry for _, pieces in written for entry in pieces])
     write_json(partial / STATE, record)
     records = [file for file, _ in written]
     write_manifest(partial, record["step"], [*records, describe(partial / INDEX), describe(partial / STATE)])

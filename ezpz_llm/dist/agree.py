@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as torch_dist
 
@@ -10,6 +11,8 @@ from ezpz_llm.base.errors import UserError
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
+
+T = TypeVar("T")
 
 
 def gather(dist: Dist, value: Any) -> list[Any] | None:
@@ -36,6 +39,22 @@ def broadcast(dist: Dist, value: Any) -> Any:
     values = [value]
     torch_dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T | None:
+    """What `action` gives, on every rank (or on rank 0 alone, None elsewhere). Collective.
+
+    Raises:
+        UserError: the first rank's, on every rank, whatever the others got.
+    """
+    result, error = None, None
+    try:
+        if dist.is_main or not on_main:
+            result = action()
+    except UserError as found:
+        error = found
+    raise_together(dist, error)
+    return result
 
 
 def raise_together(dist: Dist, error: UserError | None) -> None:

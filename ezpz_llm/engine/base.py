@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ezpz_llm.engine.gradients import NonFiniteStepSkipper
-from ezpz_llm.layout.batch import Batch
-from ezpz_llm.layout.layout import Layout
+from ezpz_llm.engine.precision import LossScale
 
 if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
     from ezpz_llm.engine.optimizer_state import EngineState
+    from ezpz_llm.layout.resolve import Resolved
 
 Span = Callable[[str], AbstractContextManager[None]]
 """Times what happens inside: "forward", "backward" or "optimizer"."""
@@ -30,12 +31,27 @@ class Engine(ABC):
     gradient norm is non-finite or above a limit, which then change nothing at all.
     """
 
-    module: nn.Module
-    device: torch.device
-    layout: Layout
-    batch: Batch
-    step_skip: NonFiniteStepSkipper
-    skipped_steps: int = 0
+    def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist) -> None:
+        self.module, self.device = model, dist.device
+        self.layout, self.batch = resolved.layout, resolved.batch
+        self.step_skip = NonFiniteStepSkipper(dist.device)
+        self.skipped_steps = 0
+        self._mesh, self._clip = dist.mesh, resolved.clip
+        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
+
+    @property
+    def _loss_factor(self) -> float:
+        """The loss scale of fp16; 1 in other precisions."""
+        return 1.0 if self._scale is None else self._scale.scale
+
+    def _update_scale(self, norm: Tensor) -> bool:
+        """Adjust the loss scale of fp16 to a step's gradient norm; False if an overflow skips the step."""
+        if self._scale is None:
+            return True
+        finite = bool(torch.isfinite(norm))
+        self._scale.update(finite)
+        self.skipped_steps += not finite
+        return finite
 
     @abstractmethod
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +28,21 @@ _INPUT_SECOND = frozenset({"_reduce_scatter_base_", "reduce_scatter_", "reduce_s
 """Operators whose first argument is the output, and whose second has the bytes that count."""
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveMode(TorchDispatchMode):
+    """While entered, passes each c10d operator's name and arguments to `observe`, before it is executed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "c10d":
+            self.observe(func._schema.name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def observe(self, name: str, args: tuple[Any, ...]) -> None:
+        """Take notice of a call."""
+        raise NotImplementedError
+
+
+class CollectiveCounter(CollectiveMode):
     """While entered, counts what this rank issues.
 
     Bytes are those of the whole buffer: what is reduced, what is gathered, what is divided, what is sent. Single
@@ -41,14 +54,7 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            self._count(name, args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+    def observe(self, name: str, args: tuple[Any, ...]) -> None:
         if name in MOVE_NOTHING:
             return
         kind, elements, size = issued(name, args)
@@ -85,12 +91,5 @@ def issued(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
 
 def by_ranks(all_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ranks that issued the same, together: a list of {"ranks": […], "kinds": {…}}."""
-    return list(_grouped(all_ranks))
-
-
-def _grouped(all_ranks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    left = list(range(len(all_ranks)))
-    while left:
-        same = [rank for rank in left if all_ranks[rank] == all_ranks[left[0]]]
-        yield {"ranks": same, "kinds": all_ranks[left[0]]}
-        left = [rank for rank in left if rank not in same]
+    return [{"ranks": [other for other, theirs in enumerate(all_ranks) if theirs == kinds], "kinds": kinds}
+            for rank, kinds in enumerate(all_ranks) if kinds not in all_ranks[:rank]]

@@ -19,10 +19,9 @@ from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
-from ezpz_llm.engine.gradients import NonFiniteStepSkipper, norm_and_clip
+from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import EngineState
 from ezpz_llm.engine.optimizers import make_optimizer, set_lr
-from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved
@@ -37,12 +36,7 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                  adam: dict[str, Any]) -> None:
-        self.module = model
-        self.device = dist.device
-        self.layout, self.batch = resolved.layout, resolved.batch
-        self._clip = resolved.clip
-        self._mesh = dist.mesh
-        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
+        super().__init__(model, resolved, dist)
         dist.ensure_group()
         deepspeed = import_deepspeed(dist.device.type)
         for name in needed_ops(self.layout):
@@ -51,7 +45,6 @@ class DeepSpeedEngine(MicroStepEngine):
             optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         else:
             optimizer = make_optimizer(groups, adam, resolved.optimizer)
-        self.step_skip = NonFiniteStepSkipper(dist.device)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
         mark_divided(model)
         config = resolved.for_deepspeed(dist.run_dir)
@@ -74,26 +67,21 @@ class DeepSpeedEngine(MicroStepEngine):
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed divides by the accumulation itself. Its ZeRO optimizers apply the loss scale, stage 0 has none.
-        if self._scale is not None:
-            if self.layout.zero.stage == 0:
-                loss = loss * self._scale.scale
-            else:
-                self._engine.optimizer.override_loss_scale(self._scale.scale)
+        if self.layout.zero.stage == 0:
+            loss = loss * self._loss_factor
+        elif self._scale is not None:
+            self._engine.optimizer.override_loss_scale(self._scale.scale)
         self._engine.backward(loss)
 
     def step(self, lr: float) -> Tensor:
         set_lr(self._engine.optimizer, lr)
         norm = self._step_whole() if self.layout.zero.stage == 0 else self._step_partitioned()
-        if self._scale is not None:
-            finite = bool(torch.isfinite(norm))
-            self._scale.update(finite)
-            self.skipped_steps += not finite
+        self._update_scale(norm)
         return norm
 
     def _step_whole(self) -> Tensor:
         """Stage 0 in fp32 has no norm to ask for, so the norm and the clipping are ours."""
-        scale = 1.0 if self._scale is None else self._scale.scale
-        norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, scale)
+        norm = norm_and_clip(self.module, self._mesh, self._engine.optimizer, self._clip, self._loss_factor)
         self.step_skip.norm = norm
         if self._scale is not None and not torch.isfinite(norm):
             self._engine.zero_grad()

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.gradients import divided_norm_and_clip
-from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice, at_hand, extent, get_step, set_step
+from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
@@ -102,16 +102,9 @@ class FsdpState(EngineState):
 
     def __init__(self, module: torch.nn.Module, rows: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]],
                  optimizer: torch.optim.Optimizer, rank: int, size: int, scale: LossScale | None) -> None:
-        super().__init__(scale)
-        self.module = module
-        self.rows, self.shapes, self.optimizer = rows, shapes, optimizer
+        super().__init__(optimizer, scale)
+        self.module, self.rows, self.shapes = module, rows, shapes
         self.rank, self.size = rank, size
-
-    def slices(self) -> Iterator[Slice]:
-        return self._slices(at_hand)
-
-    def extents(self) -> Iterator[Slice]:
-        return self._slices(extent)
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
         groups = {rows: group for group in self.optimizer.param_groups for rows in group["params"]}
@@ -124,12 +117,8 @@ class FsdpState(EngineState):
                 yield Slice(name, shape, whole(shape), start, start + rows.numel(),
                             {kind: tensor.view(-1) for kind, tensor in tensors.items()})
 
-    @property
-    def optimizer_step(self) -> int:
-        return get_step(self.optimizer)
-
     def loaded(self, optimizer_step: int) -> None:
-        set_step(self.optimizer, optimizer_step)
+        super().loaded(optimizer_step)
         # A forward pass without a backward one leaves parameters gathered, with the values from before.
         for part in self.module.modules():
             if isinstance(part, FSDPModule):

@@ -99,11 +99,12 @@ def _gradients(engine: Engine) -> list[Any]:
 
 def _known(engine: Engine) -> dict[str, list[Any]]:
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
-    slices = list(engine.training_state().extents())
+    state = engine.training_state()
+    slices = list(state.raw_slices())
     return {
         "parameters": parameters,
         "gradients": _gradients(engine),
-        "moments": [part.tensors.get(kind) for part in slices for kind in ("exp_avg", "exp_avg_sq")],
+        "moments": [part.tensors.get(kind) for part in slices for kind in state.kinds[1:]],
         "master": [part.tensors.get("weight") for part in slices],
         "gathered": list(engine.module.parameters()),
     }

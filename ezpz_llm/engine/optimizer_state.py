@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ezpz_llm.engine.optimizers import codes, has_eight_bits, moments_at_hand
+from ezpz_llm.engine.optimizers import codes, dequantized_moments, has_eight_bits, state_kinds
 from ezpz_llm.model.parameters import Box, Placement, placement_of
 
 if TYPE_CHECKING:
@@ -24,9 +24,10 @@ class Slice:
     """The part of one parameter that this rank holds, as live storage.
 
     Flatten the box of the parameter in row-major order: the slice is its elements [start, stop). `tensors` has one
-    1-D fp32 tensor of stop - start elements for each of KINDS. They are views of the engine's own storage, so that
-    reading them saves and writing them loads. The same slice is held by `replicas` data-parallel ranks, of which
-    this is number `replica`; a slice that is not `primary` is a copy that another rank of the model answers for.
+    1-D fp32 tensor of stop - start elements for each of `EngineState.kinds`. They are views of the engine's own
+    storage, so that reading them saves and writing them loads. The same slice is held by `replicas` data-parallel
+    ranks, of which this is number `replica`; a slice that is not `primary` is a copy that another rank of the model
+    answers for.
     """
 
     name: str
@@ -66,48 +67,61 @@ def cut(at: Placement, start: int, stop: int, tensors: dict[str, torch.Tensor], 
 
 
 class EngineState(ABC):
-    """The training state of a wrapped engine on this rank. What has a name has the plain model's name for it."""
+    """The training state of a wrapped engine on this rank. What has a name has the plain model's name for it.
+
+    Args:
+        optimizer: the one that steps the tensors: the innermost, where an engine wraps another's.
+        scale: the loss scale of fp16, if there is one.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     """The global shape of every parameter, tied ones once, the same on all ranks."""
 
-    def __init__(self, scale: LossScale | None) -> None:
-        self.scale = scale
+    def __init__(self, optimizer: torch.optim.Optimizer, scale: LossScale | None) -> None:
+        self.optimizer, self.scale = optimizer, scale
 
-    @abstractmethod
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of tensors that each slice has: the fp32 master weight and the optimizer's state."""
+        return ("weight", *state_kinds(self.optimizer))
+
     def slices(self) -> Iterable[Slice]:
         """Everything this rank holds. Moments that do not exist before the first step are made (zero).
 
         Asked for between steps. Where state lies in files or has fewer bits than fp32, the tensors of a slice are
         there only until the next one is asked for; what was written to them by then is kept.
         """
+        return self._slices(materialized)
 
-    def extents(self) -> Iterable[Slice]:
+    def raw_slices(self) -> Iterable[Slice]:
         """The same slices, without tensors where they would have to be read, nor copies of what has fewer bits."""
-        return self.slices()
+        return self._slices(raw)
+
+    @abstractmethod
+    def _slices(self, tensors_of: Access) -> Iterable[Slice]:
+        """The slices, each with the tensors that `tensors_of` gives."""
 
     @property
-    @abstractmethod
     def optimizer_step(self) -> int:
         """The optimizer's own count of the steps it has made, which Adam's bias correction uses."""
+        return get_step(self.optimizer)
 
-    @abstractmethod
     def loaded(self, optimizer_step: int) -> None:
         """Make the rest of the engine follow slices that were just written. Collective: every rank calls it."""
+        set_step(self.optimizer, optimizer_step)
 
 
-def owned(slices: Iterable[Slice], extents: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
+def owned(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice | None]]:
     """Each slice with the part of it that this rank answers for, and writes; None where another rank does.
 
     Every element has one such rank, and all answer for about equally much. Ranks that hold replicas of the same
     slices must list them in the same order. Slices are taken one at a time, as `EngineState.slices` wants it.
 
     Args:
-        slices, extents: of one state; `extents` twice where tensors are not needed.
+        slices, raw_slices: of one state; `raw_slices` twice where tensors are not needed.
     """
-    extents = list(extents)
     totals: Counter[int] = Counter()
-    for piece in extents:
+    for piece in raw_slices:
         totals[piece.replicas] += piece.numel * piece.primary
     passed: Counter[int] = Counter()
     for piece in slices:
@@ -124,19 +138,22 @@ def owned(slices: Iterable[Slice], extents: Iterable[Slice]) -> Iterator[tuple[S
 if TYPE_CHECKING:
     from ezpz_llm.engine.precision import LossScale
 
-# Adam's moments and step count, for the optimizers that layouts use, whether or not a step was made yet.
+# The state of an optimizer, whether or not a step was made yet.
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
                   AbstractContextManager[dict[str, torch.Tensor]]]
-"""`at_hand` or `extent`."""
+"""`materialized` or `raw`."""
 
 
 def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
             parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of `parameter` by kind, each in the parameter's shape. Moments that do not exist yet are made.
+    """The tensors of `parameter` by kind as they are stored, each in the parameter's shape; state is made (zero).
 
-    Making them is what the optimizer's first step would do, so it changes nothing. `parameter` is the tensor that
+    Making it is what the optimizer's first step would do, so it changes nothing. `parameter` is the tensor that
     the optimizer steps (a flat partition under ZeRO), `group` the parameter group whose settings it has.
     """
+    weight = parameter.detach()
+    if has_eight_bits(optimizer):
+        return {"weight": weight, **codes(optimizer, group, parameter)}
     state = optimizer.state[parameter]
     if not state:
         # torch counts steps in a tensor, on the device only where its kernel reads it there; DeepSpeed's own
@@ -146,30 +163,26 @@ def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
         else:
             state["step"] = 0
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in state_kinds(optimizer):
             state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
-    return {"weight": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    return {"weight": weight, **{kind: state[kind] for kind in state_kinds(optimizer)}}
+
+
+def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
+        parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
+    """What `storage` gives, to be measured and not to be read: moments in 8 bits are codes."""
+    return nullcontext(storage(optimizer, group, parameter))
 
 
 @contextmanager
-def at_hand(optimizer: torch.optim.Optimizer, group: dict[str, Any],
-            parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    """The same for as long as one works on it: moments in 8 bits are copied, and rounded again if written to."""
-    if not has_eight_bits(optimizer):
-        yield storage(optimizer, group, parameter)
-        return
-    with moments_at_hand(optimizer, group, parameter) as found:
-        yield {"weight": parameter.detach(), **found}
-
-
-@contextmanager
-def extent(optimizer: torch.optim.Optimizer, group: dict[str, Any],
-           parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    """The same without copies: moments in 8 bits are codes, to be measured and not to be read."""
-    if not has_eight_bits(optimizer):
-        yield storage(optimizer, group, parameter)
+def materialized(optimizer: torch.optim.Optimizer, group: dict[str, Any],
+                 parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """The same in fp32 for as long as one works on it: moments in 8 bits are copied, and rounded if written to."""
+    if has_eight_bits(optimizer):
+        with dequantized_moments(optimizer, group, parameter) as found:
+            yield {"weight": parameter.detach(), **found}
     else:
-        yield {"weight": parameter.detach(), **codes(optimizer, group, parameter)}
+        yield storage(optimizer, group, parameter)
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
@@ -217,17 +230,10 @@ class TorchState(EngineState):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
                  scale: LossScale | None) -> None:
-        super().__init__(scale)
+        super().__init__(optimizer, scale)
         self.placed = [(parameter, placement_of(name, parameter)) for name, parameter in module.named_parameters()]
         self.shapes = {at.name: at.shape for _, at in self.placed}
-        self.optimizer = optimizer
         self.rank, self.world_size = rank, world_size
-
-    def slices(self) -> Iterator[Slice]:
-        return self._slices(at_hand)
-
-    def extents(self) -> Iterator[Slice]:
-        return self._slices(extent)
 
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
@@ -235,10 +241,3 @@ class TorchState(EngineState):
             with tensors_of(self.optimizer, groups[parameter], parameter) as tensors:
                 flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
                 yield from cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
-
-    @property
-    def optimizer_step(self) -> int:
-        return get_step(self.optimizer)
-
-    def loaded(self, optimizer_step: int) -> None:
-        set_step(self.optimizer, optimizer_step)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.layout.optimizers import OPTIMIZERS
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:
@@ -50,7 +51,14 @@ def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name:
     Raises:
         UserError: it does not run on the device of the parameters.
     """
-    return BUILD[name](groups, settings, fused)
+    optimizer = BUILD[name](groups, settings, fused)
+    optimizer.ezpz_name = name
+    return optimizer
+
+
+def state_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The kinds of state that an optimizer has, by the table; Adam's for one that was not made here."""
+    return tuple(OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")].state)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -78,8 +86,8 @@ def codes(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> dic
 
 
 @contextmanager
-def moments_at_hand(optimizer: Any, group: dict[str, Any],
-                    parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+def dequantized_moments(optimizer: Any, group: dict[str, Any],
+                        parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
     """Both moments in the parameter's shape and in fp32; what was written to them is rounded when one leaves.
 
     Reading changes nothing. Written back as they were read, they are the same but for the last place of some.

@@ -20,10 +20,8 @@ from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
-from ezpz_llm.engine.gradients import NonFiniteStepSkipper
 from ezpz_llm.engine.optimizer_state import EngineState
 from ezpz_llm.engine.optimizers import make_optimizer, set_lr
-from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.model.pipeline import PipelineStage
@@ -45,12 +43,8 @@ class PipelineEngine(Engine):
 
     def __init__(self, model: PipelineStage, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                  adam: dict[str, Any]) -> None:
-        self.module = model
-        self.device = dist.device
-        self.layout, self.batch = resolved.layout, resolved.batch
-        self._mesh = dist.mesh
+        super().__init__(model, resolved, dist)
         self._stages = dist.mesh.degrees.peers(dist.rank, "pp")
-        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
         self._targets: Tensor | None = None
         mark_divided(model)
         deepspeed = import_deepspeed(dist.device.type)
@@ -64,7 +58,6 @@ class PipelineEngine(Engine):
                                             model=pipeline, optimizer=optimizer,
                                             config=_config(resolved, dist.run_dir, model))[0]
         zero = self._engine.optimizer
-        self.step_skip = NonFiniteStepSkipper(dist.device)
         self.step_skip.guard(optimizer, lambda: zero._global_grad_norm)
         schedule = deepspeed.runtime.pipe.schedule.TrainSchedule(self.batch.accumulation, self.layout.pp,
                                                                  dist.mesh.pp_rank)
@@ -91,10 +84,7 @@ class PipelineEngine(Engine):
             with nullcontext() if phase is None else span(phase):
                 engine._INSTRUCTION_MAP[type(instruction)](engine, **instruction.kwargs)
         norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        if self._scale is not None:
-            finite = bool(torch.isfinite(norm))
-            self._scale.update(finite)
-            self.skipped_steps += not finite
+        self._update_scale(norm)
         if not self.module.is_last:
             return torch.zeros((), device=self.device), norm
         # Of all ranks only those of the last stage have a loss, and the mean is over all.

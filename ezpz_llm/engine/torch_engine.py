@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.gradients import NonFiniteStepSkipper, norm_and_clip
+from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import EngineState, TorchState
 from ezpz_llm.engine.optimizers import make_optimizer, set_lr
-from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.layout.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -24,15 +23,9 @@ class TorchEngine(MicroStepEngine):
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
                  adam: dict[str, Any]) -> None:
-        self.module = model
-        self.device = dist.device
-        self.layout, self.batch = resolved.layout, resolved.batch
-        self._clip = resolved.clip
-        self._mesh = dist.mesh
+        super().__init__(model, resolved, dist)
         self._optimizer = make_optimizer(groups, adam, resolved.optimizer)
-        self.step_skip = NonFiniteStepSkipper(dist.device)
         self.step_skip.guard(self._optimizer)
-        self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
         self._wrapped = self._wrap(model)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -49,21 +42,14 @@ class TorchEngine(MicroStepEngine):
         return self._wrapped(*inputs)
 
     def backward(self, loss: Tensor) -> None:
-        loss = loss / self.batch.accumulation
-        (loss if self._scale is None else loss * self._scale.scale).backward()
+        (loss / self.batch.accumulation * self._loss_factor).backward()
 
     def step(self, lr: float) -> Tensor:
         set_lr(self._optimizer, lr)
-        scale = 1.0 if self._scale is None else self._scale.scale
-        norm = self.step_skip.norm = self._norm_and_clip(scale)
-        finite = True
-        if self._scale is not None:
-            finite = bool(torch.isfinite(norm))
-            self._scale.update(finite)
-        if finite:
+        norm = self.step_skip.norm = self._norm_and_clip(self._loss_factor)
+        if self._update_scale(norm):
             self._optimizer.step()
         else:
-            self.skipped_steps += 1
             norm = torch.full_like(norm, float("inf"))
         self._optimizer.zero_grad()
         return norm

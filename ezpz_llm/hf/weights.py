@@ -19,9 +19,9 @@ from torch import Tensor
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in, read_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.checkpoint.index import KINDS, common, read_index
+from ezpz_llm.checkpoint.index import WEIGHT, common, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
-from ezpz_llm.dist.agree import raise_together
+from ezpz_llm.dist.agree import together
 from ezpz_llm.hf.config import Stored, stored_tensors
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
@@ -54,15 +54,12 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
     Raises:
         UserError: the same on every rank.
     """
-    weights, error = None, None
-    try:
+    def opened() -> Weights:
         if source.kind == "checkpoint":
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
-        weights = open_weights(source, check_hashes=False)
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
-    return weights
+        return open_weights(source, check_hashes=False)
+
+    return together(dist, opened)
 
 
 class Weights(ABC):
@@ -156,7 +153,7 @@ class CheckpointWeights(Weights):
             if not pairs:
                 continue
             first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
-            values = self.open(piece.file).get_slice(f"{KINDS[0]}/{piece.key}")[first:last]
+            values = self.open(piece.file).get_slice(f"{WEIGHT}/{piece.key}")[first:last]
             for ours, theirs, length in pairs:
                 result[ours:ours + length] = values[theirs - first:theirs - first + length]
         return result.view([stop - start for start, stop in box])

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import all_gather, raise_together
+from ezpz_llm.dist.agree import all_gather, together
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -293,7 +292,7 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
         print(f"[{dist.device}][rank={dist.rank}/{dist.world_size - 1}][{dist.info.local_rank}]"
               f"[{socket.gethostname()}]", flush=True)
         heartbeat.beat(STARTING)
-        _refuse_used(dist)
+        together(dist, lambda: refuse_used(dist.run_dir.path), on_main=True)
         engine = _engine(resolved, dist, options.seed, import_seconds)
         environment = run_environment(dist)
         if dist.is_main:
@@ -320,16 +319,6 @@ def run(options: argparse.Namespace, resolved: Resolved, import_seconds: dict[st
             print(closing(dist.run_dir, lines, (before, after), profile and profile.path, reasons), flush=True)
         print(f"[{dist.rank}] runtime={time.perf_counter() - began:.2f}s", flush=True)
     return 1 if reasons else 0
-
-
-def _refuse_used(dist: Dist) -> None:
-    error = None
-    if dist.is_main:
-        try:
-            refuse_used(dist.run_dir.path)
-        except UserError as found:
-            error = found
-    raise_together(dist, error)
 
 
 def _engine(resolved: Resolved, dist: Dist, seed: int, import_seconds: dict[str, float]) -> Engine:

@@ -14,9 +14,9 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.degrees import AXES
 from ezpz_llm.dist.links import measure_links
 from ezpz_llm.dist.mesh import Mesh
-from ezpz_llm.dist.private_names import TorchDispatchMode, tree_leaves
+from ezpz_llm.dist.private_names import tree_leaves
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.collectives import MOVE_NOTHING, group_ranks, issued
+from ezpz_llm.engine.collectives import MOVE_NOTHING, CollectiveMode, group_ranks, issued
 from ezpz_llm.engine.live_memory import buckets, state_storages, taken
 
 
@@ -70,20 +70,14 @@ class StepTrace:
         self._log = self._profiler = None
 
 
-class _CollectiveLog(TorchDispatchMode):
+class _CollectiveLog(CollectiveMode):
     def __init__(self, mesh: Mesh, engine: Engine) -> None:
         super().__init__()
         self._mesh = mesh
         self.calls: list[dict[str, Any]] = []
         self.buffers = BufferLog(engine)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace == "c10d":
-            self._note(func._schema.name.removeprefix("c10d::"), args)
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+    def observe(self, name: str, args: tuple[Any, ...]) -> None:
         ranks = group_ranks(args)
         kind, size = (name, 0) if name in MOVE_NOTHING else issued(name, args)[::2]
         call = {"kind": kind, "axes": self._axes(ranks), "ranks": ranks, "bytes": size}

@@ -20,7 +20,7 @@ from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import ReadAhead, validation_windows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import broadcast, raise_together
+from ezpz_llm.dist.agree import broadcast, together
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -59,14 +59,7 @@ def settle_beginning(options: Options, dist: Dist) -> Beginning:
     Raises:
         UserError: see `find_beginning`; the same on every rank.
     """
-    found, error = None, None
-    if dist.is_main:
-        try:
-            found = find_beginning(options)
-        except UserError as wrong:
-            error = wrong
-    raise_together(dist, error)
-    begins = broadcast(dist, found)
+    begins = broadcast(dist, together(dist, lambda: find_beginning(options), on_main=True))
     if dist.is_main:
         for note in begins.notes:
             print(f"note: {note}", flush=True)
@@ -113,7 +106,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
                          flush_every=config.log_every, tracking=tracking)
     announce(plan, data, work, flops, dist)
     items = hellaswag_items(config, data, dist)
-    open_trackers(tracking, dist, first_step)
+    # A tracker's server that does not answer ends the run on every rank.
+    together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
                    tracking, profiles(plan, dist, engine, first_step), heartbeat, clock, early_end(dist),
                    first_step, first_step, position,
@@ -154,16 +148,10 @@ def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[It
     """
     if config.hellaswag is None:
         return []
-    items, error = [], None
-    try:
-        if data.manifest["tokenizer"]["name"] == "char":
-            raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
-                            instead="--tokenizer bytes or gpt2")
-        items = read_items(user_path(config.hellaswag), config.hellaswag_items or None)
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
-    return items
+    if data.manifest["tokenizer"]["name"] == "char":
+        raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
+                        instead="--tokenizer bytes or gpt2")
+    return together(dist, lambda: read_items(user_path(config.hellaswag), config.hellaswag_items or None))
 
 
 def dropout_seed(config: TrainConfig, dist: Dist) -> int:
@@ -194,16 +182,6 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
                   f"  the run goes on from {found.folder.name} instead", file=sys.stderr, flush=True)
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
     return state
-
-
-def open_trackers(tracking: Tracking, dist: Dist, first_step: int) -> None:
-    """Open what `--track` names, on rank 0; a server that does not answer ends the run on every rank."""
-    error = None
-    try:
-        tracking.open(dist.run_dir, first_step, dist.side)
-    except UserError as found:
-        error = found
-    raise_together(dist, error)
 
 
 def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
