@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import re
@@ -44,6 +45,21 @@ def show(text: str) -> None:
 def is_one_line(text: str) -> bool:
     """Has it no control characters at all?"""
     return not any(character < " " or "\x7f" <= character < "\xa0" for character in text)
+
+
+def require_package(name: str, purpose: str, extra: str, where: str | None = None) -> None:
+    """Refuse what takes an optional package that is not installed; it is looked for, and not imported.
+
+    Args:
+        purpose: what takes it, such as "reading parquet".
+        extra: the extra of ezpz_llm that installs it.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"{purpose} takes {name}, which is not installed", where=where,
+                        instead=f"pip install 'ezpz_llm[{extra}]'")
 
 
 EXIT_USAGE = 2

@@ -58,7 +58,7 @@ def _inspect(options: argparse.Namespace) -> int:
     facts = _facts(source)
     show(json.dumps(facts, indent=2) if options.json else _as_text(facts))
     if options.parameters and source.kind == "checkpoint":
-        show("\n".join(["", *_parameter_lines(source.folder)]))
+        show("\n".join(["", *(_line(*item) for item in read_index(source.folder).parameters.items())]))
     return 0
 
 
@@ -108,12 +108,8 @@ def _facts(source: Source) -> dict[str, Any]:
             "files": {file.name: file.size for file in files}, "bytes": sum(file.size for file in files)}
 
 
-def _parameter_lines(folder: Path) -> list[str]:
-    """Each parameter: name, shape, elements, and in how many pieces it lies in which files."""
-    return [_line(name, found) for name, found in read_index(folder).parameters.items()]
-
-
 def _line(name: str, found: Parameter) -> str:
+    """Name, shape and elements of a parameter, and in how many pieces it lies in which files."""
     files = sorted({piece.file for piece in found.pieces})
     shape = "x".join(map(str, found.shape))
     return (f"{name:<40} {shape:>14} {math.prod(found.shape):>14,}  {len(found.pieces)} piece(s) in "

@@ -138,14 +138,7 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
         UserError: they differ; names the first parameter that does, with both shapes. Or the checkpoint has no
             optimizer state, or its pieces do not make up whole parameters.
     """
-    for name in [*shapes, *index.parameters]:
-        stored = index.parameters.get(name)
-        if stored is None or name not in shapes or stored.shape != shapes[name]:
-            of_model = list(shapes[name]) if name in shapes else "no such parameter"
-            of_file = list(stored.shape) if stored is not None else "no such parameter"
-            raise UserError(f"the checkpoint is of another model: {name} is {of_file} in the checkpoint, "
-                            f"{of_model} in the model", where=str(folder),
-                            instead="give the same model options as the run that saved it")
+    check_shapes(index, shapes, folder)
     wanted = [(WEIGHT, *row.state) for row in OPTIMIZERS.values()] if kinds is None else [kinds]
     missing = min(([kind for kind in one if kind not in index.kinds] for one in wanted), key=len)
     if missing:
@@ -154,6 +147,22 @@ def check_model(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path,
     for name, parameter in index.parameters.items():
         if (problem := _incomplete(parameter)) is not None:
             raise UserError(f"the checkpoint's index has {problem} in {name}", where=str(folder))
+
+
+def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Compare a checkpoint's parameters with a model's, name to shape.
+
+    Raises:
+        UserError: names the first that differs, with both shapes.
+    """
+    for name in [*shapes, *index.parameters]:
+        stored = index.parameters.get(name)
+        if stored is None or name not in shapes or stored.shape != shapes[name]:
+            of_model = list(shapes[name]) if name in shapes else "no such parameter"
+            of_file = list(stored.shape) if stored is not None else "no such parameter"
+            raise UserError(f"the checkpoint is of another model: {name} is {of_file} in the checkpoint, "
+                            f"{of_model} in the model", where=str(folder),
+                            instead="give the same model options as the run that saved it")
 
 
 def _incomplete(parameter: Parameter) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.checkpoint import writer
-from ezpz_llm.checkpoint.index import Index, check_model, common, read_index
+from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.dist.agree import broadcast, together
-from ezpz_llm.engine.optimizer_state import Slice
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -84,7 +83,7 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     with ExitStack() as stack:
         files = _Files(folder, stack)
         for part in training.slices():
-            _fill(part, index, files)
+            fill(part.tensors, (part.box, part.start, part.stop), index.parameters[part.name], files.open)
         if alike:
             writer.restore(_random_states(files.open(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
@@ -106,16 +105,17 @@ class _Files:
         return self.opened[name]
 
 
-def _fill(part: Slice, index: Index, files: _Files) -> None:
-    """Copy what the pieces of the checkpoint have of `part` into its storage."""
-    for piece in index.parameters[part.name].pieces:
-        pairs = list(common(part.shape, (part.box, part.start, part.stop), (piece.box, piece.start, piece.stop)))
+def fill(tensors: Mapping[str, torch.Tensor], part: Part, stored: Parameter,
+         open_file: Callable[[str], Any]) -> None:
+    """Copy what the pieces of a stored parameter have of `part` into flat tensors of that part, by kind."""
+    for piece in stored.pieces:
+        pairs = list(common(stored.shape, part, (piece.box, piece.start, piece.stop)))
         if not pairs:
             continue
         # One read a piece: runs of rows may be many and short.
         first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
-        for kind, tensor in part.tensors.items():
-            values = files.open(piece.file).get_slice(f"{kind}/{piece.key}")[first:last]
+        for kind, tensor in tensors.items():
+            values = open_file(piece.file).get_slice(f"{kind}/{piece.key}")[first:last]
             for ours, theirs, length in pairs:
                 tensor[ours:ours + length].copy_(values[theirs - first:theirs - first + length])
 

@@ -101,13 +101,9 @@ def candidates(where: str | Path) -> list[Path]:
              if newest is None or step_of(folder) < step_of(newest)]
     found = [*([newest] if newest else []), *sorted(found, key=step_of, reverse=True)]
     if not found:
-        raise _none(path)
+        raise UserError(f"no complete checkpoint in {path}", where="--resume",
+                        instead="name a run directory or a checkpoints/step-… folder in one")
     return found
-
-
-def _none(path: Path) -> UserError:
-    return UserError(f"no complete checkpoint in {path}", where="--resume",
-                     instead="name a run directory or a checkpoints/step-… folder in one")
 
 
 def _put_aside(checkpoints: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import re
 import shlex
 import stat
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,39 +226,37 @@ class Request:
 
     corpus: Corpus
     tokenizer: Choice
-    val_fraction: float | None
-    val_tokens: int | None
-    shard_tokens: int
-    out: Path | None
-    text_key: str = TEXT
-    max_broken: int = 0
+    options: Options
+    """Without the defaults that are the corpus's."""
 
     @property
     def fingerprint(self) -> str:
-        val = self.val_fraction if self.val_tokens is None else [self.val_tokens, "tokens at the beginning"]
-        asked = [FORMAT, self.corpus.name, self.corpus.identity, self.tokenizer.name, val, self.shard_tokens]
+        options = self.options
+        at_the_beginning = [options.val_tokens, "tokens at the beginning"]
+        val = options.val_fraction if options.val_tokens is None else at_the_beginning
+        asked = [FORMAT, self.corpus.name, self.corpus.identity, self.tokenizer.name, val, options.shard_tokens]
         if self.tokenizer.table is not None:
             asked.append(self.tokenizer.table)
-        if self.text_key != TEXT:
-            asked.append(["text key", self.text_key])
+        if options.text_key != TEXT:
+            asked.append(["text key", options.text_key])
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     @property
     def folder(self) -> Path:
         """Folder of the shards: `out`, else a folder of the cache named after the request."""
-        if self.out is not None:
-            return self.out
+        if self.options.out is not None:
+            return self.options.out
         return cached_folder(f"{self.corpus.name}-{self.tokenizer.name}", self.fingerprint)
 
     @property
     def command(self) -> str:
         """Identity of these shards, whatever folder `--out` names."""
-        val = (["--val-fraction", str(self.val_fraction)] if self.val_tokens is None
-               else ["--val-tokens", str(self.val_tokens)])
+        val = (["--val-fraction", str(self.options.val_fraction)] if self.options.val_tokens is None
+               else ["--val-tokens", str(self.options.val_tokens)])
         words = ["python3", "-m", "ezpz_llm.data", "prepare", self.corpus.words,
-                 "--tokenizer", self.tokenizer.words, *val, "--shard-tokens", str(self.shard_tokens),
-                 *(["--text-key", self.text_key] if self.text_key != TEXT else []),
-                 *(["--max-broken", str(self.max_broken)] if self.max_broken else [])]
+                 "--tokenizer", self.tokenizer.words, *val, "--shard-tokens", str(self.options.shard_tokens),
+                 *(["--text-key", self.options.text_key] if self.options.text_key != TEXT else []),
+                 *(["--max-broken", str(self.options.max_broken)] if self.options.max_broken else [])]
         return shlex.join([*words, "--download"] if self.corpus.is_remote else words)
 
 
@@ -278,22 +276,20 @@ def make_request(corpus: str, options: Options) -> Request:
     tokenizer = None if options.tokenizer is None else choose(options.tokenizer)
     found = find_corpus(corpus)
     fraction, val_tokens = options.val_fraction, options.val_tokens
-    if fraction is not None and val_tokens is not None:
-        raise UserError("two validation splits", where="--val-fraction and --val-tokens",
-                        instead="give one of them")
+    for is_wrong, what, where, instead in (
+            (fraction is not None and val_tokens is not None, "two validation splits",
+             "--val-fraction and --val-tokens", "give one of them"),
+            (not 0 <= (fraction or 0) < 1, f"a validation fraction of {fraction}", "--val-fraction",
+             "give a number from 0 up to, not including, 1"),
+            ((val_tokens or 0) < 0, f"{val_tokens} validation tokens", "--val-tokens", "give 0 or more"),
+            (options.max_broken < 0, f"{options.max_broken} broken documents", "--max-broken", "give 0 or more"),
+            (not options.text_key, "the name of the text is empty", "--text-key", "such as content"),
+            (options.shard_tokens < 1, f"{options.shard_tokens} tokens a shard", "--shard-tokens",
+             "give 1 or more")):
+        if is_wrong:
+            raise UserError(what, where=where, instead=instead)
     if fraction is None and val_tokens is None:
         fraction, val_tokens = found.val_fraction, found.val_tokens
-    if fraction is not None and not 0 <= fraction < 1:
-        raise UserError(f"a validation fraction of {fraction}", where="--val-fraction",
-                        instead="give a number from 0 up to, not including, 1")
-    if val_tokens is not None and val_tokens < 0:
-        raise UserError(f"{val_tokens} validation tokens", where="--val-tokens", instead="give 0 or more")
-    if options.max_broken < 0:
-        raise UserError(f"{options.max_broken} broken documents", where="--max-broken", instead="give 0 or more")
-    if not options.text_key:
-        raise UserError("the name of the text is empty", where="--text-key", instead="such as content")
-    if options.shard_tokens < 1:
-        raise UserError(f"{options.shard_tokens} tokens a shard", where="--shard-tokens", instead="give 1 or more")
-    return Request(found, tokenizer or choose(found.tokenizer), fraction, val_tokens, options.shard_tokens,
-                   options.out.expanduser().absolute() if options.out is not None else None,
-                   options.text_key, options.max_broken)
+    out = options.out and options.out.expanduser().absolute()
+    return Request(found, tokenizer or choose(found.tokenizer),
+                   replace(options, val_fraction=fraction, val_tokens=val_tokens, out=out))

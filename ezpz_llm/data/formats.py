@@ -7,14 +7,13 @@ no documents is refused by its name.
 from __future__ import annotations
 
 import codecs
-import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, require_package
 from ezpz_llm.base.outside import first_json, parse_json
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.unpack import GZIP, ZSTD, Packing, open_unpacked
@@ -71,7 +70,7 @@ def find_format(path: Path) -> Format:
         packing = next((packing for magic, packing in _PACKED.items() if head.startswith(magic)), None)
     if packing is None:
         if head.startswith(_PARQUET) or path.suffix.lower() == _PARQUET_NAME:
-            _check_pyarrow(path)
+            require_package("pyarrow", "reading parquet", "data", str(path))
             return Format("parquet")
         return Format(_kind(path, head, None))
     with open_unpacked(path, packing) as stream:
@@ -144,12 +143,6 @@ def _is_object(line: bytes) -> bool:
         return isinstance(parse_json(line, "a line", len(line)), dict)
     except UserError:
         return False
-
-
-def _check_pyarrow(path: Path) -> None:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError("reading parquet takes pyarrow, which is not installed", where=str(path),
-                        instead="pip install 'ezpz_llm[data]'")
 
 
 def _refused(path: Path, what: str, instead: str) -> UserError:
@@ -250,14 +243,14 @@ class Documents:
     Attributes:
         where: what they are read from.
         first: number of the first, from 0.
-        texts: None for a row without text.
+        texts: None for a row without text, an error for a document that cannot be read.
         source_bytes: their share of what is read, for progress.
         unit: what one of them is called there.
     """
 
     where: str
     first: int
-    texts: list[str | None]
+    texts: list[str | UserError | None]
     source_bytes: int
     unit: str = "row"
 
@@ -268,7 +261,9 @@ def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Do
     Raises:
         UserError: pyarrow is not installed, this is no whole parquet file, or there is no such column.
     """
-    pyarrow = _pyarrow()
+    require_package("pyarrow", "reading parquet", "data", str(path))
+    import pyarrow.parquet
+
     with reading(path):
         try:
             with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES) as parquet:
@@ -307,12 +302,3 @@ def _check_column(parquet: ParquetFile, path: Path, key: str) -> None:
         state = "no column" if kind is None else f"a column of {kind}, not of strings, called"
         raise UserError(f'{state} "{key}" among {", ".join(schema.names)}', where=str(path),
                         instead="--text-key NAME, where NAME is the column of strings that has the documents")
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError("reading parquet takes pyarrow, which is not installed",
-                        instead="pip install 'ezpz_llm[data]'") from error
-    return pyarrow

@@ -8,19 +8,20 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, require_package
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.data.atomic_dir import Interrupted
 from ezpz_llm.data.formats import TEXT, Documents
 
 PREFIX = "hf:"
+LIBRARY = ("datasets", "reading a data set of the hub", "data")
+"""Of `require_package`."""
 _MEANING = {"fineweb-edu": "hf:HuggingFaceFW/fineweb-edu:sample-10BT"}
 NAMES = tuple(_MEANING)
 _FORM = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
@@ -65,17 +66,6 @@ def find_dataset(words: str) -> HubDataset | None:
     return HubDataset(words, form["name"], form["config"], form["revision"])
 
 
-def check_installed() -> None:
-    """That `datasets` is there, without importing it.
-
-    Raises:
-        UserError: it is not.
-    """
-    if importlib.util.find_spec("datasets") is None:
-        raise UserError("reading a data set of the hub takes datasets, which is not installed",
-                        instead="pip install 'ezpz_llm[data]'")
-
-
 def resolve_revision(dataset: HubDataset) -> str | None:
     """The commit that the data set's revision stands for now; None for a local folder.
 
@@ -84,7 +74,7 @@ def resolve_revision(dataset: HubDataset) -> str | None:
     """
     if dataset.is_local:
         return None
-    check_installed()
+    require_package(*LIBRARY)
     from huggingface_hub import HfApi
 
     with _reaching(dataset):
@@ -103,7 +93,7 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
     Raises:
         UserError: `datasets` is not installed, or the data set cannot be read.
     """
-    check_installed()
+    require_package(*LIBRARY)
     import datasets
 
     datasets.disable_progress_bars()

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, require_package
 from ezpz_llm.data.atomic_dir import building
 from ezpz_llm.data.corpora import Options, Request, make_request, prepared_folder
 from ezpz_llm.data.downloads import writing
 from ezpz_llm.data.foreign import find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
-from ezpz_llm.data.hub import check_installed
+from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
 from ezpz_llm.data.mixing import check_same_tokenizer, find_mixture, mixture_folder, write_mixture
 from ezpz_llm.data.progress import say
-from ezpz_llm.data.samples import as_mixture, validation_windows, windows_per_epoch
+from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import make
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
@@ -103,7 +103,7 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         for data in opened:
             for stream in as_mixture(data.split(TRAIN)).streams:
                 windows_per_epoch(len(stream), block_size)
-            validation_windows(data.split(VAL), block_size)
+            ValidationWindows(data.split(VAL), block_size)
 
 
 def _is_prepared(corpus: str) -> bool:
@@ -170,7 +170,7 @@ def _of_choice(folder: Path, choice: Choice | None) -> Path:
 
 def _known(request: Request) -> Request:
     """The request; of a given table of characters the one without, if that was prepared and has the same table."""
-    if request.tokenizer.table is None or request.out is not None:
+    if request.tokenizer.table is None or request.options.out is not None:
         return request
     plain = replace(request, tokenizer=choose(request.tokenizer.name))
     same = (_finished(plain.folder, plain.fingerprint)
@@ -208,7 +208,7 @@ def _ready(request: Request, download: bool, most: int | None = None) -> bool:
         for file in request.corpus.files[:most]:
             find_format(file.path)
     if not ready and request.corpus.dataset is not None:
-        check_installed()
+        require_package(*LIBRARY)
         if request.corpus.is_remote and not download:
             raise UserError(f"{request.corpus.words} is not prepared on this machine", where=str(request.folder),
                             instead=f"prepare it once, where there is internet: {request.command}")

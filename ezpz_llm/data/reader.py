@@ -49,15 +49,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A file that is one document, and is to be left out."""
-
-    found: str
-    where: str
-    source_bytes: int
-
-
-@dataclass(frozen=True)
 class Reading:
     """Options for reading documents.
 
@@ -77,7 +68,7 @@ STRICT = Reading()
 class Task:
     """A piece of the corpus that one process encodes at once, with the position after it."""
 
-    pieces: list[Piece | Documents | Unreadable]
+    pieces: list[Piece | Documents]
     after: dict[str, Any] = field(default_factory=dict)
     reading: Reading = STRICT
 
@@ -101,7 +92,7 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
                                              reading.key):
             yield Task([documents], {"dataset": state}, reading)
         return
-    pieces: list[Piece | Documents | Unreadable] = []
+    pieces: list[Piece | Documents] = []
     held = 0
     place: dict[str, Any] = {}
     for piece, place in _located(corpus, after or {}, size, reading):
@@ -114,14 +105,14 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
         yield Task(pieces, place, reading)
 
 
-def _content_bytes(piece: Piece | Documents | Unreadable) -> int:
+def _content_bytes(piece: Piece | Documents) -> int:
     """Estimate the host memory of a piece: of what is packed, or parquet, more than was read for it."""
     if isinstance(piece, Piece):
         return len(piece.data)
-    return piece.source_bytes if isinstance(piece, Unreadable) else sum(len(text or "") for text in piece.texts)
+    return sum(len(text) if isinstance(text, str) else 0 for text in piece.texts)
 
 
-def texts(piece: Piece | Documents | Unreadable, reading: Reading = STRICT,
+def texts(piece: Piece | Documents, reading: Reading = STRICT,
           broken: list[UserError] | None = None) -> Iterator[tuple[bool, str]]:
     """The texts of a piece, each with whether a document begins with it; empty ones are left out.
 
@@ -141,13 +132,13 @@ def texts(piece: Piece | Documents | Unreadable, reading: Reading = STRICT,
             broken.append(found)
 
 
-def _found(piece: Piece | Documents | Unreadable, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
+def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
     """Each text, or what is wrong with it."""
-    if isinstance(piece, Unreadable):
-        yield True, UserError(piece.found, where=piece.where)
-    elif isinstance(piece, Documents):
+    if isinstance(piece, Documents):
         for number, document in enumerate(piece.texts, start=piece.first):
-            if document is None:
+            if isinstance(document, UserError):
+                yield True, document
+            elif document is None:
                 yield True, UserError(f'{piece.unit} {number} has no "{reading.key}"', where=piece.where,
                                       instead=f"{_OTHER_KEY}, or {_SKIP}")
             elif document:
@@ -204,7 +195,7 @@ def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None
 
 
 def _located(corpus: Corpus, after: Mapping[str, Any], size: int,
-             reading: Reading) -> Iterator[tuple[Piece | Documents | Unreadable, dict[str, Any]]]:
+             reading: Reading) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
     """Each piece, and the place after it."""
     first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
     taken = after.get("taken", 0)
@@ -228,8 +219,8 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int,
         offset, line, taken = 0, 1, 0
 
 
-def _unreadable(file: SourceFile, form: Format) -> Unreadable | None:
-    """Why a file of text, one document, is to be left out: looked at whole before any of it is written."""
+def _unreadable(file: SourceFile, form: Format) -> Documents | None:
+    """A file of text, one document, that is to be left out: looked at whole before any of it is written."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with open_unpacked(file.path, form.packing) as stream:
         while True:
@@ -238,8 +229,8 @@ def _unreadable(file: SourceFile, form: Format) -> Unreadable | None:
             try:
                 decoder.decode(block, final=len(block) < PIECE_BYTES)
             except UnicodeDecodeError as error:
-                said = _not_utf8(file.path, error.object, error.start, offset - kept + error.start)
-                return Unreadable(said.found, str(said.where), file.size)
+                wrong = _not_utf8(file.path, error.object, error.start, offset - kept + error.start)
+                return Documents(str(file.path), 0, [wrong], file.size)
             if len(block) < PIECE_BYTES:
                 return None
             offset += len(block)

@@ -154,10 +154,11 @@ class ValidationWindows:
             the first `max_tokens` of them.
 
     Raises:
-        UserError: fewer than two tokens, so nothing to predict.
+        UserError: fewer than two tokens, so nothing to predict, or `max_tokens` is not positive.
     """
 
-    def __init__(self, stream: TokenStream | Mixture, block_size: int, max_tokens: int | None) -> None:
+    def __init__(self, stream: TokenStream | Mixture, block_size: int,
+                 max_tokens: int | None = None) -> None:
         mixture = as_mixture(stream)
         self.block_size = block_size
         self._parts = [(part, _predictions(part, None if max_tokens is None else -(-max_tokens * count // BLOCK)))
@@ -201,16 +202,6 @@ def _predictions(stream: TokenStream, max_tokens: int | None) -> int:
             where=stream.where, instead="prepare the corpus with a larger --val-fraction, or ask for more",
         )
     return predictions
-
-
-def validation_windows(stream: TokenStream | Mixture, block_size: int,
-                       max_tokens: int | None = None) -> ValidationWindows:
-    """All of a split's next-token predictions, or the first `max_tokens`, in order.
-
-    Raises:
-        UserError: the split is too short, or `max_tokens` is not positive.
-    """
-    return ValidationWindows(stream, block_size, max_tokens)
 
 
 # Reading the next step's samples while this step is computed.

@@ -49,7 +49,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         dtype = token_dtype(self.tokenizer.vocab_size)
-        self.train, self.val = (ShardWriter(self.folder, split, dtype, self.request.shard_tokens)
+        self.train, self.val = (ShardWriter(self.folder, split, dtype, self.request.options.shard_tokens)
                                 for split in (TRAIN, VAL))
 
     @property
@@ -58,8 +58,8 @@ class _Work:
 
     def write(self, tokens: np.ndarray) -> None:
         """Append to the stream of tokens; where `val_tokens` is a number, so many at its beginning validate."""
-        if self.request.val_tokens is not None:
-            room = self.request.val_tokens - self.val.tokens
+        if self.request.options.val_tokens is not None:
+            room = self.request.options.val_tokens - self.val.tokens
             self.val.write(tokens[:room])
             tokens = tokens[room:]
         self.train.write(tokens)
@@ -85,7 +85,7 @@ class _Work:
 
     def divide(self) -> None:
         """Cut the validation split off the end of the stream, if it is the last part of it."""
-        fraction = self.request.val_fraction
+        fraction = self.request.options.val_fraction
         if fraction is None:
             return
         total = self.journal.written[TRAIN]["tokens"] if self.journal.read_all else self.train.tokens
@@ -146,7 +146,7 @@ def _kept(folder: Path, found: str, where: str | None, instead: str, error: OSEr
 
 def _take_up(request: Request, folder: Path, show: bool) -> _Work:
     journal = Journal.load(folder, request.fingerprint)
-    if journal is not None and journal.broken <= request.max_broken:
+    if journal is not None and journal.broken <= request.options.max_broken:
         tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL))
         work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
         if work.go_on():
@@ -189,7 +189,7 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
 
 
 def _reading(request: Request) -> Reading:
-    return Reading(request.text_key, skips=request.max_broken > 0)
+    return Reading(request.options.text_key, skips=request.options.max_broken > 0)
 
 
 def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
@@ -198,7 +198,7 @@ def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
     Raises:
         Interrupted: they are more than may be.
     """
-    journal, most = work.journal, work.request.max_broken
+    journal, most = work.journal, work.request.options.max_broken
     for error in broken:
         if journal.broken >= most:
             raise Interrupted(f"{error.found}; {most} broken documents were left out before it, as many as may be",
@@ -223,13 +223,13 @@ def _tokenizer(request: Request, revision: str | None) -> Tokenizer:
 def _finish(work: _Work) -> dict[str, Any]:
     """Divide the splits and say what there is."""
     request, corpus, journal = work.request, work.request.corpus, work.journal
-    if request.val_tokens is not None and not work.train.tokens:
+    if request.options.val_tokens is not None and not work.train.tokens:
         raise UserError(f"nothing is left to train on: the corpus has {work.tokens:,} tokens, and the first "
-                        f"{request.val_tokens:,} are to validate on", where=corpus.words,
+                        f"{request.options.val_tokens:,} are to validate on", where=corpus.words,
                         instead=f"--val-tokens {work.tokens // 100}")
     work.divide()
-    val = ({"val_fraction": request.val_fraction} if request.val_tokens is None
-           else {"val_tokens": request.val_tokens})
+    val = ({"val_fraction": request.options.val_fraction} if request.options.val_tokens is None
+           else {"val_tokens": request.options.val_tokens})
     manifest = {
         "format": FORMAT,
         "request": request.fingerprint,
@@ -253,8 +253,8 @@ def _finish(work: _Work) -> dict[str, Any]:
 
 def _found(work: _Work) -> dict[str, Any]:
     """Return the manifest's entries for non-default ways of reading the source."""
-    journal = work.journal
-    facts: dict[str, Any] = {"text_key": work.request.text_key} if work.request.text_key != TEXT else {}
+    journal, key = work.journal, work.request.options.text_key
+    facts: dict[str, Any] = {"text_key": key} if key != TEXT else {}
     if journal.broken:
         facts["broken"] = {"documents": journal.broken, "first": journal.broken_first}
     if journal.marks:

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, require_package
 from ezpz_llm.data.downloads import reading
 
 _AT_ONCE = 1 << 16
 
 
 def _zstd() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UserError("reading zstd takes zstandard, which is not installed",
-                        instead="pip install 'ezpz_llm[data]'") from error
+    require_package("zstandard", "reading zstd", "data")
+    import zstandard
+
     return zstandard.ZstdDecompressor().decompressobj()
 
 

@@ -41,9 +41,19 @@ class ModelPlan:
         return read_record(RunDir(self.source.folder.parent.parent))
 
 
-def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
-    """The options that every command on a trained model has; `batch` is the default of --batch."""
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every task on a trained model has."""
     parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
+    parser.add_argument("--run-dir", type=Path, metavar="D",
+                        help="where to write (launch's, or a new one in runs/)")
+    parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
+
+
+def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
+    """The options of every task that our engines compute; `batch` is the default of --batch."""
+    add_common_arguments(parser)
     parser.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}-parallel degree")
@@ -51,14 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
                         help="sequences that a rank takes at once (%(default)s)")
     parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"),
                         help="of the forward pass; auto is bf16 where the device computes in it (%(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
     parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
                         help="bytes, gpt2, or a folder that has one: token shards, a checkpoint, a tokenizer.json; "
                              "another than the source's gives a warning (the source's own)")
-    parser.add_argument("--run-dir", type=Path, metavar="D",
-                        help="where to write (launch's, or a new one in runs/)")
-    parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
 
 
 def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:

@@ -16,12 +16,11 @@ from ezpz_llm.base.package_data import user_path
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
-from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.evaluate.model import SOURCE_HELP, ModelPlan
+from ezpz_llm.evaluate.model import ModelPlan, add_common_arguments
 from ezpz_llm.hf.config import family_of
 from ezpz_llm.hf.source import Source, find_source
-from ezpz_llm.hf.tokenizer import given_warning, other_tokenizer, tokenizer_of, words_for
+from ezpz_llm.hf.tokenizer import check_vocabulary, given_warning, other_tokenizer, tokenizer_of, words_for
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -71,14 +70,14 @@ def _corpus_of_run(plan: ModelPlan) -> str | None:
 
 def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argparse.Namespace) -> dict[str, Any]:
     """The loss in nats a token, as in training. Collective."""
-    from ezpz_llm.data.samples import validation_windows
+    from ezpz_llm.data.samples import ValidationWindows
     from ezpz_llm.evaluate.model import open_model
     from ezpz_llm.evaluate.validation import open_corpus, validation_loss
 
     data = open_corpus(planned.corpus, planned.tokenizer, dist, planned.text_key)
-    _check_vocabulary(plan, data)
+    check_vocabulary(data.vocab_size, plan.model)
     _warn(dist, other_tokenizer(plan.source, data.manifest["tokenizer"]))
-    windows = validation_windows(data.split("val"), plan.model.block_size, planned.tokens)
+    windows = ValidationWindows(data.split("val"), plan.model.block_size, planned.tokens)
     engine = open_model(plan, dist)
     with engine.evaluating():
         loss, tokens = validation_loss(engine.loss_sum, windows.batches(options.batch, dist.mesh.dp_rank,
@@ -94,12 +93,6 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
 def _warn(dist: Dist, remark: str | None) -> None:
     if remark is not None and dist.is_main:
         print(f"warning: {remark}", file=sys.stderr, flush=True)
-
-
-def _check_vocabulary(plan: ModelPlan, data: Any) -> None:
-    if data.vocab_size > plan.model.padded_vocab_size:
-        raise UserError(f"the tokenizer has {data.vocab_size} tokens, the model {plan.model.vocab_size}",
-                        where="--tokenizer", instead="the tokenizer that the model's data were made with")
 
 
 def plan_hellaswag(plan: ModelPlan, options: argparse.Namespace) -> Path:
@@ -136,7 +129,7 @@ def run_hellaswag(plan: ModelPlan, path: Path, dist: Dist, options: argparse.Nam
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `evaluate harness`."""
-    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
+    add_common_arguments(parser)
     parser.add_argument("--tasks", required=True, metavar="A,B", help="tasks by the harness's names")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files of your own")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N items of each task (all)")
@@ -144,11 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences at once (%(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                         help="of the weights (%(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
-    parser.add_argument("--run-dir", type=Path, metavar="D",
-                        help="where to write (launch's, or a new one in runs/)")
-    parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
-    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
 
 
 def main(options: argparse.Namespace, world_size: int) -> int:

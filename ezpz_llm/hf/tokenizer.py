@@ -32,6 +32,7 @@ from ezpz_llm.data.tokenizers import (
     to_entry,
 )
 from ezpz_llm.hf.source import Source
+from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import write_json
 
 _MOST_BYTES = 256 << 20
@@ -151,10 +152,19 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
         UserError: none is known, one of another vocabulary is given, or its file is not on this machine.
     """
     found = _given(given, source) if given is not None else _own(source)
-    if found.vocab_size > source.model.padded_vocab_size:
-        raise UserError(f"the tokenizer has {found.vocab_size} tokens, the model {source.model.vocab_size}",
-                        where="--tokenizer", instead="the tokenizer that the model's data were made with")
+    check_vocabulary(found.vocab_size, source.model)
     return found
+
+
+def check_vocabulary(tokens: int, model: ModelConfig) -> None:
+    """Refuse a tokenizer with more tokens than the model has.
+
+    Raises:
+        UserError: says how many.
+    """
+    if tokens > model.padded_vocab_size:
+        raise UserError(f"the tokenizer has {tokens} tokens, the model {model.vocab_size}", where="--tokenizer",
+                        instead="the tokenizer that the model's data were made with")
 
 
 def _given(given: str, source: Source) -> Tokenizer:

@@ -19,8 +19,9 @@ from torch import Tensor
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in, read_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.checkpoint.index import WEIGHT, common, read_index
+from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
+from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.dist.agree import together
 from ezpz_llm.hf.config import Stored, stored_tensors
 from ezpz_llm.hf.source import Source
@@ -134,28 +135,16 @@ class CheckpointWeights(Weights):
         super().__init__(source.model, source.folder)
         if check_hashes:
             verify(source.folder, read_manifest(source.folder))
-        self._parameters = read_index(source.folder).parameters
-        shapes = parameter_shapes(source.model)
-        for name in [*shapes, *self._parameters]:
-            stored = self._parameters.get(name)
-            if stored is None or name not in shapes or stored.shape != shapes[name]:
-                raise UserError(f"the index and the model in state.json do not agree on {name}",
-                                where=str(self.where), instead="a checkpoint that a training run saved")
+        index = read_index(source.folder)
+        check_shapes(index, parameter_shapes(source.model), source.folder)
+        self._parameters = index.parameters
 
     def rows(self, name: str) -> int:
         return self._parameters[name].shape[0]
 
     def read_stored(self, name: str, box: Box) -> Tensor:
-        stored = self._parameters[name]
         result = torch.empty(size(box))
-        for piece in stored.pieces:
-            pairs = list(common(stored.shape, (box, 0, size(box)), (piece.box, piece.start, piece.stop)))
-            if not pairs:
-                continue
-            first, last = pairs[0][1], pairs[-1][1] + pairs[-1][2]
-            values = self.open(piece.file).get_slice(f"{WEIGHT}/{piece.key}")[first:last]
-            for ours, theirs, length in pairs:
-                result[ours:ours + length] = values[theirs - first:theirs - first + length]
+        fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self.open)
         return result.view([stop - start for start, stop in box])
 
 

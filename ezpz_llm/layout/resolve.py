@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
 from ezpz_llm.base.errors import UserError, unknown
@@ -29,6 +30,39 @@ from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
 
 COMMAND_LINE = "command line"
+TYPED = " (its command line)"
+"""Ending of the source of a setting that was typed for the run that is resumed: no ds_config wins over it."""
+
+
+class Origin(Enum):
+    """Kinds of sources, in the order in which settings are listed: their sentences, or how they begin."""
+
+    COMMAND_LINE = (COMMAND_LINE,)
+    FILE = ()
+    """A YAML file or a ds_config, named by its path; and what has no kind of its own."""
+    RUN = ("run ",)
+    WEIGHTS = ("weights to begin with",)
+    PRESET = ("preset ",)
+    RECIPE = ("recipe of ",)
+    FINE_TUNING = ("fine-tuning",)
+    MODEL = ("model ",)
+    DERIVED = ("follows from ", "a tenth of ")
+    DEFAULT = ("default",)
+
+    @classmethod
+    def of(cls, source: str) -> Origin:
+        """The kind of a source, as run.json has it."""
+        return next((origin for origin in cls for text in origin.value
+                     if source == text or (text.endswith(" ") and source.startswith(text))), cls.FILE)
+
+    @property
+    def rank(self) -> int:
+        """Place in the list; also the precedence of batch numbers, the least first."""
+        return list(Origin).index(self)
+
+
+UNASKED = (Origin.DEFAULT, Origin.PRESET, Origin.RECIPE)
+"""What a value that somebody wrote for this run, DeepSpeed's default for a ds_config among it, wins over."""
 DEFAULT_MICRO_BATCH = 4
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -123,21 +157,21 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
     Raises:
         UserError: an unknown name or key, numbers that do not work out, a layout that cannot run here.
     """
-    sources = sources or {}
+    sources = {name: COMMAND_LINE if source.endswith(TYPED) else source for name, source in (sources or {}).items()}
     config = load(ds_config)
     overrides = split_ds_config(config)
     degrees = {"tp": tp, "pp": pp, "sp": sp}
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
 
-    def batch_of(dp_size: int) -> _Solved:
+    def batch_of(dp_size: int) -> tuple[Batch, dict[str, str], list[str]]:
         return _batch(numbers, overrides, config, sources, dp_size, default_micro_batch)
 
     asked = Case(read_layout(config, **degrees), world_size, model,
-                 batch=lambda dp_size: batch_of(dp_size).batch,
+                 batch=lambda dp_size: batch_of(dp_size)[0],
                  shipped=config.path.parent == data_dir("ds_configs"))
     layout, notes = validate_or_suggest(asked, _origins(degrees, config, sources))
-    solved = batch_of(layout.dp_size(world_size))
-    batch, used, notes = solved.batch, solved.used, (*overrides.notes, *notes, *solved.notes)
+    batch, used, gave_way = batch_of(layout.dp_size(world_size))
+    notes = (*overrides.notes, *notes, *gave_way)
     used["layout"] = sources.get("ds_config", COMMAND_LINE)
     used.update({knob.name: str(config.path) for knob in KNOBS[1:] if knob.is_set(layout)})
     chosen_clip, used["clip"] = _choose("clip", clip, overrides.clip, config, sources)
@@ -189,7 +223,7 @@ def _hyperparameters(overrides: RunOverrides, config: DsConfig, sources: Mapping
     for block in blocks:
         found.update({name: (value, f"DeepSpeed's default, left out of {config.path}")
                       for name, value in block.defaults.items()
-                      if sources.get(name, "default").startswith(_BELOW_A_DEFAULT)})
+                      if Origin.of(sources.get(name, "default")) in UNASKED})
         found.update({name: (value, str(config.path)) for name, value in block.values.items()})
     found = {name: found[name] for name in found if sources.get(name) != COMMAND_LINE}
     of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
@@ -200,9 +234,6 @@ def _hyperparameters(overrides: RunOverrides, config: DsConfig, sources: Mapping
         notes.append(f"left out of the optimizer or scheduler in {config.path.name}, so DeepSpeed's defaults: "
                      f"{', '.join(left_out)}")
     return found, of_peak, notes
-
-
-_BELOW_A_DEFAULT = ("default", "preset ", "recipe ")
 
 
 def _unsaid_precision(overrides: RunOverrides, config: DsConfig, precision: str | None,
@@ -231,23 +262,17 @@ def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping
     return given, source
 
 
-@dataclass(frozen=True)
-class _Solved:
-    """A batch, where each of its numbers came from, and which of them gave way."""
-
-    batch: Batch
-    used: dict[str, str]
-    notes: tuple[str, ...]
-
-
 def _batch(numbers: Mapping[str, int | None], overrides: RunOverrides, config: DsConfig, sources: Mapping[str, str],
-           dp_size: int, default_micro_batch: int) -> _Solved:
-    """The batch by precedence: a number of lower precedence that contradicts two of higher gives way."""
+           dp_size: int, default_micro_batch: int) -> tuple[Batch, dict[str, str], list[str]]:
+    """The batch by precedence, the source of each of its numbers, and a note for each number that gave way.
+
+    A number of lower precedence gives way where it contradicts two of higher.
+    """
     typed = {name: value for name, value in numbers.items()
              if value is not None and sources.get(name, COMMAND_LINE) == COMMAND_LINE}
     others = {name: value for name, value in numbers.items() if value is not None and name not in typed}
     levels = [(COMMAND_LINE, typed), (str(config.path), overrides.batch)]
-    for source in sorted({sources[name] for name in others}, key=_precedence):
+    for source in sorted({sources[name] for name in others}, key=lambda source: Origin.of(source).rank):
         levels.append((source, {name: value for name, value in others.items() if sources[name] == source}))
     known: dict[str, int] = {}
     used: dict[str, str] = {}
@@ -267,18 +292,12 @@ def _batch(numbers: Mapping[str, int | None], overrides: RunOverrides, config: D
     given = " and ".join(used) or "the default"
     for name in BATCH_KEYS:
         used.setdefault(name, f"follows from {given}")
-    return _Solved(batch, used, tuple(notes))
+    return batch, used, notes
 
 
 def _solve(known: Mapping[str, int], used: Mapping[str, str], dp_size: int, default_micro_batch: int) -> Batch:
     where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
     return solve_batch(*map(known.get, BATCH_KEYS), dp_size, default_micro_batch=default_micro_batch, where=where)
-
-
-def _precedence(source: str) -> int:
-    """A YAML file (named by its path) comes before a preset, a model's recipe and the defaults."""
-    kinds = ("preset ", "recipe ", "default")
-    return next((rank for rank, kind in enumerate(kinds, 1) if source.startswith(kind)), 0)
 
 
 def check_precision(precision: str | None, source: str, device: str | None) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.layout import Places, crossing, rank_map
+from ezpz_llm.layout.resolve import Origin
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
 from ezpz_llm.trainer.schedule import ENDLESS, learning_rate
 
 _WIDTH = 110
-_ORDER = ("command line", "run ", "preset ", "recipe ", "model ", "follows from ", "a tenth ", "default")
-"""Sources by their beginnings, as they are listed; a file, named by its path, comes after the command line."""
 
 
 def settings(plan: RunPlan) -> str:
@@ -24,7 +23,7 @@ def settings(plan: RunPlan) -> str:
     for name, (value, source) in effective(plan).items():
         groups.setdefault(source, []).append(f"{name} {_show(value)}")
     lines = ["settings, by where they come from"]
-    for source in sorted(groups, key=_rank):
+    for source in sorted(groups, key=lambda source: (Origin.of(source).rank, source)):
         lines += textwrap.wrap(", ".join(groups[source]), _WIDTH, initial_indent=f"  {source}: ",
                                subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
@@ -66,10 +65,6 @@ def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return repr(value) if isinstance(value, str) and (" " in value or not value) else str(value)
-
-
-def _rank(source: str) -> tuple[int, str]:
-    return next((rank * 2 for rank, start in enumerate(_ORDER) if source.startswith(start)), 1), source
 
 
 # What --check says of a run: what was decided, which rank stands where, what it warns of.

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,10 +15,8 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import NoFile, read_yaml
 from ezpz_llm.layout.batch import SPELLINGS, option_of
+from ezpz_llm.layout.resolve import Origin
 from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTIONS, TrainConfig
-
-WEIGHTS = "weights to begin with"
-"""The source of a setting that the initial weights bring."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,19 @@ class Options:
     world_size: int | None
     notes: tuple[str, ...] = ()
     """Old names that were used, with the new ones."""
+
+    def set(self, source: str, **values: Any) -> Options:
+        """The same with other values, which come from `source`."""
+        return replace(self, config=replace(self.config, **values),
+                       sources={**self.sources, **dict.fromkeys(values, source)})
+
+    def where(self, name: str) -> str:
+        """A setting and its source, for an error."""
+        return f"{name} ({self.sources[name]})"
+
+    def origin(self, name: str) -> Origin:
+        """The kind of a setting's source."""
+        return Origin.of(self.sources[name])
 
 
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}

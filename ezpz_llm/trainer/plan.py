@@ -21,14 +21,13 @@ from ezpz_llm.hf.source import Source, adapted, find_source
 from ezpz_llm.hf.tokenizer import words_for
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
-from ezpz_llm.layout.resolve import COMMAND_LINE, DEFAULT_MICRO_BATCH, Resolved, resolve
+from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, UNASKED, Origin, Resolved, resolve
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, TrainConfig
-from ezpz_llm.trainer.options import WEIGHTS, Options
-from ezpz_llm.trainer.resume import RUN, TYPED
+from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
 
 _DEFAULT_CLIP = 1.0
@@ -80,99 +79,88 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     """
     if world_size < 1:
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
-    config, sources = options.config, dict(options.sources)
-    choose(config.track, os.environ)
-    _check_ranges(config, sources)
-    model, name, init_weights_source = choose_model(config, named=sources["model"] != "default")
-    if name != config.model:
-        config, sources["model"] = replace(config, model=name), WEIGHTS
+    choose(options.config.track, os.environ)
+    _check_ranges(options)
+    model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != "default")
+    if name != options.config.model:
+        options = options.set(WEIGHTS, model=name)
+    config = options.config
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
     # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
-    largest = config.micro_batch if sources["micro_batch"].startswith(("preset ", RUN)) else None
+    largest = config.micro_batch if options.origin("micro_batch") in (Origin.PRESET, Origin.RUN) else None
     resolved = resolve(config.ds_config, world_size=world_size, global_batch=config.global_batch,
                        micro_batch=None if largest else config.micro_batch, accumulation=config.accumulation,
                        default_micro_batch=largest or DEFAULT_MICRO_BATCH,
                        clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
                        device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
-                       optimizer=config.optimizer, nvme_path=config.nvme_path, model=model,
-                       sources={name: COMMAND_LINE if source.endswith(TYPED) else source
-                                for name, source in sources.items()})
+                       optimizer=config.optimizer, nvme_path=config.nvme_path, model=model, sources=options.sources)
     check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
-    config = replace(config, **resolved.adam)
-    sources.update({name: resolved.sources[name] for name in resolved.adam})
-    config = replace(config, **{name: share * config.lr for name, share in resolved.of_peak.items()})
-    sources.update({name: f"a share of lr in {config.ds_config}" for name in resolved.of_peak})
-    if resolved.recompute is not None:
-        config = replace(config, recompute=resolved.recompute)
-        sources["recompute"] = resolved.sources["recompute"]
-    _check_numbers(replace(config, clip=resolved.clip), {**sources, "clip": resolved.sources["clip"]})
-    return RunPlan(_with_schedule(config, sources), sources, model, resolved, init_weights_source)
+    wished = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
+    for name, value in wished.items():
+        options = options.set(resolved.sources[name], **{name: value})
+    options = options.set(f"a share of lr in {config.ds_config}",
+                          **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
+    _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
+    options = _with_schedule(options)
+    return RunPlan(options.config, options.sources, model, resolved, init_weights_source)
 
 
-def _with_schedule(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
-    config = _with_floor(config, sources)
-    if config.min_lr > config.lr:
-        raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
-                        where=f"min_lr ({sources['min_lr']})", instead=f"--min-lr {config.lr / 10:g}")
-    for name, default in (("decay_steps", config.steps), ("warmup_steps", min(100, config.steps // 10))):
-        given = getattr(config, name)
-        whole = _whole_run(sources[name])
+def _with_schedule(options: Options) -> Options:
+    """The options with a schedule that is complete."""
+    options = _with_floor(options)
+    if options.config.min_lr > options.config.lr:
+        raise UserError(f"the learning rate would rise from {options.config.lr:g} to {options.config.min_lr:g}",
+                        where=options.where("min_lr"), instead=f"--min-lr {options.config.lr / 10:g}")
+    steps = options.config.steps
+    for name, default in (("decay_steps", steps), ("warmup_steps", min(100, steps // 10))):
+        given, source = getattr(options.config, name), options.sources[name]
+        whole = PRESETS.get(source.removeprefix("preset "), RECIPES.get(source.removeprefix("recipe of "), {}))
         if given is None:
-            config = replace(config, **{name: default})
-            sources[name] = "follows from steps"
-        elif whole and config.steps < whole["steps"]:
+            options = options.set("follows from steps", **{name: default})
+        elif steps < whole.get("steps", 0):
             # Part of a recipe for a longer run: it keeps its share of the run.
-            config = replace(config, **{name: max(RANGES[name].least, given * config.steps // whole["steps"])})
-            sources[name] += f", in proportion to {config.steps} steps"
-    if config.schedule == "wsd" and config.wsd_decay_steps is None:
-        config = replace(config, wsd_decay_steps=max(1, config.decay_steps // 5))
-        sources["wsd_decay_steps"] = "follows from decay_steps"
-    _check_schedule(config, sources)
-    return config
+            options = options.set(f"{source}, in proportion to {steps} steps",
+                                  **{name: max(RANGES[name].least, given * steps // whole["steps"])})
+    if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
+        options = options.set("follows from decay_steps", wsd_decay_steps=max(1, options.config.decay_steps // 5))
+    _check_schedule(options)
+    return options
 
 
-def _with_floor(config: TrainConfig, sources: dict[str, str]) -> TrainConfig:
+def _with_floor(options: Options) -> Options:
     """With the rate at the schedule's end; some schedules have no choice of it."""
+    config = options.config
     forced = {**dict.fromkeys(ENDLESS, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
     if forced is not None and config.min_lr != forced:
-        if sources["min_lr"] == COMMAND_LINE:
+        if options.origin("min_lr") is Origin.COMMAND_LINE:
             raise UserError(f"schedule {config.schedule} ends at {forced:g} and not at {config.min_lr:g}",
                             where="--min-lr", instead="--schedule cosine, linear or wsd, or no --min-lr")
-        sources["min_lr"] = f"follows from schedule {config.schedule}"
-        return replace(config, min_lr=forced)
-    if config.min_lr is None:
-        share = COS_MIN_RATIO if config.schedule == "WarmupCosineLR" else 0.1
-        sources["min_lr"] = "a tenth of lr" if share == 0.1 else f"{share:g} of lr, as DeepSpeed's default"
-        # Not lr * 0.1, which is another number to the last digit.
-        return replace(config, min_lr=config.lr / 10 if share == 0.1 else config.lr * share)
-    return config
+        return options.set(f"follows from schedule {config.schedule}", min_lr=forced)
+    if config.min_lr is not None:
+        return options
+    if config.schedule == "WarmupCosineLR":
+        return options.set(f"{COS_MIN_RATIO:g} of lr, as DeepSpeed's default", min_lr=config.lr * COS_MIN_RATIO)
+    # Not lr * 0.1, which is another number to the last digit.
+    return options.set("a tenth of lr", min_lr=config.lr / 10)
 
 
-def _check_schedule(config: TrainConfig, sources: dict[str, str]) -> None:
+def _check_schedule(options: Options) -> None:
+    config = options.config
     if config.warmup_min_lr > config.lr:
         raise UserError(f"the warm-up would fall from {config.warmup_min_lr:g} to {config.lr:g}",
-                        where=f"warmup_min_lr ({sources['warmup_min_lr']})", instead="--warmup-min-lr 0")
+                        where=options.where("warmup_min_lr"), instead="--warmup-min-lr 0")
     if config.schedule in DEEPSPEEDS and config.warmup_steps < 1:
         raise UserError(f"{config.schedule} with a warm-up of {config.warmup_steps} steps, which DeepSpeed refuses",
-                        where=f"warmup_steps ({sources['warmup_steps']})",
+                        where=options.where("warmup_steps"),
                         instead="--warmup-steps 1, or --schedule constant or cosine")
     decay = config.wsd_decay_steps if config.schedule == "wsd" else 0
     # DeepSpeed's own schedules may end within their warm-up: the run is warned of that.
     if config.schedule not in (*DEEPSPEEDS, *ENDLESS) and config.warmup_steps + decay > config.decay_steps:
-        what = f"a warm-up of {config.warmup_steps} steps"
-        what += f" and a decay of {decay} do not fit" if decay else " does not end"
-        raise UserError(f"{what} within {config.decay_steps} steps",
-                        where=f"warmup_steps ({sources['warmup_steps']})",
+        too_long = f"and a decay of {decay} do not fit" if decay else "does not end"
+        raise UserError(f"a warm-up of {config.warmup_steps} steps {too_long} within {config.decay_steps} steps",
+                        where=options.where("warmup_steps"),
                         instead=f"--warmup-steps {config.decay_steps // 10}, or more --steps")
-
-
-def _whole_run(source: str) -> dict[str, Any]:
-    """The preset or recipe that `source` names; empty for any other source."""
-    for kind, runs in (("preset ", PRESETS), ("recipe of ", RECIPES)):
-        if source.startswith(kind):
-            return runs[source.removeprefix(kind)]
-    return {}
 
 
 def check_run(options: Options, world_size: int, device: str | None = None, *, puts_aside: bool = False) -> RunPlan:
@@ -247,25 +235,26 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
                                                    f"{state['step']}")
 
 
-def _refused(config: TrainConfig, sources: dict[str, str], name: str, instead: str) -> UserError:
-    return UserError(f"{SPELLINGS.get(name, name)} is {shown(getattr(config, name))}", instead=instead,
-                     where=f"{option_of(name)} ({sources[name]})")
+def _refused(options: Options, name: str, instead: str) -> UserError:
+    return UserError(f"{SPELLINGS.get(name, name)} is {shown(getattr(options.config, name))}", instead=instead,
+                     where=f"{option_of(name)} ({options.sources[name]})")
 
 
-def _check_ranges(config: TrainConfig, sources: dict[str, str]) -> None:
+def _check_ranges(options: Options) -> None:
     for name, bounds in RANGES.items():
-        if (instead := bounds.beyond(getattr(config, name))) is not None:
-            raise _refused(config, sources, name, instead)
+        if (instead := bounds.beyond(getattr(options.config, name))) is not None:
+            raise _refused(options, name, instead)
 
 
-def _check_numbers(config: TrainConfig, sources: dict[str, str]) -> None:
-    _check_ranges(config, sources)
+def _check_numbers(options: Options) -> None:
+    config, sources = options.config, options.sources
+    _check_ranges(options)
     for name in ("lr", "eps", "temperature"):
         if not getattr(config, name) > 0:
-            raise _refused(config, sources, name, "more than 0")
+            raise _refused(options, name, "more than 0")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
-            raise _refused(config, sources, name, "at least 0, less than 1")
+            raise _refused(options, name, "at least 0, less than 1")
     seed_for(config.seed, "init")  # refuses a seed out of its range
     if config.on_bad_steps == "rollback" and config.save_every <= 0 and config.resume is None:
         raise UserError(f"with save_every {config.save_every} there is no checkpoint to go back to before the end",
@@ -302,6 +291,7 @@ def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -
 
 
 # The shape of the model, by name or from given weights, and the tokenizer that those bring.
+(WEIGHTS,) = Origin.WEIGHTS.value
 _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
 """What a named model may have otherwise than the weights: these win."""
 
@@ -336,12 +326,9 @@ def with_tokenizer(options: Options) -> Options:
     Raises:
         UserError: that is not known or not supported, or another is named and not asked for; see `words_for`.
     """
-    config, source = options.config, options.sources["tokenizer"]
+    config = options.config
     if config.init_from is None:
         return options
     words = words_for(find_source(config.init_from, "--init-from"), config.tokenizer, config.corpus,
-                      asked=not source.startswith(("default", "preset ", "recipe ")))
-    if words == config.tokenizer:
-        return options
-    return replace(options, config=replace(config, tokenizer=words),
-                   sources={**options.sources, "tokenizer": WEIGHTS})
+                      asked=options.origin("tokenizer") not in UNASKED)
+    return options if words == config.tokenizer else options.set(WEIGHTS, tokenizer=words)

@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_any
-from ezpz_llm.layout.resolve import COMMAND_LINE
+from ezpz_llm.layout.resolve import COMMAND_LINE, TYPED, Origin
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 from ezpz_llm.rundir import read_json as read_plain_json
 from ezpz_llm.trainer.config import FIELDS
-from ezpz_llm.trainer.options import WEIGHTS, Options
+from ezpz_llm.trainer.options import Options
 
 AUTO = "auto"
 """In place of a run: the run directory's own, if it has saved anything."""
-RUN = "run "
-"""How the sources of settings begin that were taken from the run that is resumed."""
-TYPED = " (its command line)"
-"""How they end where they were typed there: nothing in a ds_config wins over them."""
 
-_NOT_CHOSEN = ("default", "recipe of ", "fine-tuning")
-"""Sources, by their beginnings, of values that nobody chose for this run."""
-_FOLLOWED = ("follows from ", "a tenth of ", WEIGHTS)
+_NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING)
+"""Sources of values that nobody chose for this run."""
+_FOLLOWED = (Origin.DERIVED, Origin.WEIGHTS)
 """Sources of values that follow again from the others."""
 _OF_ONE_START = {"resume", "run_dir", "device", "trace_steps", "counterfactual_steps"}
 _BATCH = ("global_batch", "micro_batch", "accumulation")
@@ -63,19 +59,19 @@ def find_beginning(options: Options) -> Beginning:
     where = own if config.resume == AUTO else config.resume
     if where is None:
         note = "--resume auto looks into --run-dir, and none is named: the run begins in a new directory"
-        return Beginning(_set(options, "--resume auto", resume=None), (note,))
+        return Beginning(options.set("--resume auto", resume=None), (note,))
     run = _run_of(Path(where))
     record = read_record(run)
     is_own = own is not None and Path(own).resolve() == run.path.resolve()
     if has_any(where):
-        options = _set(_with_settings(options, run, record), options.sources["resume"], resume=str(where))
+        options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(where))
         newest = find(where)
         step, steps = read_state(newest)["step"], options.config.steps
         complete = f"{where} is complete, step {step} of {steps}: nothing is left to do" if step == steps else None
         return Beginning(options, complete=complete)
     if not record and config.resume != AUTO:
         find(where)  # says what is wrong
-    options = _set(_with_settings(options, run, record), options.sources["resume"], resume=None)
+    options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
     if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
         return Beginning(options, complete=f"{where} is complete, without checkpoints: nothing is left to do")
     has_begun = run.metrics.exists()
@@ -100,17 +96,17 @@ def _run_of(where: Path) -> RunDir:
 def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Options:
     """The run's own settings, except what was chosen beside `--resume`."""
     saved, sources = record.get("config") or {}, record.get("sources") or {}
-    chosen = {name for name, source in options.sources.items() if not source.startswith(_NOT_CHOSEN)}
+    chosen = {name for name in options.sources if options.origin(name) not in _NOT_CHOSEN}
     taken = {name: value for name, value in saved.items()
              if name in FIELDS and name not in chosen | _OF_ONE_START
-             and not str(sources.get(name, "")).startswith(_FOLLOWED)}
+             and Origin.of(str(sources.get(name, ""))) not in _FOLLOWED}
     if "ds_config" in chosen and options.config.ds_config != saved.get("ds_config"):
         taken = {name: value for name, value in taken.items() if name not in _DEGREES}
     taken = {**{name: value for name, value in taken.items() if name not in _BATCH}, **_batch(run, chosen)}
-    source = f"{RUN}{run.path}"
-    options = _set(options, source, **taken)
-    return replace(options, sources={name: source + TYPED if name in taken and sources.get(name) == COMMAND_LINE
-                                     else found for name, found in options.sources.items()})
+    for name, value in taken.items():
+        typed = TYPED if sources.get(name) == COMMAND_LINE else ""
+        options = options.set(f"run {run.path}{typed}", **{name: value})
+    return options
 
 
 def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
@@ -126,8 +122,3 @@ def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:
     if not given & {"micro_batch", "accumulation"}:
         taken["micro_batch"] = batch.get("micro_batch")
     return {name: number for name, number in taken.items() if number is not None}
-
-
-def _set(options: Options, source: str, **values: Any) -> Options:
-    return replace(options, config=replace(options.config, **values),
-                   sources={**options.sources, **dict.fromkeys(values, source)})

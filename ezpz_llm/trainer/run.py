@@ -17,7 +17,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
-from ezpz_llm.data.samples import ReadAhead, validation_windows
+from ezpz_llm.data.samples import ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agree import broadcast, together
@@ -85,7 +85,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     config, batch, layout = plan.config, plan.resolved.batch, plan.resolved.layout
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     prompt = prompt_tokens(config, data) if config.sample_tokens else None
-    validation = validation_windows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
+    validation = ValidationWindows(data.split("val"), plan.model.block_size, config.eval_tokens or None)
     batches = ReadAhead(data.split("train"), block_size=plan.model.block_size, seed=config.seed,
                         global_batch=batch.global_batch, micro_batch=batch.micro_batch,
                         dp_rank=dist.mesh.dp_rank, dp_size=dist.mesh.dp_size)

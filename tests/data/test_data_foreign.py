@@ -16,7 +16,7 @@ import pytest
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import Batches, validation_windows
+from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import entropy
 
@@ -73,7 +73,7 @@ def test_build_nanogpt(nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cach
     batch = Batches(data.split("train"), block_size=16, seed=1, global_batch=4, micro_batch=4, dp_rank=0, dp_size=1)
     tokens, targets = batch.micro_batches(0)[0]
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
-    assert validation_windows(data.split("val"), 16).predictions == 1999
+    assert ValidationWindows(data.split("val"), 16).predictions == 1999
     with pytest.raises(UserError, match="leave --out, --val-fraction"):
         prepare(str(folder), "bytes", val_fraction=0.2)
     # Other files, or another tokenizer, are another corpus.

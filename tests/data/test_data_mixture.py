@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.order import BLOCK, draw, shares
 from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import IGNORED, Batches, sample_windows, validation_windows
+from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, sample_windows
 from ezpz_llm.data.shards import Mixture, TokenData, TokenStream
 from ezpz_llm.data.tokenize_corpus import entropy
 
@@ -103,7 +103,7 @@ def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None
 @pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (3, 2), (5, 4)])
 def test_validation_takes_each_stream_in_its_share(mixture: Mixture, most: int | None, expected: tuple[int, int],
                                                    micro: int, ranks: int) -> None:
-    windows = validation_windows(mixture, 16, most)
+    windows = ValidationWindows(mixture, 16, most)
     assert windows.predictions == sum(expected)
     batches = [entry for rank in range(ranks) for entry in windows.batches(micro, rank, ranks)]
     targets = np.concatenate([entry[1] for entry in batches])

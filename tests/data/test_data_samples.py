@@ -12,7 +12,7 @@ from launch_runs import cpu_seconds
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.order import keys, permute
-from ezpz_llm.data.samples import IGNORED, Batches, sample_windows, validation_windows, windows_per_epoch
+from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, sample_windows, windows_per_epoch
 from ezpz_llm.data.shards import TokenStream
 
 
@@ -141,7 +141,7 @@ def test_short_streams(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (4, 1), (3, 2), (5, 4)])
 def test_validation_holds_each_prediction_once(tmp_path: Path, length: int, block: int, most: int | None,
                                                micro: int, ranks: int) -> None:
-    windows = validation_windows(stream_of(np.arange(length), tmp_path, 700), block, most)
+    windows = ValidationWindows(stream_of(np.arange(length), tmp_path, 700), block, most)
     expected = min(length - 1, most or length)
     assert windows.predictions == expected
     assert len(windows) == -(-expected // block)
@@ -158,6 +158,6 @@ def test_validation_holds_each_prediction_once(tmp_path: Path, length: int, bloc
 
 def test_nothing_to_validate_on_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 tokens"):
-        validation_windows(stream_of(np.arange(1), tmp_path, 5), 4)
+        ValidationWindows(stream_of(np.arange(1), tmp_path, 5), 4)
     with pytest.raises(UserError, match="predictions wanted: 0"):
-        validation_windows(stream_of(np.arange(9), tmp_path, 5), 4, 0)
+        ValidationWindows(stream_of(np.arange(9), tmp_path, 5), 4, 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.samples import ValidationWindows, validation_windows
+from ezpz_llm.data.samples import ValidationWindows
 from ezpz_llm.data.shards import TokenStream
 from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.evaluate.validation import validation_loss
@@ -36,7 +36,7 @@ def windows_of(folder, predictions) -> ValidationWindows:
     ids = np.random.default_rng(0).integers(0, 257, size=300).astype(np.uint16)
     if not path.exists():
         ids.tofile(path)
-    return validation_windows(TokenStream([(path, 300)], np.dtype(np.uint16), "test"), LENGTH, predictions)
+    return ValidationWindows(TokenStream([(path, 300)], np.dtype(np.uint16), "test"), LENGTH, predictions)
 
 
 def test_it_is_the_mean_over_all_tokens_for_any_micro_batch_and_repeats_to_the_bit(tmp_path):

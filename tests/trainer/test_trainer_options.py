@@ -16,6 +16,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.precheck import CheckReport
 from ezpz_llm.layout.batch import option_of
+from ezpz_llm.layout.resolve import Origin
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
 from ezpz_llm.trainer.options import build_parser, dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
@@ -33,6 +34,12 @@ def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
     assert options.sources["block_size"] == "preset shakespeare-char-cpu"
     assert options.config.eval_tokens == 0
     assert options.sources["beta1"] == "default"
+
+
+def test_a_file_that_is_called_as_other_sources_begin_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "default.yaml").write_text("lr: 2e-3\n")
+    assert parse(["--config", "default.yaml"]).origin("lr") is Origin.FILE
 
 
 def test_naming_a_model_brings_its_recipe():
