@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,34 +38,31 @@ def live_tensor_memory(engine: Engine, before: dict[int, int]) -> dict[str, int]
 
     Kinds overlap where an engine keeps one storage for two purposes; it then counts for the first of weights (the
     model's parameters, or this rank's part of them), gradients (of these), moments, master weights (what the
-    optimizer steps) and gathered (parameters that are whole for as long as they are used, or small ones for ever).
+    optimizer steps), secondary (hpZ's copy of the parameters, where there is one) and gathered (parameters that are
+    whole for as long as they are used, or small ones for ever).
     """
     now = {address: size for address, size in live_storages().items() if before.get(address) != size}
     kinds: dict[str, int] = {}
     left = dict(now)
     for kind, tensors in _known(engine).items():
-        addresses: dict[int, int] = {}
-        for tensor in tensors:
-            _add(addresses, tensor)
-        kinds[kind] = sum(left.pop(address, 0) for address in addresses)
+        kinds[kind] = sum(left.pop(address, 0) for address in _storages(tensors))
     return {**kinds, "other": sum(left.values())}
 
 
 def gradient_bytes(engine: Engine) -> int:
     """Bytes of the storages that hold gradients now."""
-    found: dict[int, int] = {}
-    for tensor in _gradients(engine):
-        _add(found, tensor)
-    return sum(found.values())
+    return sum(_storages(_gradients(engine)).values())
+
+
+def secondary_bytes(engine: Engine) -> int:
+    """Bytes of the storages that hold hpZ's second copy of the parameters now; a step makes it and drops it."""
+    return sum(_storages(_secondary(engine)).values())
 
 
 def state_storages(engine: Engine) -> set[int]:
     """The addresses of storages that hold parameters, gradients, moments or master weights."""
-    found: dict[int, int] = {}
-    for kind, tensors in _known(engine).items():
-        for tensor in tensors if kind != "gathered" else ():
-            _add(found, tensor)
-    return set(found)
+    return {address for kind, tensors in _known(engine).items() if kind != "gathered"
+            for address in _storages(tensors)}
 
 
 def buckets(engine: Engine) -> list[torch.UntypedStorage]:
@@ -97,8 +95,14 @@ def _gradients(engine: Engine) -> list[Any]:
                           getattr(zero, "grad_partitions_flat_buffer", None)))]
 
 
+def _secondary(engine: Engine) -> list[torch.Tensor]:
+    return [tensor for parameter in engine.module.parameters()
+            if (tensor := getattr(parameter, "ds_secondary_tensor", None)) is not None]
+
+
 def _known(engine: Engine) -> dict[str, list[Any]]:
     parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    second = _secondary(engine)
     state = engine.training_state()
     slices = list(state.raw_slices())
     return {
@@ -106,8 +110,17 @@ def _known(engine: Engine) -> dict[str, list[Any]]:
         "gradients": _gradients(engine),
         "moments": [part.tensors.get(kind) for part in slices for kind in state.kinds[1:]],
         "master": [part.tensors.get("weight") for part in slices],
+        **({"secondary": second} if second else {}),
         "gathered": list(engine.module.parameters()),
     }
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """The bytes of the storages that tensors use, by address; what is no tensor is passed over."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        _add(found, tensor)
+    return found
 
 
 def _add(found: dict[int, int], tensor: Any) -> None:

@@ -72,8 +72,9 @@ def _why_more(ratio: float) -> str:
 
 
 # Memory by what it holds, measured beside the arithmetic.
-STATES = ("parameters", "gradients", "optimizer", "copy")
-_NAMES = {"copy": "copy for the optimizer", "buffers": "communication buffers",
+STATES = ("parameters", "gradients", "optimizer", "copy", "secondary")
+_NAMES = {"copy": "copy for the optimizer", "secondary": "second copy of parameters (hpZ)",
+          "buffers": "communication buffers",
           "activations": "activations and temporaries", "other": "other"}
 
 

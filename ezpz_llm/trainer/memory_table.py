@@ -10,7 +10,7 @@ import torch
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
-from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory
+from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
 from ezpz_llm.engine.precision import DTYPES
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
 from ezpz_llm.model.attention_kernels import attention_kernel
@@ -19,7 +19,9 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES = ("parameters", "gradients", "optimizer", "copy")
-_NAMES = {"copy": "copy for the optimizer"}
+SECONDARY = "secondary"
+"""hpZ's second copy of the parameters, which other layouts do not have."""
+_NAMES = {"copy": "copy for the optimizer", SECONDARY: "second copy of parameters (hpZ)"}
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,38 @@ class Memory:
 
 
 class MemoryWatch:
-    """Looks at an engine's tensors: at its gradients just before a first step, at the rest for the result."""
+    """Looks at an engine's tensors: at what a step frees just before the first one, at the rest for the result."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._gradients: int | None = None
+        self._at_step: dict[str, int] = {}
         engine.step_skip.at_step = self._look
 
     def _look(self) -> None:
-        self._gradients = gradient_bytes(self._engine)
+        # hpZ's copy is dropped with the step, too.
+        self._at_step = {"gradients": gradient_bytes(self._engine), SECONDARY: secondary_bytes(self._engine)}
 
     def result(self, plan: RunPlan, dist: Dist) -> Memory:
         """The table's numbers. Collective."""
         kinds = live_tensor_memory(self._engine, {})
-        found = {"parameters": kinds["parameters"], "gradients": self._gradients or 0,
-                 "optimizer": kinds["moments"], "copy": kinds["master"]}
+        found = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
+                 "copy": kinds["master"], SECONDARY: 0, **self._at_step}
+        parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
+        held = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*found.values(), peak, reserved or 0, _host_peak()], dtype=torch.int64,
-                               device=dist.device)
+        numbers = torch.tensor([*(found[kind] for kind in held), peak, reserved or 0, _host_peak()],
+                               dtype=torch.int64, device=dist.device)
         if dist.world_size > 1:
             torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
         *states, peak, most_reserved, host_peak = numbers.tolist()
-        measured = dict(zip(STATES, states, strict=True))
-        parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
-        expected = {kind: total(parts, "device", kind) for kind in STATES}
+        measured = dict(zip(held, states, strict=True))
+        expected = {kind: total(parts, "device", kind) for kind in held}
         if dist.device.type in ("cuda", "xpu"):
             # What states do not account for; offloaded ones are not on the device.
-            measured["activations"] = peak - sum(measured[kind] for kind in STATES if expected[kind])
+            measured["activations"] = peak - sum(measured[kind] for kind in held if expected[kind])
         return Memory({**expected, "activations": activation_bytes(plan.resolved.layout, plan.model,
                                                                   _pass(plan, dist.device))},
-                      {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in STATES},
+                      {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in held},
                       measured, peak, most_reserved if reserved is not None else None, host_peak, dist.device.type)
 
 

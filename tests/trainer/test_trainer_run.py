@@ -293,3 +293,14 @@ def test_an_exception_is_told_before_groups_that_wait_for_others(tmp_path):
     assert "a smaller micro batch (--micro-batch-size)" in done.stderr
     failure = json.loads((tmp_path / "run" / "errors" / "rank0001.json").read_text())
     assert (failure["exit_code"], failure["exception"]["type"]) == (1, "torch.OutOfMemoryError")
+
+
+@pytest.mark.full
+def test_the_memory_table_has_hpzs_second_copy_as_the_arithmetic_says(tmp_path):
+    layout = tmp_path / "zeropp.json"
+    layout.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}))
+    done = train(*SMALL, "--ds-config", str(layout), "--steps", "2", "--save-every", "-1", run_dir=tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "second copy of parameters (hpZ)" in done.stdout
+    memory = read_record(RunDir(tmp_path / "run"))["memory"]
+    assert memory["measured"]["secondary"] == pytest.approx(memory["expected"]["secondary"], rel=0.01)
