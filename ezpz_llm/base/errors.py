@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import importlib
 import importlib.util
 import io
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 from ezpz_llm import __version__
 
@@ -60,6 +62,19 @@ def require_package(name: str, purpose: str, extra: str, where: str | None = Non
     if importlib.util.find_spec(name) is None:
         raise UserError(f"{purpose} takes {name}, which is not installed", where=where,
                         instead=f"pip install 'ezpz_llm[{extra}]'")
+
+
+def import_package(name: str, purpose: str, extra: str, where: str | None = None) -> Any:
+    """Import an optional package, or a module of it, and return it; see `require_package`.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{purpose} takes {name.partition('.')[0]}, which is not installed, or not whole ({error})",
+                        where=where, instead=f"pip install 'ezpz_llm[{extra}]'") from error
 
 
 EXIT_USAGE = 2

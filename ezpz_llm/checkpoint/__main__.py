@@ -25,7 +25,10 @@ from ezpz_llm.rundir import RunDir
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
     options = _parser().parse_args(list(argv))
-    return {"inspect": _inspect, "verify": _verify, "export": _export, "fetch": _fetch}[options.command](options)
+    if options.command == "fetch":
+        print(fetch(options.hub_id, options.revision))
+        return 0
+    return {"inspect": _inspect, "verify": _verify, "export": _export}[options.command](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,11 +89,6 @@ def _export(options: argparse.Namespace) -> int:
                   shard_bytes=int(options.shard_gb * 1e9))
     print(f"{done.folder}: {done.bytes:,} bytes of weights in {done.files} file(s), from {source.describe()}",
           *(f"note: {note}" for note in done.notes), sep="\n")
-    return 0
-
-
-def _fetch(options: argparse.Namespace) -> int:
-    print(fetch(options.hub_id, options.revision))
     return 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ezpz_llm.base.errors import UserError, require_package
+from ezpz_llm.base.errors import UserError, import_package, require_package
 from ezpz_llm.base.outside import first_json, parse_json
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.unpack import GZIP, ZSTD, Packing, open_unpacked
@@ -261,7 +261,7 @@ def read_rows(path: Path, first: int, size: int, key: str = TEXT) -> Iterator[Do
     Raises:
         UserError: pyarrow is not installed, this is no whole parquet file, or there is no such column.
     """
-    require_package("pyarrow", "reading parquet", "data", str(path))
+    import_package("pyarrow.parquet", "reading parquet", "data")
     import pyarrow.parquet
 
     with reading(path):

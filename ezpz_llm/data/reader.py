@@ -238,7 +238,6 @@ def _unreadable(file: SourceFile, form: Format) -> Documents | None:
 
 def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, taken: int) -> Iterator[Piece]:
     is_jsonl = form.kind == "lines"
-    cut = _after_last_line if is_jsonl else cut_text
     carry = b""
     with open_unpacked(file.path, form.packing) as stream:
         stream.skip(offset)
@@ -247,7 +246,9 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, t
             wanted = max(size, len(carry))
             block = stream.read(wanted)
             data = carry + block
-            end = cut(data) if len(block) == wanted else len(data)
+            end = len(data)
+            if len(block) == wanted:
+                end = data.rfind(b"\n") + 1 if is_jsonl else cut_text(data)
             if end:
                 # So that the pieces of a file add up to its size, wherever the work was taken up in between.
                 read = end if form.packing is None else max(0, stream.taken - taken)
@@ -258,10 +259,6 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, t
             line += data.count(b"\n", 0, end) if is_jsonl else 0
             offset += end
             carry = data[end:]
-
-
-def _after_last_line(data: bytes) -> int:
-    return data.rfind(b"\n") + 1
 
 
 def cut_text(data: bytes) -> int:

@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ezpz_llm.base.errors import UserError, require_package
+from ezpz_llm.base.errors import UserError, import_package
 from ezpz_llm.data.downloads import reading
 
 _AT_ONCE = 1 << 16
-
-
-def _zstd() -> Any:
-    require_package("zstandard", "reading zstd", "data")
-    import zstandard
-
-    return zstandard.ZstdDecompressor().decompressobj()
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,8 @@ class Packing:
 
 
 GZIP = Packing("gzip", lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), "gunzip")
-ZSTD = Packing("zstd", _zstd, "zstd -d")
+ZSTD = Packing("zstd", lambda: import_package("zstandard", "reading zstd", "data")
+               .ZstdDecompressor().decompressobj(), "zstd -d")
 
 
 class Stream:

@@ -13,12 +13,12 @@ import shutil
 import socket
 import tempfile
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.dist.agree import raise_together
+from ezpz_llm.dist.agree import together
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,23 +48,22 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
               if zero.get(f"offload_{name}", {}).get("device") == "nvme"}
     held = -(-sum(parameter.numel() for parameter in model.parameters()) // dist.mesh.size("dp", "sp"))
     base = dist.run_dir.offloaded if named is None else Path(named).expanduser().absolute()
-    remove, error = None, None
-    try:
-        _check_locked_memory(_locked_bytes(blocks, zero, held))
-        folder = _make_folder(base, dist.rank, named is None)
-        remove = weakref.finalize(owner, _remove, folder, _lock(folder), base if named is None else None)
-        _take_room(folder / _ROOM, sum(_FILES[name] for name in blocks) * held)
-    except OSError as failure:
-        error = UserError(f"offloaded state cannot be kept in {base}: {failure.strerror}", where=_here(dist.rank),
-                          instead="--nvme-path DIR, a writable folder on each node's own disk", exit_code=1)
-    except UserError as found:
-        error = found
-    try:
-        raise_together(dist, error)
-    except UserError:
-        if remove is not None:
-            remove()
-        raise
+    with ExitStack() as undo:
+        def make() -> Path:
+            _check_locked_memory(_locked_bytes(blocks, zero, held))
+            try:
+                folder = _make_folder(base, dist.rank, named is None)
+                ours = base if named is None else None
+                undo.callback(weakref.finalize(owner, _remove, folder, _lock(folder), ours))
+                _take_room(folder / _ROOM, sum(_FILES[name] for name in blocks) * held)
+            except OSError as failure:
+                raise UserError(f"offloaded state cannot be kept in {base}: {failure.strerror}",
+                                where=f"rank {dist.rank} on {socket.gethostname()}", exit_code=1,
+                                instead="--nvme-path DIR, a writable folder on each node's own disk") from failure
+            return folder
+
+        folder = together(dist, make)
+        undo.pop_all()  # until `owner` is gone
     (folder / _ROOM).unlink()
     for block in blocks.values():
         block["nvme_path"] = str(folder)
@@ -102,10 +101,6 @@ def _take_room(path: Path, size: int) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
-
-
-def _here(rank: int) -> str:
-    return f"rank {rank} on {socket.gethostname()}"
 
 
 def _prefix() -> str:

@@ -6,12 +6,11 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, import_package, require_package
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
@@ -153,10 +152,12 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     if not _names(options):
         raise UserError("no task is named", where="--tasks", instead="names that `lm_eval ls tasks` lists")
     if options.check:
-        if find_spec("lm_eval") is None:
-            raise _absent("there is no module lm_eval")
+        require_package("lm_eval", "lm-evaluation-harness", "harness", "evaluate harness")
         return 0
-    lm_eval = _library()
+    for part in ("models.huggingface", "tasks"):
+        import_package(f"lm_eval.{part}", "lm-evaluation-harness", "harness", "evaluate harness")
+    import lm_eval
+
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.rundir import update_record
 
@@ -170,21 +171,6 @@ def main(options: argparse.Namespace, world_size: int) -> int:
         print(f"  {task}: " + ", ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
                                        for name, value in metrics.items()), flush=True)
     return 0
-
-
-def _library() -> ModuleType:
-    try:
-        import lm_eval
-        import lm_eval.models.huggingface
-        import lm_eval.tasks
-    except ImportError as error:
-        raise _absent(str(error)) from error
-    return lm_eval
-
-
-def _absent(why: str) -> UserError:
-    return UserError(f"lm-evaluation-harness is not installed, or not whole ({why})", where="evaluate harness",
-                     instead="pip install 'ezpz_llm[harness]'")
 
 
 def _names(options: argparse.Namespace) -> list[str]:

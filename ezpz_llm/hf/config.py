@@ -79,7 +79,7 @@ class _Keys:
                             instead="the config.json that belongs to the weights")
         return default if value is None else value
 
-    def must_be(self, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    def must_be(self, name: str, value: Any, *allowed: Any) -> None:
         """Refuse a value that would compute something else."""
         if value not in allowed:
             raise UserError(f"{name} is {value!r}, which this model does not compute", where=self.where,
@@ -93,10 +93,10 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 
 
 def _from_gpt2(keys: _Keys) -> ModelConfig:
-    keys.must_be("activation_function", keys.get("activation_function", "gelu_new"), _GELU)
-    keys.must_be("scale_attn_weights", keys.get("scale_attn_weights", True), (True,))
-    keys.must_be("scale_attn_by_inverse_layer_idx", keys.get("scale_attn_by_inverse_layer_idx", False), (False,))
-    keys.must_be("add_cross_attention", keys.get("add_cross_attention", False), (False,))
+    keys.must_be("activation_function", keys.get("activation_function", "gelu_new"), *_GELU)
+    for name, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False),
+                        ("add_cross_attention", False)):
+        keys.must_be(name, keys.get(name, value), value)
     return ModelConfig(n_layer=keys.get("n_layer"), n_head=keys.get("n_head"), n_embd=keys.get("n_embd"),
                        block_size=keys.get("n_positions", keys.stored.get("n_ctx", 1024)),
                        **_vocabulary(keys), intermediate_size=keys.get("n_inner", 0),
@@ -106,12 +106,12 @@ def _from_gpt2(keys: _Keys) -> ModelConfig:
 def _from_llama(keys: _Keys) -> ModelConfig:
     # transformers 5 keeps the rotation in rope_parameters, earlier versions in rope_theta and rope_scaling.
     rope = {**(keys.get("rope_scaling", {})), **(keys.get("rope_parameters", {}))}
-    keys.must_be("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
-    keys.must_be("hidden_act", keys.get("hidden_act", "silu"), ("silu", "swish"))
+    keys.must_be("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    keys.must_be("hidden_act", keys.get("hidden_act", "silu"), "silu", "swish")
     bias = keys.get("attention_bias", False)
-    keys.must_be("mlp_bias", keys.get("mlp_bias", False), (bias,))
+    keys.must_be("mlp_bias", keys.get("mlp_bias", False), bias)
     heads, width = keys.get("num_attention_heads"), keys.get("hidden_size")
-    keys.must_be("head_dim", keys.get("head_dim", width // heads), (width // heads,))
+    keys.must_be("head_dim", keys.get("head_dim", width // heads), width // heads)
     return ModelConfig(n_layer=keys.get("num_hidden_layers"), n_head=heads, n_embd=width,
                        n_kv_head=keys.get("num_key_value_heads", heads),
                        block_size=keys.get("max_position_embeddings"), **_vocabulary(keys),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, import_package
 from ezpz_llm.base.outside import read_bytes
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.data.corpora import prepared_folder
@@ -118,11 +118,7 @@ class FileTokenizer:
     """A tokenizer.json of Hugging Face's, which text that looks like a special token does not concern."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise UserError(f"reading {TOKENIZER_JSON} needs the package tokenizers", where=str(path),
-                            instead="pip install 'ezpz_llm[hf]'") from error
+        tokenizers = import_package("tokenizers", f"reading {TOKENIZER_JSON}", "hf", str(path))
         try:
             content = read_bytes(path, _MOST_BYTES)
             self._inner = tokenizers.Tokenizer.from_str(content.decode())

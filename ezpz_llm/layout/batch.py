@@ -55,7 +55,9 @@ def solve_batch(global_batch: int | None, micro_batch: int | None, accumulation:
         return Batch(micro_batch * accumulation * dp_size, micro_batch, accumulation, dp_size)
     if micro_batch is not None and accumulation is not None:
         return _checked(global_batch, micro_batch, accumulation, dp_size, where)
-    _check_feeds(global_batch, dp_size, where)
+    if global_batch < dp_size:
+        raise UserError(f"a global batch of {global_batch} sequences cannot feed {dp_size} data-parallel ranks",
+                        where=where, instead=f"at least {dp_size} sequences, or at most {global_batch} ranks")
     if micro_batch is not None:
         _check_divides(global_batch, micro_batch, dp_size, "micro batch", where)
         accumulation = global_batch // (micro_batch * dp_size)
@@ -83,12 +85,6 @@ def _checked(global_batch: int, micro_batch: int, accumulation: int, dp_size: in
                                                     "of the three numbers")
     raise UserError(found, where=where,
                     instead=f"a global batch of {product}, or give only two of the three numbers")
-
-
-def _check_feeds(global_batch: int, dp_size: int, where: str | None) -> None:
-    if global_batch < dp_size:
-        raise UserError(f"a global batch of {global_batch} sequences cannot feed {dp_size} data-parallel ranks",
-                        where=where, instead=f"at least {dp_size} sequences, or at most {global_batch} ranks")
 
 
 def _check_divides(global_batch: int, factor: int, dp_size: int, name: str | None, where: str | None) -> None:

@@ -152,7 +152,10 @@ def load(name_or_path: str) -> DsConfig:
                 raise UserError(f"there is no file {path}", where="--ds-config",
                                 instead=f"a path to a JSON file, or one of: {', '.join(names())}")
             raise unknown("ds_config", name_or_path, names(), where="--ds-config")
-    values = _parse(path)
+    values = read_commented_json(path)
+    if not isinstance(values, dict):
+        raise UserError("a ds_config is a JSON object", where=str(path),
+                        instead='{"zero_optimization": {"stage": 1}}')
     ours = values.pop(OUR_BLOCK, {})
     warnings: list[str] = []
     values = _checked(values, table().keys, path, "", warnings)
@@ -172,14 +175,6 @@ def number(value: Any, key: str, config: DsConfig, whole: bool = False) -> Any:
         raise UserError(f"{key} is {json.dumps(value)}, not a {'whole ' if whole else ''}number",
                         where=str(config.path))
     return value
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    values = read_commented_json(path)
-    if not isinstance(values, dict):
-        raise UserError("a ds_config is a JSON object", where=str(path),
-                        instead='{"zero_optimization": {"stage": 1}}')
-    return values
 
 
 def _checked(values: Mapping[str, Any], known: Keys, path: Path, prefix: str,

@@ -60,6 +60,10 @@ class Layout:
         """The number of ranks that each see their own samples; the degrees divide `world_size` (constraints.py)."""
         return world_size // (self.tp * self.pp * self.sp)
 
+    def degrees(self, world_size: int) -> Degrees:
+        """All degrees on so many ranks."""
+        return Degrees(self.dp_size(world_size), self.tp, self.pp, self.sp)
+
     def shard_stage(self) -> int:
         """The ZeRO stage that shards the same: 3 for FSDP2, 0 for DDP."""
         return 3 if self.engine == "fsdp2" else self.zero.stage or 0
@@ -76,8 +80,7 @@ class Layout:
         """The name, with all degrees where one besides the data-parallel is above 1: "3d: pp 2 x dp 2 x tp 2"."""
         if self.tp * self.pp * self.sp == 1:
             return self.name
-        degrees = Degrees(self.dp_size(world_size), self.tp, self.pp, self.sp)
-        sizes = [(axis, getattr(degrees, axis)) for axis in AXES]
+        sizes = [(axis, getattr(self.degrees(world_size), axis)) for axis in AXES]
         return f"{self.name}: " + " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1 or axis == "dp")
 
     def as_record(self) -> dict[str, Any]:
@@ -175,7 +178,7 @@ _ROWS = 32
 def rank_map(layout: Layout, places: Places) -> str:
     """Each rank's place along every axis, and its host."""
     ends = list(accumulate(count for _, count in places))
-    degrees = Degrees.of_world(ends[-1], layout.tp, layout.pp, layout.sp)
+    degrees = layout.degrees(ends[-1])
     axes = [axis for axis in AXES if axis == "dp" or getattr(degrees, axis) > 1]
     ranks = range(ends[-1])
     left_out = len(ranks) - _ROWS

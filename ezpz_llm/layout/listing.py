@@ -64,7 +64,7 @@ def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
     if problem is not None:
         instead = tuple(as_cli_flags(case, choice) for choice in alternatives(case, problem))
         return Named(layout.name, reason=problem.message, instead=instead)
-    return Named(layout.name, _degrees(used, world_size), _memory(used, model, world_size))
+    return Named(layout.name, used.degrees(world_size), _memory(used, model, world_size))
 
 
 def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
@@ -106,10 +106,6 @@ def check_world(world_size: int | None, ranks_per_node: int | None) -> None:
         raise UserError("--ranks-per-node without --world", instead="both")
 
 
-def _degrees(layout: Layout, world_size: int) -> Degrees:
-    return Degrees.of_world(world_size, layout.tp, layout.pp, layout.sp)
-
-
 # The lists as text and as JSON.
 _FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
 4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of the blocks' matrices that
@@ -138,7 +134,8 @@ def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid
     across = ranks_per_node is not None
     columns = ("select with", *_DEGREES, *(f"zero{stage}" for stage in STAGES), *(("TP group",) if across else ()))
     rows = [[grid.words[min(grid.words, key=lambda stage: abs(stage - 1))], *_degree_cells(grid.degrees),
-             *_stage_cells(grid),
+             *(_gigabytes(total(grid.memory[stage], "device")) if stage in grid.memory else "-"
+               for stage in STAGES),
              *((("crosses nodes" if crosses(grid.degrees, ranks_per_node) else "in a node"),) if across else ())]
             for grid in grids]
     parts.append(table("Legal degrees, GB a rank and ZeRO stage (--ds-config zero0 to zero3)", columns, rows,
@@ -152,10 +149,10 @@ def as_json(model: str, world_size: int, named: list[Named], grids: list[Grid],
     return {
         "model": model,
         "world_size": world_size,
-        "named": [{**asdict(entry), "memory": _memory_json(entry.memory)} for entry in named],
+        "named": [{**asdict(entry), "memory": [asdict(part) for part in entry.memory]} for entry in named],
         "degrees": [{
             **asdict(grid.degrees),
-            "stages": {str(stage): {"memory": _memory_json(parts), "words": grid.words[stage]}
+            "stages": {str(stage): {"memory": [asdict(part) for part in parts], "words": grid.words[stage]}
                        for stage, parts in grid.memory.items()},
             **({} if ranks_per_node is None else {"crosses_nodes": crosses(grid.degrees, ranks_per_node)}),
         } for grid in grids],
@@ -173,14 +170,6 @@ def _memory_cells(parts: tuple[Part, ...]) -> list[str]:
     kinds = (("parameters", "secondary"), ("gradients",), ("optimizer", "copy"), ("cast",))
     return [*(_gigabytes(sum(part.bytes for part in parts if part.kind in kind)) for kind in kinds),
             *(_gigabytes(total(parts, where)) for where in ("device", "host", "files"))]
-
-
-def _stage_cells(grid: Grid) -> list[str]:
-    return [_gigabytes(total(grid.memory[stage], "device")) if stage in grid.memory else "-" for stage in STAGES]
-
-
-def _memory_json(parts: tuple[Part, ...]) -> list[dict[str, Any]]:
-    return [asdict(part) for part in parts]
 
 
 def _gigabytes(count: int) -> str:

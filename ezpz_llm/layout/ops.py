@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,18 +109,11 @@ def _processor() -> str:
     """A short hash of the processor's model and instruction sets."""
     try:
         with open("/proc/cpuinfo") as file:
-            lines = {line.split(":")[0].strip(): line for line in _first_entry(file)}
+            lines = {line.split(":")[0].strip(): line for line in takewhile(str.strip, file)}
     except OSError:
         return platform.processor() or "unknown"
     known = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
     return hashlib.sha256(known.encode()).hexdigest()[:8]
-
-
-def _first_entry(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        if not line.strip():
-            return
-        yield line
 
 
 def _installed_ops() -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice, product
@@ -18,7 +18,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import KNOBS, Case, Problem
-from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, ZeroOptions, read_layout
+from ezpz_llm.layout.layout import DEGREE_NAMES, Engine, Layout, ZeroOptions, read_layout
 
 _STAGES = (1, 0, 2, 3)
 
@@ -54,7 +54,7 @@ def is_legal(case: Case) -> bool:
 
 def alternatives(case: Case, problem: Problem) -> list[Case]:
     """Legal cases that differ from this one in one of the problem's knobs; where there is none, in several."""
-    found = [varied for knob in problem.knobs for varied in _VARY[knob](case)]
+    found = [varied for knob in problem.knobs for near in _VARY[knob](case) for varied in _first(1, near)]
     unique = [varied for position, varied in enumerate(found) if varied not in found[:position]]
     return unique or list(_first(1, _vary_several(case)))
 
@@ -118,34 +118,26 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _vary_degree(name: str, case: Case) -> list[Case]:
-    """The nearest legal degree below and above."""
-    value = getattr(case.layout, name)
-    sizes = _divisors(case.world_size)
-    below = (size for size in reversed(sizes) if size < value)
-    above = (size for size in sizes if size > value)
-    return [varied for side in (below, above)
-            for varied in _first(1, (_with(case, **{name: size}) for size in side))]
+# What is varied for each knob: lists of cases, nearest first, of each of which the first legal one is offered.
+def _vary_degree(name: str, case: Case) -> list[Iterable[Case]]:
+    """The nearest degrees below and above."""
+    value, sizes = getattr(case.layout, name), _divisors(case.world_size)
+    below, above = [size for size in reversed(sizes) if size < value], [size for size in sizes if size > value]
+    return [(_with(case, **{name: size}) for size in side) for side in (below, above)]
 
 
-def _vary_ranks(case: Case) -> list[Case]:
-    """The nearest legal number of ranks below and above."""
+def _vary_ranks(case: Case) -> list[Iterable[Case]]:
+    """The nearest numbers of ranks below and above."""
     unit = case.layout.tp * case.layout.pp * case.layout.sp
-    below = (size for size in range(case.world_size - case.world_size % unit, 0, -unit))
-    above = (case.world_size - case.world_size % unit + unit * n for n in range(1, 9))
-    return [varied for side in (below, above)
-            for varied in _first(1, (replace(case, world_size=size) for size in side))]
+    below = case.world_size - case.world_size % unit
+    return [(replace(case, world_size=size) for size in side)
+            for side in (range(below, 0, -unit), range(below + unit, below + 9 * unit, unit))]
 
 
-def _vary_stage(case: Case) -> list[Case]:
-    """The nearest legal stage of the same engine."""
+def _vary_stage(case: Case) -> list[Iterable[Case]]:
+    """The nearest stages of the same engine."""
     stages = _near_stages(case.layout) if case.layout.engine == "deepspeed" else [None]
-    return _of_kind(case, [(case.layout.engine, stage) for stage in stages])
-
-
-def _vary_engine(case: Case) -> list[Case]:
-    """DeepSpeed, in the stage that is most like the engine that was asked for."""
-    return _of_kind(case, [("deepspeed", stage) for stage in _near_stages(case.layout)])
+    return _of_kind(case, case.layout.engine, stages)
 
 
 def _near_stages(layout: Layout) -> list[int]:
@@ -153,14 +145,10 @@ def _near_stages(layout: Layout) -> list[int]:
     return sorted(_STAGES, key=lambda stage: abs(stage - asked))
 
 
-def _of_kind(case: Case, kinds: list[tuple[Any, int | None]]) -> list[Case]:
-    """The first legal one, with the other ZeRO options as they are, or else without them."""
-    bare = replace(case, layout=_bare(case.layout))
-    for start in (case, bare):
-        cases = [_with_zero(_with(start, engine=engine), stage=stage) for engine, stage in kinds]
-        if found := list(_first(1, cases)):
-            return found
-    return []
+def _of_kind(case: Case, engine: Engine, stages: Sequence[int | None]) -> list[Iterable[Case]]:
+    """An engine's stages with the other ZeRO options as they are, or else without them."""
+    return [[_with_zero(_with(start, engine=engine), stage=stage)
+             for start in (case, replace(case, layout=_bare(case.layout))) for stage in stages]]
 
 
 def _bare(layout: Layout) -> Layout:
@@ -168,27 +156,17 @@ def _bare(layout: Layout) -> Layout:
     return replace(layout, zero=ZeroOptions(layout.zero.stage))
 
 
-def _vary_tiled(case: Case) -> list[Case]:
-    return list(_first(1, [_with_zero(case, tiled=())]))
-
-
-def _vary_offload(case: Case) -> list[Case]:
-    """Less of it, or none."""
-    return list(_first(1, [_with_zero(case, offload_param=None),
-                           _with_zero(case, offload_param=None, offload_optimizer=None)]))
-
-
-def _vary_hpz(case: Case) -> list[Case]:
+def _vary_hpz(case: Case) -> list[Iterable[Case]]:
     """The nearest legal group sizes, two below and one above; if there are none, no second copy."""
     value = case.layout.zero.hpz_partition_size
-    cases = [(size, _with_zero(case, hpz_partition_size=size)) for size in _divisors(case.world_size)[1:]]
-    below = _first(2, (varied for size, varied in reversed(cases) if size < value))
-    found = [*reversed(list(below)), *_first(1, (varied for size, varied in cases if size > value))]
-    return found or list(_first(1, [_with_zero(case, hpz_partition_size=1)]))
+    varied = {size: [_with_zero(case, hpz_partition_size=size)] for size in _divisors(case.world_size)}
+    legal = [size for size in varied if size > 1 and list(_first(1, varied[size]))]
+    near = [*[size for size in legal if size < value][-2:], *[size for size in legal if size > value][:1]]
+    return [varied[size] for size in near or [1]]
 
 
-def _vary_model(name: str, case: Case) -> list[Case]:
-    """A model whose number `name` the degrees divide."""
+def _vary_model(name: str, case: Case) -> list[Iterable[Case]]:
+    """Models whose number `name` the degrees divide."""
     layout, model = case.layout, case.model
     if model is None:
         return []
@@ -196,7 +174,7 @@ def _vary_model(name: str, case: Case) -> list[Case]:
     sizes = {"n_layer": (layout.pp,),
              "vocab_multiple": (math.lcm(value, layout.tp),),
              "block_size": (value - value % layout.sp, value - value % layout.sp + layout.sp)}[name]
-    return list(_first(2, (replace(case, model=replace(model, **{name: size})) for size in sizes if size)))
+    return [[replace(case, model=replace(model, **{name: size}))] for size in sizes if size]
 
 
 def _vary_several(case: Case) -> Iterator[Case]:
@@ -225,17 +203,20 @@ def _with_zero(case: Case, **changes: Any) -> Case:
 
 
 def _first(count: int, cases: Iterable[Case]) -> Iterator[Case]:
-    return islice((case for case in cases if _can_be_typed(case) and is_legal(case)), count)
+    """The first legal cases that can be typed: with a shipped ds_config, or in a file of the user's own."""
+    return islice((case for case in cases
+                   if (not case.shipped or selection(case.layout) is not None) and is_legal(case)), count)
 
 
-def _can_be_typed(case: Case) -> bool:
-    return not case.shipped or selection(case.layout) is not None
-
-
-_VARY: dict[str, Callable[[Case], list[Case]]] = {
+_VARY: dict[str, Callable[[Case], list[Iterable[Case]]]] = {
     "ranks": _vary_ranks,
     **{name: partial(_vary_degree, name) for name in DEGREE_NAMES},
-    "stage": _vary_stage, "engine": _vary_engine, "tiled": _vary_tiled, "offload": _vary_offload,
+    "stage": _vary_stage,
+    # DeepSpeed, in the stage that is most like the engine that was asked for.
+    "engine": lambda case: _of_kind(case, "deepspeed", _near_stages(case.layout)),
+    "tiled": lambda case: [[_with_zero(case, tiled=())]],
+    "offload": lambda case: [[_with_zero(case, offload_param=None),
+                              _with_zero(case, offload_param=None, offload_optimizer=None)]],
     "hpz": _vary_hpz,
     **{name: partial(_vary_model, name) for name in ("n_layer", "block_size", "vocab_multiple")},
 }

@@ -182,16 +182,12 @@ class GPT(nn.Module):
         Raises:
             UserError: when the sequence exceeds the model's block size.
         """
-        x, rotation = self.embed(tokens, first)
+        x = embed(self.config, self.transformer, tokens, first)
+        rotation = rotation_of(self.config, tokens.shape[1], tokens.device, first)
         for block in self.transformer["h"]:
             x = block(x, rotation)
         x = self.transformer["ln_f"](x[:, -1:] if last_only else x)
         return self.lm_head(x, targets, reduction)
-
-    def embed(self, tokens: Tensor, first: int = 0) -> tuple[Tensor, Rotation | None]:
-        """What the first block receives: activations (B, T, C), and the rotation where positions are rotary."""
-        return (embed(self.config, self.transformer, tokens, first),
-                rotation_of(self.config, tokens.shape[1], tokens.device, first))
 
 
 def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int = 0) -> Tensor:
@@ -200,22 +196,14 @@ def embed(config: ModelConfig, parts: nn.ModuleDict, tokens: Tensor, first: int 
     Raises:
         UserError: when the sequence exceeds the model's block size.
     """
-    check_length(config, first + tokens.shape[1])
-    x = parts["wte"](tokens)
-    if config.position == "learned":
-        x = x + parts["wpe"](torch.arange(first, first + tokens.shape[1], device=tokens.device))
-    return parts["drop"](x)
-
-
-def check_length(config: ModelConfig, length: int) -> None:
-    """Refuse a sequence that has no positions in the model.
-
-    Raises:
-        UserError: it has more than block_size tokens.
-    """
+    length = first + tokens.shape[1]
     if length > config.block_size:
         raise UserError(f"a sequence of {length} tokens exceeds the model's context of {config.block_size}",
                         instead=f"at most {config.block_size} tokens, or a model with a larger block_size")
+    x = parts["wte"](tokens)
+    if config.position == "learned":
+        x = x + parts["wpe"](torch.arange(first, length, device=tokens.device))
+    return parts["drop"](x)
 
 
 def rotation_of(config: ModelConfig, length: int, device: torch.device, first: int = 0) -> Rotation | None:

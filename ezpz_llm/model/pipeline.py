@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from ezpz_llm.model.gpt import GPT, embed, rotation_of
 from ezpz_llm.model.loss import Reduction
-from ezpz_llm.model.parameters import place, placement_of, secondary
-
-TABLE = "transformer.wte.weight"
+from ezpz_llm.model.parameters import TABLE, place, placement_of, secondary
 
 
 class PipelineStage(nn.Module):

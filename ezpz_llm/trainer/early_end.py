@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -51,10 +50,11 @@ class EarlyEnd:
         self._asked_after: int | None = None
         self._longest_gap_s = 0.0
 
-    def listen(self) -> None:
+    def listen(self) -> EarlyEnd:
         """From here on SIGTERM and SIGUSR1 end the run at a step boundary; they are the process's last handlers."""
         for number in SIGNALS:
             signal.signal(number, self._note)
+        return self
 
     def _note(self, number: int, frame: object) -> None:
         self._signal = number
@@ -99,10 +99,3 @@ class EarlyEnd:
         # The next question may come as late as the latest so far (an evaluation in between).
         reserve = _LEAST_RESERVE_S + 2 * self._save_s + self._longest_gap_s
         return time.time() + reserve > self._ends_at
-
-
-def early_end(dist: Dist) -> EarlyEnd:
-    """For this process's environment, listening."""
-    made = EarlyEnd(dist, os.environ)
-    made.listen()
-    return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.precision import native_precision
 from ezpz_llm.evaluate.hellaswag import Item, read_items
 from ezpz_llm.evaluate.validation import open_corpus
-from ezpz_llm.hf.weights import Weights, open_for_ranks
+from ezpz_llm.hf.weights import open_for_ranks
 from ezpz_llm.launch.variables import LOADING, RENDEZVOUS, RUN_ID_VARIABLE, STARTING
 from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
@@ -39,7 +39,7 @@ from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir.side_files import print_whatever_happens
 from ezpz_llm.trainer.announce import announce, step_work
 from ezpz_llm.trainer.config import TrainConfig
-from ezpz_llm.trainer.early_end import early_end
+from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
@@ -109,8 +109,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     # A tracker's server that does not answer ends the run on every rank.
     together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
-                   tracking, profiles(plan, dist, engine, first_step), heartbeat, clock, early_end(dist),
-                   first_step, first_step, position,
+                   tracking, profiles(plan, dist, engine, first_step), heartbeat, clock,
+                   EarlyEnd(dist, os.environ).listen(), first_step, first_step, position,
                    Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                          in_background=config.save_async),
                    spikes, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
@@ -119,7 +119,8 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     """The model in the engine of the plan's layout."""
     config = plan.config
-    with open_init_weights(plan, dist) as weights:
+    source = plan.init_weights_source if config.resume is None else None
+    with nullcontext() if source is None else open_for_ranks(source, dist) as weights:
         model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
                          None if weights is None else weights.read)
     use_attention(model, config.attention, dist.device)
@@ -131,13 +132,6 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
                           eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
     torch.manual_seed(dropout_seed(config, dist))
     return engine
-
-
-def open_init_weights(plan: RunPlan, dist: Dist) -> AbstractContextManager[Weights | None]:
-    """Open the initial weights; None where they come from the seed or a checkpoint."""
-    if plan.init_weights_source is None or plan.config.resume is not None:
-        return nullcontext()
-    return open_for_ranks(plan.init_weights_source, dist)
 
 
 def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,25 @@ def save(session: Session, *, at_once: bool = False) -> None:
     if session.saved_step == session.step:
         return
     session.position = session.position.agree(session.dist)
-    with _warned(session):
+
+    def start() -> checkpoint.Saved | None:
         note = session.saver.start(session.engine, _state(session), at_once=at_once)
         if note and session.dist.is_main:
             print(f"note: checkpoints are not written in the background: {note}", flush=True)
-        if at_once or note:
-            _note(session, session.saver.finish())
+        return session.saver.finish() if at_once or note else None
+
+    _attempt(session, start)
 
 
 def settle(session: Session) -> None:
     """Complete the save in progress, if there is one."""
-    with _warned(session):
-        _note(session, session.saver.finish())
+    _attempt(session, session.saver.finish)
 
 
 def go_on_saving(session: Session) -> None:
     """Take the save in progress, which no rank is busy with, one step further."""
-    with session.clock.span("checkpoints"), _warned(session):
-        _note(session, session.saver.advance())
+    with session.clock.span("checkpoints"):
+        _attempt(session, session.saver.advance)
 
 
 def _state(session: Session) -> dict[str, Any]:
@@ -60,12 +60,20 @@ def _state(session: Session) -> dict[str, Any]:
             "guard": session.spikes.state()}
 
 
-def _note(session: Session, saved: checkpoint.Saved | None) -> None:
-    if saved is None:
+def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) -> None:
+    """Take a save further, and note the checkpoint that it completed, if any, or why it could not."""
+    try:
+        saved = action()
+    except checkpoint.NotWritten as error:
+        session.unsaved = error
+        if session.dist.is_main and session.step < session.config.steps and session.stopped is None:
+            print(f"warning: {error}\n  training goes on, and the next checkpoint is tried in its turn",
+                  file=sys.stderr, flush=True)
         return
-    session.unsaved, session.saved_step = None, saved.step
-    session.saves.append(saved)
-    session.early_end.saved(saved.seconds)
+    if saved is not None:
+        session.unsaved, session.saved_step = None, saved.step
+        session.saves.append(saved)
+        session.early_end.saved(saved.seconds)
 
 
 def checkpoint_cost(session: Session) -> dict[str, Any]:
@@ -74,17 +82,6 @@ def checkpoint_cost(session: Session) -> dict[str, Any]:
     return {"written": len(saves), "bytes": saves[-1].size if saves else None,
             "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,
             "training_waited_s": session.clock.split().get("checkpoints", 0.0)}
-
-
-@contextmanager
-def _warned(session: Session) -> Iterator[None]:
-    try:
-        yield
-    except checkpoint.NotWritten as error:
-        session.unsaved = error
-        if session.dist.is_main and session.step < session.config.steps and session.stopped is None:
-            print(f"warning: {error}\n  training goes on, and the next checkpoint is tried in its turn",
-                  file=sys.stderr, flush=True)
 
 
 # Rollback to the last checkpoint after too many bad steps, or the end of the run.

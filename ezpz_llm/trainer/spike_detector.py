@@ -105,13 +105,8 @@ class SpikeDetector:
         """Continue from the state in a checkpoint; None, for one without it, starts anew."""
         if state is None:
             state = SpikeDetector(self._config).state()
-        self._norms.clear()
-        self._norms.extend(state["norms"])
-        self._losses.clear()
-        self._losses.extend(state["losses"])
+        self._norms, self._losses = (deque(state[name], maxlen=WINDOW) for name in ("norms", "losses"))
         self.streak, self.first_bad, self.skipped = state["streak"], state["first_bad"], state["refused"]
         # A run that skipped only NaN and Inf may be resumed with --spike-norm, and the other way round.
         is_limited = state["limit"] is not None and self._config.spike_norm
         self.limit = state["limit"] if is_limited else math.inf
-
-

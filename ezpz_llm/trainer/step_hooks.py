@@ -142,19 +142,19 @@ def finish(session: Session) -> int:
     if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
-    overfits = session.config.overfit_one_batch and not session.stopped
-    overfit_failure = session.checks.overfit_failure() if overfits else None
-    if overfit_failure and session.dist.is_main:
-        print(f"error: {overfit_failure}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault",
-              file=sys.stderr, flush=True)
-    failed = session.failed or session.spikes.last_loss_non_finite
-    if failed and session.dist.is_main:
-        print(f"error: the run ends after step {session.step} of {session.config.steps}: "
-              f"{session.stopped or session.spikes.reason()}\n"
-              "  instead: a lower --lr, --grad-clip 1, or --on-bad-steps rollback", file=sys.stderr, flush=True)
-    if session.unsaved is not None and session.dist.is_main:
-        print(f"error: {session.unsaved}", file=sys.stderr, flush=True)
-    return 1 if failed or overfit_failure or session.unsaved is not None else 0
+    errors = []
+    if session.config.overfit_one_batch and not session.stopped and (failure := session.checks.overfit_failure()):
+        errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault")
+    if session.failed or session.spikes.last_loss_non_finite:
+        errors.append(f"the run ends after step {session.step} of {session.config.steps}: "
+                      f"{session.stopped or session.spikes.reason()}\n"
+                      "  instead: a lower --lr, --grad-clip 1, or --on-bad-steps rollback")
+    if session.unsaved is not None:
+        errors.append(str(session.unsaved))
+    if session.dist.is_main:
+        for error in errors:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    return 1 if errors else 0
 
 
 def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory) -> None:
