@@ -110,7 +110,7 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(np.append(keys.astype(np.int64), [position, has_gauss])),
+        "numpy": torch.from_numpy(np.append(np.asarray(keys, np.int64), [position, has_gauss])),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
     }
     if device.type != "cpu":

@@ -194,7 +194,7 @@ def _open(path: Path) -> np.memmap:
 def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
            advance: Callable[[int], None]) -> str:
     """Add to `counts` how often each id occurs; returns the file's sha256."""
-    path = Path(tokens.filename)
+    path = Path(str(tokens.filename))
     digest = hashlib.sha256()
     with reading(path), path.open("rb") as file:
         digest.update(file.read(tokens.offset))

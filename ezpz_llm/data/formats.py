@@ -160,7 +160,7 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
     Raises:
         UserError: not a whole array in UTF-8.
     """
-    texts: list[str | None] = []
+    texts: list[str | UserError | None] = []
     held = taken = 0
     for number, item, read in _items(path, packing):
         if number < first:

@@ -107,7 +107,7 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
         number = state["documents"] if state else 0
         if state:
             stream.load_state_dict(state["stream"])
-        texts: list[str | None] = []
+        texts: list[str | UserError | None] = []
         held = 0
 
         def take() -> tuple[Documents, dict[str, Any]]:

@@ -64,8 +64,8 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         reading: dict[str, Any] = {"text_key": text_key, "max_broken": max_broken}
         prepared = [(prepare(part, tokenizer, workers=workers, download=download, progress=progress,
                              **({} if _is_prepared(part) else reading)), weight) for part, weight in parts]
-        folder, fingerprint = mixture_folder(prepared)
-        return _made(folder, fingerprint, progress,
+        mixture, fingerprint = mixture_folder(prepared)
+        return _made(mixture, fingerprint, progress,
                      lambda hidden: write_mixture(corpus, prepared, fingerprint, hidden))
     choice = None if tokenizer is None else choose(tokenizer)
     if folder := prepared_folder(corpus):

@@ -41,13 +41,14 @@ def broadcast(dist: Dist, value: Any) -> Any:
     return values[0]
 
 
-def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T | None:
+def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T:
     """What `action` gives, on every rank (or on rank 0 alone, None elsewhere). Collective.
 
     Raises:
         UserError: the first rank's, on every rank, whatever the others got.
     """
-    result, error = None, None
+    result: Any = None
+    error = None
     try:
         if dist.is_main or not on_main:
             result = action()

@@ -67,7 +67,7 @@ def state_storages(engine: Engine) -> set[int]:
 
 def buckets(engine: Engine) -> list[torch.UntypedStorage]:
     """What DeepSpeed collects gradients in: under stage 3 always, under 1 and 2 during the backward pass alone."""
-    zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
+    zero: Any = getattr(getattr(engine, "_engine", None), "optimizer", None)
     if not getattr(zero, "contiguous_gradients", False):
         return []
     tensors = tree_leaves([bucket.buffer for bucket in zero.ipg_buckets.values()])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ezpz_llm.base.errors import run_command
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, plan_model
 from ezpz_llm.launch.ranks import find_rank
 
-_TASKS = {"val": (tasks.plan_validation, tasks.run_validation),
-          "hellaswag": (tasks.plan_hellaswag, tasks.run_hellaswag)}
+_TASKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "val": (tasks.plan_validation, tasks.run_validation),
+    "hellaswag": (tasks.plan_hellaswag, tasks.run_hellaswag)}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -65,7 +65,7 @@ def newer_deepspeed() -> str | None:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.match(r"\d+(?:\.\d+)*", release)[0].split(".")))
+    return tuple(map(int, re.findall(r"\d+", re.sub(r"[^\d.].*", "", release))))
 
 
 def convert(value: Any, kind: str) -> Any:
@@ -195,10 +195,10 @@ def _checked(values: Mapping[str, Any], known: Keys, path: Path, prefix: str,
         if key not in known:
             _unknown_key(key, known, path, prefix, warnings)
             found[key] = value
-        elif isinstance(known[key], str):
-            found[key] = _value(value, known[key], path, place)
+        elif isinstance(kind := known[key], str):
+            found[key] = _value(value, kind, path, place)
         elif value is not None:  # null is no block, as if the key were not there
-            found[key] = _block(value, known[key], path, place, warnings)
+            found[key] = _block(value, kind, path, place, warnings)
     return found
 
 

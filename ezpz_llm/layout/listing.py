@@ -131,12 +131,13 @@ def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid
     if refused:
         parts.append("Not legal:\n" + "".join(
             f"  {entry.name}: {entry.reason}; instead: {' or '.join(entry.instead) or '-'}\n" for entry in refused))
-    across = ranks_per_node is not None
-    columns = ("select with", *_DEGREES, *(f"zero{stage}" for stage in STAGES), *(("TP group",) if across else ()))
+    columns = ["select with", *_DEGREES, *(f"zero{stage}" for stage in STAGES),
+               *([] if ranks_per_node is None else ["TP group"])]
     rows = [[grid.words[min(grid.words, key=lambda stage: abs(stage - 1))], *_degree_cells(grid.degrees),
              *(_gigabytes(total(grid.memory[stage], "device")) if stage in grid.memory else "-"
                for stage in STAGES),
-             *((("crosses nodes" if crosses(grid.degrees, ranks_per_node) else "in a node"),) if across else ())]
+             *([] if ranks_per_node is None else
+               ["crosses nodes" if crosses(grid.degrees, ranks_per_node) else "in a node"])]
             for grid in grids]
     parts.append(table("Legal degrees, GB a rank and ZeRO stage (--ds-config zero0 to zero3)", columns, rows,
                        rich=rich))

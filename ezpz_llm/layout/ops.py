@@ -42,7 +42,7 @@ BUILT_ON = {"async_io": ("pin_memory",)}
 
 def needed_ops(layout: Layout) -> tuple[str, ...]:
     """The ops that a layout cannot run without."""
-    needed = ("cpu_adam",) if layout.zero.offload_optimizer else ()
+    needed: tuple[str, ...] = ("cpu_adam",) if layout.zero.offload_optimizer else ()
     if "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param):
         needed += (*BUILT_ON["async_io"], "async_io")
     return needed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.layout import Layout
@@ -50,7 +50,10 @@ OPTIMIZERS: dict[str, Optimizer] = {row.name: row for row in (
     Optimizer("adamw_8bit", "AdamW (moments in 8 bits)", {"exp_avg": 1, "exp_avg_sq": 1}, is_elementwise=False,
               is_known_to_deepspeed=False, package="bitsandbytes", extra="8bit"),
 )}
-OptimizerName = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 """The names of the table."""
 
 

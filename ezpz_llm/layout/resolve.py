@@ -105,7 +105,7 @@ class Resolved:
 
     def for_deepspeed(self, run_dir: RunDir) -> dict[str, Any]:
         """Exactly what DeepSpeed gets, with a place in the run directory for its own curves where none is named."""
-        config = deepcopy(self.deepspeed)
+        config = deepcopy(self.deepspeed or {})
         for name in ("csv_monitor", "tensorboard"):
             if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
                 config[name]["output_path"] = str(run_dir.tracker(f"deepspeed-{name}"))
@@ -297,7 +297,8 @@ def _batch(numbers: Mapping[str, int | None], overrides: RunOverrides, config: D
 
 def _solve(known: Mapping[str, int], used: Mapping[str, str], dp_size: int, default_micro_batch: int) -> Batch:
     where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
-    return solve_batch(*map(known.get, BATCH_KEYS), dp_size, default_micro_batch=default_micro_batch, where=where)
+    return solve_batch(known.get("global_batch"), known.get("micro_batch"), known.get("accumulation"), dp_size,
+                       default_micro_batch=default_micro_batch, where=where)
 
 
 def check_precision(precision: str | None, source: str, device: str | None) -> None:

@@ -210,7 +210,7 @@ def parameter_named(name: str) -> Parameter:
     """
     short, rows = name, BEFORE + AFTER
     if name.startswith(_BLOCKS):
-        short, rows = name.removeprefix(_BLOCKS).partition(".")[2], BLOCK
+        short, rows = name.removeprefix(_BLOCKS).partition(".")[2], tuple(BLOCK)
     for row in rows:
         if row.name == short:
             return row

@@ -124,6 +124,15 @@ class TrainConfig:
     run_dir: str | None = _value(None, "where everything this run writes goes (default: runs/<name>-<stamp>)")
 
 
+@dataclass(frozen=True)
+class RunConfig(TrainConfig):
+    """What a run uses: a configuration whose schedule is complete (see plan.py)."""
+
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 0
+
+
 FIELDS = {field.name: field for field in fields(TrainConfig)}
 SECTIONS = {
     "model": "model", "corpus": "data", "ds_config": "layout, precision and batch",

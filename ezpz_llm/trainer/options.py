@@ -62,7 +62,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--check", action="store_true", help="find configuration errors and stop, without torch")
     parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
     parser.add_argument("--world-size", type=int, help="ranks to check for")
-    section = parser
+    section: Any = parser
     for name, field in FIELDS.items():
         if name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> Options:
     if any(layer.get("init_from") is not None for _, layer in layers):
         layers.insert(0, ("fine-tuning", FINE_TUNING))
     layers.insert(0, (f"recipe of {model}", RECIPES.get(model, {})))
-    values = {name: field.default for name, field in FIELDS.items()}
+    values: dict[str, Any] = {name: field.default for name, field in FIELDS.items()}
     sources = dict.fromkeys(values, "default")
     for source, layer in layers:
         values.update(layer)
@@ -154,7 +154,7 @@ def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
     text = " ".join(str(error).split())
     found = re.fullmatch(r'Parser key "(\w+)": .* ?(?:Got|Given) value: ?(.*)', text)
     name = found and _NAMES.get(found[1], found[1])
-    if name not in FIELDS:
+    if found is None or name not in FIELDS:
         return UserError(text, where=where,
                          instead="python3 -m ezpz_llm.train --help lists every option and its type")
     value, hint = found[2], get_type_hints(TrainConfig)[name]

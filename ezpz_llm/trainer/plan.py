@@ -26,7 +26,7 @@ from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
-from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, TrainConfig
+from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, RunConfig, TrainConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
 
@@ -53,7 +53,7 @@ _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
 class RunPlan:
     """A validated run: `model` and `resolved` follow from `config` and the number of ranks."""
 
-    config: TrainConfig
+    config: RunConfig
     sources: dict[str, str]
     model: ModelConfig
     resolved: Resolved
@@ -103,15 +103,14 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
     options = _with_schedule(options)
-    return RunPlan(options.config, options.sources, model, resolved, init_weights_source)
+    run_config = RunConfig(**vars(options.config))
+    _check_schedule(run_config, options)
+    return RunPlan(run_config, options.sources, model, resolved, init_weights_source)
 
 
 def _with_schedule(options: Options) -> Options:
     """The options with a schedule that is complete."""
     options = _with_floor(options)
-    if options.config.min_lr > options.config.lr:
-        raise UserError(f"the learning rate would rise from {options.config.lr:g} to {options.config.min_lr:g}",
-                        where=options.where("min_lr"), instead=f"--min-lr {options.config.lr / 10:g}")
     steps = options.config.steps
     for name, default in (("decay_steps", steps), ("warmup_steps", min(100, steps // 10))):
         given, source = getattr(options.config, name), options.sources[name]
@@ -123,8 +122,8 @@ def _with_schedule(options: Options) -> Options:
             options = options.set(f"{source}, in proportion to {steps} steps",
                                   **{name: max(RANGES[name].least, given * steps // whole["steps"])})
     if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
-        options = options.set("follows from decay_steps", wsd_decay_steps=max(1, options.config.decay_steps // 5))
-    _check_schedule(options)
+        end = options.config.decay_steps or steps
+        options = options.set("follows from decay_steps", wsd_decay_steps=max(1, end // 5))
     return options
 
 
@@ -145,8 +144,10 @@ def _with_floor(options: Options) -> Options:
     return options.set("a tenth of lr", min_lr=config.lr / 10)
 
 
-def _check_schedule(options: Options) -> None:
-    config = options.config
+def _check_schedule(config: RunConfig, options: Options) -> None:
+    if config.min_lr > config.lr:
+        raise UserError(f"the learning rate would rise from {config.lr:g} to {config.min_lr:g}",
+                        where=options.where("min_lr"), instead=f"--min-lr {config.lr / 10:g}")
     if config.warmup_min_lr > config.lr:
         raise UserError(f"the warm-up would fall from {config.warmup_min_lr:g} to {config.lr:g}",
                         where=options.where("warmup_min_lr"), instead="--warmup-min-lr 0")
@@ -154,7 +155,7 @@ def _check_schedule(options: Options) -> None:
         raise UserError(f"{config.schedule} with a warm-up of {config.warmup_steps} steps, which DeepSpeed refuses",
                         where=options.where("warmup_steps"),
                         instead="--warmup-steps 1, or --schedule constant or cosine")
-    decay = config.wsd_decay_steps if config.schedule == "wsd" else 0
+    decay = (config.wsd_decay_steps or 0) if config.schedule == "wsd" else 0
     # DeepSpeed's own schedules may end within their warm-up: the run is warned of that.
     if config.schedule not in (*DEEPSPEEDS, *ENDLESS) and config.warmup_steps + decay > config.decay_steps:
         too_long = f"and a decay of {decay} do not fit" if decay else "does not end"
@@ -179,7 +180,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if plan.config.resume is not None:
-        check_resume(plan)
+        check_resume(plan, plan.config.resume)
     elif folder and not puts_aside and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
                         instead=f"another --run-dir, or --resume {folder} to go on with that run")
@@ -197,13 +198,13 @@ def _check_compiler(device: str, sources: dict[str, str]) -> None:
                         instead="install g++, load a module with a compiler, set CXX, or leave out --compile")
 
 
-def check_resume(plan: RunPlan) -> Path:
-    """The checkpoint that the run will probably go on from (hashes are compared when it is loaded).
+def check_resume(plan: RunPlan, where: str) -> Path:
+    """The checkpoint that the run will probably resume from (hashes are compared when it is loaded).
 
     Raises:
         UserError: there is none, or it does not fit the run.
     """
-    folder = find(Path(plan.config.resume))
+    folder = find(Path(where))
     check_state(plan, folder, read_state(folder))
     return folder
 

@@ -157,7 +157,7 @@ class StepTrace:
 
     def close(self) -> None:
         """The same for a run that ends within the step."""
-        if self._log is None:
+        if self._log is None or self._profiler is None:
             return
         self._log.__exit__(None, None, None)
         self._profiler.stop()

@@ -145,7 +145,8 @@ def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[It
     if data.manifest["tokenizer"]["name"] == "char":
         raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
                         instead="--tokenizer bytes or gpt2")
-    return together(dist, lambda: read_items(user_path(config.hellaswag), config.hellaswag_items or None))
+    path = user_path(config.hellaswag)
+    return together(dist, lambda: read_items(path, config.hellaswag_items or None))
 
 
 def dropout_seed(config: TrainConfig, dist: Dist) -> int:

@@ -52,18 +52,18 @@ class SelfChecks:
             return []
         self._concluded = True
         made = self._first_line["grad_norm"] and not self._first_line.get("skipped")
-        told = [*self._gradients(dist), self._optimizer(dist)] if self._stepped is not None and made else []
-        self._stepped = None
+        stepped, self._stepped = self._stepped, None
+        told = [*self._gradients(stepped, dist), self._optimizer(stepped, dist)] if stepped and made else []
         if self._first and (loss := self._first_line["loss"]) is not None:
             remark = first_loss_of_weights(self._model, loss) if self._loaded else first_loss(self._model, loss)
             told += [remark] if remark else []
         return told
 
-    def _gradients(self, dist: Dist) -> list[str]:
+    def _gradients(self, stepped: GroupNorms, dist: Dist) -> list[str]:
         names = list(parameter_shapes(self._model))
         place = {name: number for number, name in enumerate(names)}
         seen = torch.zeros(len(names), device=dist.device)
-        for found, norms in self._stepped.gradients:
+        for found, norms in stepped.gradients:
             seen.index_add_(0, torch.tensor([place[name] for name in found], device=dist.device),
                             (norms != 0).to(seen))
         if dist.world_size > 1:
@@ -71,16 +71,16 @@ class SelfChecks:
         return check_reached([name for name, count in zip(names, seen.tolist(), strict=True) if not count],
                              is_new=self._first and not self._loaded)
 
-    def _optimizer(self, dist: Dist) -> str:
-        seen = torch.tensor([*self._stepped.elements, float(self._stepped.unknown_parameters)], dtype=torch.float64)
+    def _optimizer(self, stepped: GroupNorms, dist: Dist) -> str:
+        seen = torch.tensor([*stepped.elements, float(stepped.unknown_parameters)], dtype=torch.float64)
         if dist.world_size > 1:
             seen = seen.to(dist.device)
             torch.distributed.all_reduce(seen)
         *elements, unknown_parameters = (round(number) for number in seen.tolist())
-        everyone = [self._stepped.decays] * dist.world_size
+        everyone = [stepped.decays] * dist.world_size
         if dist.world_size > 1:
-            torch.distributed.all_gather_object(everyone, self._stepped.decays)
-        decays = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
+            torch.distributed.all_gather_object(everyone, stepped.decays)
+        decays: list[set[float]] = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
         return check_stepped(self._model, elements, unknown_parameters, decays, self._config.weight_decay)
 
     def overfit_failure(self) -> str | None:

@@ -26,7 +26,7 @@ from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
 from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking
 from ezpz_llm.rundir import read_record
-from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.plan import RunPlan
@@ -117,7 +117,7 @@ class Session:
         self.checks.observe(line)
 
     @property
-    def config(self) -> TrainConfig:
+    def config(self) -> RunConfig:
         return self.plan.config
 
 
