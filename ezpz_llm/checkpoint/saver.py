@@ -100,7 +100,7 @@ def save(engine: Engine, dist: Dist, run_dir: RunDir, state: dict[str, Any]) -> 
     """
     saver = Saver(dist, run_dir, None, in_background=False)
     saver.start(engine, state)
-    return saver.finish().folder
+    return saver.finish().folder  # type: ignore[union-attr]  # what was begun is complete, or raises
 
 
 def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:

@@ -106,6 +106,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.samples import as_mixture
     from ezpz_llm.data.shards import TokenData
     from ezpz_llm.data.tokenize_corpus import remarks
 
@@ -121,7 +122,7 @@ def _show(args: argparse.Namespace) -> int:
         shards = f" in {len(split['shards'])} shards of {facts['dtype']}" if not data.parts else ""
         show(f"{name:12} {split['tokens']:,} tokens{shards}")
     if data.parts:
-        counts = data.split("train").counts
+        counts = as_mixture(data.split("train")).counts
         for (part, weight), count in zip(data.parts, counts, strict=True):
             show(f"part         {weight:g} ({count} of {sum(counts)} samples): {part.folder}")
     show(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "

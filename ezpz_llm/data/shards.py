@@ -137,9 +137,13 @@ class TokenData:
             raise unknown("split", name, splits, where=str(self.folder / MANIFEST))
         if self.parts:
             words = [str(part.folder) for part, _ in self.parts]
-            return Mixture(tuple(part.split(name) for part, _ in self.parts),
+            return Mixture(tuple(part._stream(name) for part, _ in self.parts),
                            shares(words, [weight for _, weight in self.parts]))
-        shards = splits[name]["shards"]
+        return self._stream(name)
+
+    def _stream(self, name: str) -> TokenStream:
+        """A split of a folder that is no mixture."""
+        shards = self.manifest["splits"][name]["shards"]
         dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
         return TokenStream([(self.folder / shard["file"], shard["tokens"]) for shard in shards], dtype,
                            f"split {name!r} of {self.folder}", [shard.get("offset", 0) for shard in shards])
@@ -147,6 +151,6 @@ class TokenData:
     def first_tokens(self, count: int) -> np.ndarray:
         """The first tokens to train on; of a mixture, its first part's."""
         data = self.parts[0][0] if self.parts else self
-        return data.split(TRAIN)[:count]
+        return data._stream(TRAIN)[:count]
 
 

@@ -54,7 +54,7 @@ class Stream:
             self.taken += len(block)
             return block
         parts, missing = [], size
-        while missing and (self._ready or self._fill()):
+        while missing and (self._ready or self._fill(self._packing)):
             part, self._ready = self._ready[:missing], self._ready[missing:]
             parts.append(part)
             missing -= len(part)
@@ -69,37 +69,37 @@ class Stream:
         while size > 0 and (block := self.read(min(size, 16 * _AT_ONCE))):
             size -= len(block)
 
-    def _fill(self) -> bool:
+    def _fill(self, packing: Packing) -> bool:
         """Unpack more; False at the end."""
         while not self._ready:
             packed = self._file.read(_AT_ONCE)
             self.taken += len(packed)
             if not packed:
                 if self._member is not None:
-                    raise self._damaged("it is cut short")
+                    raise self._damaged(packing, "it is cut short")
                 return False
             try:
-                self._ready = b"".join(self._unpacked(packed))
+                self._ready = b"".join(self._unpacked(packing, packed))
             except UserError:
                 raise
             except Exception as error:  # zlib.error, and zstandard's, which may not be there to name
-                raise self._damaged(str(error)) from None
+                raise self._damaged(packing, str(error)) from None
         return True
 
-    def _unpacked(self, packed: bytes) -> Iterator[bytes]:
+    def _unpacked(self, packing: Packing, packed: bytes) -> Iterator[bytes]:
         while packed:
             if self._member is None:
                 packed = packed.lstrip(b"\0")  # padding between members
                 if not packed:
                     return
-                self._member = self._packing.new()
+                self._member = packing.new()
             yield self._member.decompress(packed)
             packed = b""
             if self._member.eof:
                 packed, self._member = self._member.unused_data, None
 
-    def _damaged(self, why: str) -> UserError:
-        return UserError(f"this file, packed by {self._packing.name}, is damaged: {why}", where=str(self._path),
+    def _damaged(self, packing: Packing, why: str) -> UserError:
+        return UserError(f"this file, packed by {packing.name}, is damaged: {why}", where=str(self._path),
                          instead="copy or fetch it again")
 
 

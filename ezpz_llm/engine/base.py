@@ -37,6 +37,8 @@ class Engine(ABC):
         self.step_skip = NonFiniteStepSkipper(dist.device)
         self.skipped_steps = 0
         self._mesh, self._clip = dist.mesh, resolved.clip
+        # Number among the ranks that share this rank's part of the model, and how many these are.
+        self._replica: tuple[int, int] = dist.mesh.place("dp", "sp")
         self._scale = LossScale(resolved.loss_scale) if resolved.precision == "fp16" else None
 
     @property

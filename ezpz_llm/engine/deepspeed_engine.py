@@ -95,7 +95,7 @@ class DeepSpeedEngine(MicroStepEngine):
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
-        return deepspeed_state(self._engine, *self._mesh.place("dp", "sp"), self._scale)
+        return deepspeed_state(self._engine, *self._replica, self._scale)
 
 
 # How DeepSpeed is told of tensor parallelism: the object for `initialize(mpu=...)`, and marks on parameters.

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
+from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.private_names import WORLD, check_deepspeed, find
@@ -50,7 +51,7 @@ def _not_installed(name: str) -> Iterator[None]:
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = None
+    sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -63,7 +64,7 @@ def _import_muon() -> None:
     Every ZeRO engine imports it, whatever the optimizer is; there is no way to choose it here. To decorate its
     kernels for compilation DeepSpeed would load all of torch's compiler, which takes a second.
     """
-    compiler = importlib.import_module("deepspeed.runtime.compiler")
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
     plain = find("deepspeed.runtime.compiler", "dummy_decorator")
     usual, compiler.compile = find("deepspeed.runtime.compiler", "compile"), lambda: plain
     try:
@@ -91,7 +92,7 @@ def load_op(name: str) -> None:
 
     if name in OpBuilder._loaded_ops:
         return
-    spec = importlib.util.spec_from_file_location(name, library)
+    spec: Any = importlib.util.spec_from_file_location(name, library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     OpBuilder._loaded_ops[name] = module

@@ -67,8 +67,7 @@ class Fsdp2Engine(TorchEngine):
 
     def training_state(self) -> EngineState:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._divided.items()}
-        return FsdpState(self.module, self._rows, shapes, self._optimizer, *self._mesh.place("dp", "sp"),
-                         self._scale)
+        return FsdpState(self.module, self._rows, shapes, self._optimizer, *self._replica, self._scale)
 
 
 def _sum_and_divide(model: nn.Module) -> None:

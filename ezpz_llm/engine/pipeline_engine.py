@@ -120,7 +120,7 @@ class PipelineEngine(Engine):
         return None
 
     def training_state(self) -> EngineState:
-        state = deepspeed_state(self._engine, *self._mesh.place("dp", "sp"), self._scale)
+        state = deepspeed_state(self._engine, *self._replica, self._scale)
         state.shapes = parameter_shapes(self.module.config)
         return state
 
@@ -148,7 +148,7 @@ def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Calla
     """
     pipe = deepspeed.runtime.pipe
 
-    class Tied(pipe.module.TiedLayerSpec):
+    class Tied(pipe.module.TiedLayerSpec):  # type: ignore[name-defined]
         """A layer whose tied module exists already."""
 
         def build(self, log: bool = False) -> nn.Module:

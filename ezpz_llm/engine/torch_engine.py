@@ -58,4 +58,4 @@ class TorchEngine(MicroStepEngine):
         return norm_and_clip(self.module, self._mesh, self._optimizer, self._clip, scale)
 
     def training_state(self) -> EngineState:
-        return TorchState(self.module, self._optimizer, *self._mesh.place("dp", "sp"), self._scale)
+        return TorchState(self.module, self._optimizer, *self._replica, self._scale)

@@ -86,7 +86,8 @@ class _BlockwiseAttention(torch.autograd.Function):
         grads = grad.reshape(queries.shape)
         for_queries = torch.empty_like(queries)
         # Later rows see all keys of earlier ones: with the last block first, it begins the sums of all.
-        for_keys = for_values = None
+        for_keys: Any = None
+        for_values: Any = None
         for first, end in reversed(_blocks(queries)):
             seen = _probabilities(queries, keys, first, end)
             outer = _rows(grads, first, end)

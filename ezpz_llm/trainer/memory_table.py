@@ -12,16 +12,17 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
 from ezpz_llm.engine.precision import DTYPES
+from ezpz_llm.layout.knobs import Kind
 from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.loss import chosen_chunk
 from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan
 
-STATES = ("parameters", "gradients", "optimizer", "copy")
-SECONDARY = "secondary"
+STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
+SECONDARY: Kind = "secondary"
 """hpZ's second copy of the parameters, which other layouts do not have."""
-_NAMES = {"copy": "copy for the optimizer", SECONDARY: "second copy of parameters (hpZ)"}
+_NAMES: dict[str, str] = {"copy": "copy for the optimizer", SECONDARY: "second copy of parameters (hpZ)"}
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,15 @@ class MemoryWatch:
         found = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
                  "copy": kinds["master"], SECONDARY: 0, **self._at_step}
         parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
-        held = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
+        held: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
         numbers = torch.tensor([*(found[kind] for kind in held), peak, reserved or 0, _host_peak()],
                                dtype=torch.int64, device=dist.device)
         if dist.world_size > 1:
             torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
         *states, peak, most_reserved, host_peak = numbers.tolist()
-        measured = dict(zip(held, states, strict=True))
-        expected = {kind: total(parts, "device", kind) for kind in held}
+        measured: dict[str, int] = dict(zip(held, states, strict=True))
+        expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in held}
         if dist.device.type in ("cuda", "xpu"):
             # What states do not account for; offloaded ones are not on the device.
             measured["activations"] = peak - sum(measured[kind] for kind in held if expected[kind])
