@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +12,8 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.certify.cases import Case, Work
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, append_line, read_lines, read_record, write_json
+from ezpz_llm.launch.child import launch_words, run_launch
+from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
 
 _START_S, _REFERENCE_S, _CASE_S = 120, 120, 90
 _IDLE_S = 240
@@ -62,23 +59,10 @@ def _launch(job: Job, world: int, folder: Path) -> int:
     job_file = folder.with_suffix(".job.json")
     job.write(job_file)
     limit = _START_S + _REFERENCE_S * len(job.references) + _CASE_S * len(job.cases)
-    words = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(world), "--run-dir", str(folder),
-             "--timeout-idle", str(_IDLE_S), sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)]
-    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
+    words = launch_words(["-n", str(world), "--run-dir", str(folder), "--idle-timeout", str(_IDLE_S)],
+                         [sys.executable, "-m", "ezpz_llm.certify.worker", str(job_file)])
     print(f"{world} rank{'s' * (world > 1)}: {len(job.cases)} to certify", flush=True)
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return 124
-    finally:
-        # launch ends its ranks when it is told to end.
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            process.kill()
-            process.wait()
+    return run_launch(words, limit_s=limit, end_within_s=30.0)
 
 
 def _take_failure(root: Path, code: int, folder: Path) -> str:

@@ -34,7 +34,7 @@ class Heartbeat:
         self._side.attempt("this rank's sign of life", lambda: path.write_text(text))
 
 
-# What this rank is doing, told when asked from outside (`ezpz-llm why`, --timeout-idle).
+# What this rank is doing, told when asked from outside (`ezpz-llm why`, --idle-timeout).
 _KEPT_OPEN: list[TextIO] = []
 
 

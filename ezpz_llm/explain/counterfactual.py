@@ -7,7 +7,6 @@ import re
 import shlex
 import stat
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.split import Split
+from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RunDir, read_json
 
@@ -81,10 +81,10 @@ def rerun(run_dir: Path, record: Mapping[str, Any], yes: bool) -> Path:
     print(f"This starts:\n  {shlex.join(words)}", file=sys.stderr, flush=True)
     if not yes and not _says_yes():
         raise UserError("nothing was started", where="--counterfactual", instead="--yes to start it without asking")
-    done = subprocess.run(words, stdout=sys.stderr, check=False)
+    code = run_launch(words, output=sys.stderr)
     if not list(RunDir(folder).profile.glob("counterfactual-rank*.json")):
-        raise UserError(f"the run without collectives ended with code {done.returncode}", where=str(folder),
-                        instead=f"ezpz-llm why {folder}", exit_code=done.returncode or 1)
+        raise UserError(f"the run without collectives ended with code {code}", where=str(folder),
+                        instead=f"ezpz-llm why {folder}", exit_code=code or 1)
     return folder
 
 
@@ -122,8 +122,8 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
              **_STEPS, **_QUIET}
     is_even = isinstance(hosts, list) and all(isinstance(count, int) for count in hosts) and len(set(hosts)) == 1
     per_host = ["--ppn", str(hosts[0])] if is_even else []
-    return [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), *per_host, "--run-dir", str(folder), "--",
-            sys.executable, "-m", "ezpz_llm.train", *(f"--{name}={value}" for name, value in words.items())]
+    return launch_words(["-n", str(ranks), *per_host, "--run-dir", str(folder)], [
+        sys.executable, "-m", "ezpz_llm.train", *(f"--{name}={value}" for name, value in words.items())])
 
 
 def _word(value: Any) -> str:

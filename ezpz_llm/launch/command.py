@@ -75,7 +75,7 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
 
 
 def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Checked) -> int:
-    from ezpz_llm.launch.failures import exit_record, not_started
+    from ezpz_llm.launch.failures.facts import exit_record, not_started
     from ezpz_llm.launch.supervise import run
     from ezpz_llm.rundir import update_record
 

@@ -13,7 +13,7 @@ from ezpz_llm.base.package_data import extensions_dir, user_path
 from ezpz_llm.base.private import SECRET_VARIABLE, new_secret
 from ezpz_llm.base.schema import whole_number
 from ezpz_llm.launch.addresses import Rendezvous
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.launch.failures import Stop, log_patterns
+from ezpz_llm.launch.failures import log_patterns
+from ezpz_llm.launch.failures.facts import Stop
 from ezpz_llm.launch.failures.log_patterns import NOT_STARTED, WRONG_WORLD, LogMatch, read_matches
 from ezpz_llm.launch.hostlist import fold_numbers, fold_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, read_reports
@@ -317,7 +318,7 @@ class Arrivals:
         if not missing or waited_s < self._name_at or self._named == missing.keys():
             return None
         self._named, self._name_at = frozenset(missing), waited_s + _AGAIN_AFTER_S
-        ended = f"; the run is ended after {self._limit_s:.0f} s (--timeout-start)" if self._limit_s else ""
+        ended = f"; the run is ended after {self._limit_s:.0f} s (--start-timeout)" if self._limit_s else ""
         return (f"{len(missing)} of {self._world_size} ranks have not started after {waited_s:.0f} s: "
                 f"{fold_places(missing)}{ended}")
 
@@ -331,7 +332,7 @@ class Arrivals:
             return Stop("refused", f"{self._refused.text}; {fold_places(missing)} cannot start; the run is ended")
         if self._limit_s is not None and waited_s > self._limit_s:
             return Stop("late", f"{fold_places(missing)} did not start within {self._limit_s:g} s"
-                                " (--timeout-start); the run is ended")
+                                " (--start-timeout); the run is ended")
         return None
 
     def _refusal(self, missing: Mapping[int, str]) -> LogMatch | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +21,14 @@ from ezpz_llm.launch.schedulers import schedulers, step_launchers
 @dataclass(frozen=True)
 class Option:
     """One option: `words` spell it, `field` names its value, `value` is how the help calls that (None: it takes
-    none). `convert` raises ValueError with what is accepted."""
+    none). `convert` raises ValueError with what is accepted. `old_name` still works, and says the new one."""
 
     words: tuple[str, ...]
     field: str
     help: str
     value: str | None = None
     convert: Callable[[str], Any] = str
+    old_name: str = ""
 
 
 def split_options(words: Sequence[str], options: Sequence[Option],
@@ -46,6 +49,8 @@ def split_options(words: Sequence[str], options: Sequence[Option],
             break
         name, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
         option = _find(name, options, example)
+        if name == option.old_name:
+            _say_renamed(name, option.words[0])
         if option.value is None:
             if equals:
                 raise UserError(f"{name} takes no value, but was given {value!r}", instead=name)
@@ -67,12 +72,44 @@ def split_options(words: Sequence[str], options: Sequence[Option],
 
 def _find(name: str, options: Sequence[Option], example: str) -> Option:
     for option in options:
-        if name in option.words:
+        if name in (*option.words, option.old_name):
             return option
     near = nearest(name, [word for option in options for word in option.words])
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(f"unknown option {name}",
                     instead=f"{hint}(options of the command come after it: {example.format(option=name)})")
+
+
+# Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.
+def value_of(words: Sequence[str], *options: str) -> str | None:
+    """Return the value of an option under any of its names, the last where it is given several times, or None."""
+    found = None
+    for position, word in enumerate(words):
+        if word in options and position + 1 < len(words):
+            found = words[position + 1]
+        elif word.startswith(tuple(f"{option}=" for option in options)):
+            found = word.partition("=")[2]
+    return found
+
+
+def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
+    """`words` less these options and their values."""
+    kept: list[str] = []
+    is_value = False
+    for word in words:
+        if is_value:
+            is_value = False
+        elif word in options:
+            is_value = True
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(word)
+    return tuple(kept)
+
+
+@functools.cache
+def _say_renamed(old_name: str, name: str) -> None:
+    """Once, although a command line may be read twice."""
+    print(f"note: {old_name} is now {name}; the old name goes in the next release", file=sys.stderr, flush=True)
 
 
 def option_lines(options: Sequence[Option]) -> list[str]:
@@ -197,11 +234,11 @@ _OPTIONS = (
     Option(("--bind",), "binding", "ranks to cores: auto (from the topology) or none", "HOW", one_of(BINDINGS)),
     Option(("--tee",), "tee", "whose output the console shows: 0, all, none (files have all of it)", "WHO",
             one_of(TEES)),
-    Option(("--timeout-idle",), "idle_limit_s",
-            "end the run, with code 124, after S seconds without a sign of life", "S", seconds),
-    Option(("--timeout-start",), "start_limit_s",
-            "end the run, with code 124, if a rank has not started after S seconds (default: 600; 0: never)", "S",
-            seconds_or_never),
+    Option(("--idle-timeout",), "idle_limit_s",
+           "end the run, with code 124, after S seconds without a sign of life", "S", seconds, "--timeout-idle"),
+    Option(("--start-timeout",), "start_limit_s",
+           "end the run, with code 124, if a rank has not started after S seconds (default: 600; 0: never)", "S",
+           seconds_or_never, "--timeout-start"),
     Option(("--preflight",), "preflight", "first check every host, device and link; code 3 if one is unfit"),
     Option(("--stage-env",), "stage_env", "first copy the environment to each host's own disk, and run from there"),
     Option(("--wrap",), "wrap", 'put these words before the command on each rank: "apptainer exec x.sif"',
@@ -309,7 +346,8 @@ def run_dir_of(target: Target, given: Path | None) -> Path | None:
     Raises:
         UserError: both do, and differ.
     """
-    own = _own_run_dir(target) if target.module else None
+    named = value_of(target.arguments, "--run-dir") if target.module else None
+    own = Path(named) if named else None
     if own is None or given is None:
         return given or own
     if user_path(own).absolute() != user_path(given).absolute():
@@ -317,13 +355,3 @@ def run_dir_of(target: Target, given: Path | None) -> Path | None:
                         where=f"launch --run-dir {given}, {target.module} --run-dir {own}",
                         instead="name it once")
     return given
-
-
-def _own_run_dir(target: Target) -> Path | None:
-    found = None
-    for position, word in enumerate(target.arguments):
-        if word == "--run-dir" and position + 1 < len(target.arguments):
-            found = target.arguments[position + 1]
-        elif word.startswith("--run-dir="):
-            found = word.partition("=")[2]
-    return Path(found) if found else None

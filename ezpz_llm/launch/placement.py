@@ -11,7 +11,7 @@ from typing import overload
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import MOST_RANKS_ON_A_HOST
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 

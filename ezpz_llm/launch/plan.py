@@ -12,7 +12,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.launch.addresses import Rendezvous, find_rendezvous, is_here, own_interfaces
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
 from ezpz_llm.launch.devices import usable_cores
 from ezpz_llm.launch.dialects import choose

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
@@ -70,23 +71,36 @@ def check_first(target: Target, command: tuple[str, ...], world_size: int, env: 
     # A launch inside the ranks has nothing to check: it only executes its own command.
     if target.module in (None, "ezpz_llm.launch"):
         return Checked()
-    words = [*command, "--check", "--world-size", str(world_size)]
     env = {**env, **({PLACES_VARIABLE: write_places(places)} if places else {})}
-    try:
-        done = subprocess.run(words, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S,
-                              check=False)
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to launch",
-                        exit_code=127 if isinstance(error, FileNotFoundError) else 126) from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"the check before the start took longer than {TIMEOUT_S} s",
-                        where=" ".join(words)) from error
-    said, warned = (text.decode(errors="replace").rstrip() for text in (done.stdout, done.stderr))
+    done = run_check(command, world_size, env)
+    said, warned = done.stdout.rstrip(), done.stderr.rstrip()
     if done.returncode:
         print("\n".join(filter(None, (said, warned))), file=sys.stderr, flush=True)
     elif warned:
         print(warned, file=sys.stderr, flush=True)
     return Checked(done.returncode if done.returncode >= 0 else 128 - done.returncode, said)
+
+
+def run_check(command: Sequence[str], world_size: int, env: Mapping[str, str], *form: str, cwd: Path | None = None,
+              what: str = "the check before the start") -> subprocess.CompletedProcess[str]:
+    """Run `command --check --world-size N`, which starts no rank and imports no torch, and wait for its end.
+
+    Args:
+        form: options for what it prints, such as --json.
+        what: names this check in messages.
+
+    Raises:
+        UserError: the command cannot be run, or takes longer than two minutes.
+    """
+    words = [*command, "--check", *form, "--world-size", str(world_size)]
+    try:
+        return subprocess.run(words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              errors="replace", timeout=TIMEOUT_S, check=False)
+    except OSError as error:
+        raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to launch",
+                        exit_code=127 if isinstance(error, FileNotFoundError) else 126) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{what} took longer than {TIMEOUT_S} s", where=" ".join(words)) from error
 
 
 def write_places(places: Sequence[tuple[str, int]]) -> str:

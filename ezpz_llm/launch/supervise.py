@@ -14,7 +14,8 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
-from ezpz_llm.launch.failures import Account, RunFacts, Stop, account, bare_account, read_failures
+from ezpz_llm.launch.failures.facts import Account, RunFacts, Stop, read_failures
+from ezpz_llm.launch.failures.postmortem import account, bare_account
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder as node_folder
@@ -22,7 +23,7 @@ from ezpz_llm.launch.node.messages import StopOrder, order_signal, order_stop, t
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.launch.teardown import Ending
+from ezpz_llm.launch.teardown import Teardown
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
 from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.secrets import hide, secret_values
@@ -109,7 +110,7 @@ class _Watch:
         hosts = {place.rank: place.host for place in plan.ranks}
         self.life = HeartbeatMonitor(plan.run_dir, plan.run_id, hosts, self.started)
         self.arrivals = Arrivals(hosts, plan.run_dir, start_limit_s)
-        self.ending = Ending(plan, launcher, self.life)
+        self.teardown = Teardown(plan, launcher, self.life)
         self.warned: set[str] = set()
         self.first_ended_at: float | None = None
         self.has_noted = False
@@ -127,10 +128,10 @@ class _Watch:
                 failed |= {rank for rank, code in codes.items() if code}
                 ended_well = frozenset(rank for rank, code in codes.items() if code == 0)
             asked = len(self.signals.to_stop)
-            self.ending.stop(ASKED_KILL_AFTER_S if asked else KILL_AFTER_S,
+            self.teardown.stop(ASKED_KILL_AFTER_S if asked else KILL_AFTER_S,
                              lambda: len(self.signals.to_stop) > asked)
         ended_at = time.time()
-        self.ending.clear()
+        self.teardown.clear()
         self.relay.settle()
         if stopped is not None and stopped.kind == "signal" and (scheduler := scheduler_here(os.environ)):
             since = time.time() - time.monotonic() + self.started

@@ -1,4 +1,4 @@
-"""The end of a run: all of it, on every node, whatever became of the launcher."""
+"""Stop a run on every node, even if its launcher has died."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from ezpz_llm.launch.cleanup import (
-    end_marked,
-)
+from ezpz_llm.launch.cleanup import end_marked
 from ezpz_llm.launch.liveness import HeartbeatMonitor
 from ezpz_llm.launch.node.messages import (
     ENDED,
@@ -41,8 +39,8 @@ _AGENTS_COME_S = 3.0
 """How long ranks that have just been started may take to get their agent."""
 
 
-class Ending:
-    """Ends one run whose launcher is `launcher`."""
+class Teardown:
+    """Stops one run, whose launcher is `launcher`, and sees that nothing of it is left on any node."""
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes], life: HeartbeatMonitor) -> None:
         self._plan = plan

@@ -17,37 +17,12 @@ from ezpz_llm.launch.option_parsing import (
     option_lines,
     read_command,
     split_options,
+    value_of,
     whole,
+    without,
 )
 from ezpz_llm.launch.option_parsing import Options as LaunchOptions
 from ezpz_llm.launch.option_parsing import parse as parse_launch
-
-
-# Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.
-def value_of(words: Sequence[str], *options: str) -> str | None:
-    """Return the value of an option under any of its names, the last where it is given several times, or None."""
-    found = None
-    for position, word in enumerate(words):
-        if word in options and position + 1 < len(words):
-            found = words[position + 1]
-        elif word.startswith(tuple(f"{option}=" for option in options)):
-            found = word.partition("=")[2]
-    return found
-
-
-def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
-    """`words` less these options and their values."""
-    kept: list[str] = []
-    is_value = False
-    for word in words:
-        if is_value:
-            is_value = False
-        elif word in options:
-            is_value = True
-        elif not word.startswith(tuple(f"{option}=" for option in options)):
-            kept.append(word)
-    return tuple(kept)
-
 
 EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
 MODES = ("weak", "strong", "both")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.option_parsing import parse as parse_launch
+from ezpz_llm.launch.option_parsing import value_of, without
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
-from ezpz_llm.launch.precheck import TIMEOUT_S, CheckReport
+from ezpz_llm.launch.precheck import CheckReport, run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, started, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.rundir.secrets import has_secret
-from ezpz_llm.scaling.options import Options, value_of, without
+from ezpz_llm.scaling.options import Options
 from ezpz_llm.scaling.study import Mode, Point, Study
 from ezpz_llm.submit.job import plan_job
 from ezpz_llm.submit.options import parse as parse_submit
@@ -272,17 +272,10 @@ def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Check
     Raises:
         UserError: the check fails; its own words are passed on.
     """
-    words = [*command, "--check", "--json", "--world-size", str(ranks)]
     env = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
+    done = run_check(command, ranks, env, "--json", cwd=directory, what=f"the check of {what}")
     try:
-        done = subprocess.run(words, env=env, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True, timeout=TIMEOUT_S, check=False)
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]!r}: {error.strerror}", where="the command to study") from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"the check of {what} took longer than {TIMEOUT_S} s", where=" ".join(words)) from error
-    try:
-        report = as_dataclass(CheckReport, parse_json(done.stdout, " ".join(words)), " ".join(words))
+        report = as_dataclass(CheckReport, parse_json(done.stdout, what), what)
     except UserError as error:  # it ended before it could say anything
         raise UserError(f"{what} cannot run: {(done.stderr or done.stdout).strip()}") from error
     if done.returncode or report.layout is None:

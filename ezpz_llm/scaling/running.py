@@ -4,7 +4,6 @@ read what each finished run measured.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import math
 import os
@@ -20,13 +19,14 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.split import Split, split_run
+from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.launch.liveness import look
+from ezpz_llm.launch.option_parsing import value_of
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.history import finite, steady
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_layout, read_lines, read_record
-from ezpz_llm.scaling.options import value_of
+from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
 from ezpz_llm.scaling.precheck import THREADS_VARIABLE, carving, reservation
 from ezpz_llm.scaling.study import (
     Point,
@@ -41,7 +41,6 @@ from ezpz_llm.scaling.study import (
 
 _IDLE_S = "300"
 """A run that hangs is ended after so long, where the user's words for launch do not say: the rest is to go on."""
-_TO_END_S = 60.0
 _SILENT_S = 30.0
 _RESERVE_S, _RESERVE_SHARE, _LONGEST_RESERVE_S = 20.0, 0.1, 120.0
 """Before the end of a reservation the trainer stops by itself, after these: no run is begun that would meet it."""
@@ -141,25 +140,12 @@ def _put_aside(path: Path) -> None:
 
 def _launch(study: Study, point: Point, place: Sequence[str], output: Path) -> None:
     """Start launch and wait for its end; what it prints goes to `output`."""
-    words = [sys.executable, "-m", "ezpz_llm.launch", *point.launch, *place]
-    if value_of(point.launch, "--timeout-idle") is None:
-        words += ["--timeout-idle", _IDLE_S]
-    environment = {name: value for name, value in os.environ.items() if name != RUN_DIR_VARIABLE}
-    if study.threads is not None:
-        environment[THREADS_VARIABLE] = str(study.threads)
+    has_limit = value_of(point.launch, "--idle-timeout", "--timeout-idle") is not None
+    limit = () if has_limit else ("--idle-timeout", _IDLE_S)
+    words = launch_words([*point.launch, *place, *limit], point.command)
+    threads = {} if study.threads is None else {THREADS_VARIABLE: str(study.threads)}
     with output.open("wb") as file:
-        process = subprocess.Popen([*words, "--", *point.command], env=environment, cwd=study.directory,
-                                   stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            process.wait()
-        finally:
-            # launch ends its ranks when it is told to end.
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_TO_END_S)
-                process.kill()
-                process.wait()
+        run_launch(words, variables=threads, cwd=study.directory, output=file)
 
 
 def _ends_at(allocation: Allocation) -> float | None:

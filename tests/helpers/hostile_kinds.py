@@ -241,7 +241,7 @@ def launchcli(rng: Random, folder: Path) -> object:
                             "--steps",
                             "3",
                         ],
-                        ["--ppn", "2", "--hosts", "n[1-4]", "--timeout-idle", "9", "--", "x"],
+                        ["--ppn", "2", "--hosts", "n[1-4]", "--idle-timeout", "9", "--", "x"],
                         ["--hostfile", "/dev/null", "--nodes", "3", "--bind", "none", "x"],
                         ["-h", "--"],
                     ]

@@ -17,16 +17,8 @@ from launch_runs import clean_env, launch
 from simcluster.cluster import Cluster
 
 from ezpz_llm.launch import devices as devices_module
-from ezpz_llm.launch.binding import (
-    Binding,
-    BindingInputs,
-    Domain,
-    Topology,
-    bind,
-    deal,
-    site_topology,
-    system_topology,
-)
+from ezpz_llm.launch.binding.choose import Binding, BindingInputs, bind, deal
+from ezpz_llm.launch.binding.topology import Domain, Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.sites import Site, find_site

@@ -11,7 +11,7 @@ import pytest
 from launch_runs import CAPTURED, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.dialects import choose, identify, srun, torchrun
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work, logical_cores, mask
 from ezpz_llm.launch.hostlist import expand_numbers

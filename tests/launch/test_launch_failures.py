@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, clean_env, launch, record
 
-from ezpz_llm.launch.failures import Failure, RunFacts, Stop, account, exit_record
 from ezpz_llm.launch.failures import log_patterns as said
-from ezpz_llm.launch.failures.facts import Raised, facts_from
+from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.kinds import Kind, classify
 from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.postmortem import account
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record

@@ -11,7 +11,7 @@ import pytest
 from launch_runs import STALE, clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
 
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Work
 from ezpz_llm.launch.placement import Placement

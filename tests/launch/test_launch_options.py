@@ -11,7 +11,7 @@ import pytest
 import ezpz_llm
 from ezpz_llm import __version__
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.option_parsing import Options, parse, read_command, run_dir_of
+from ezpz_llm.launch.option_parsing import Options, help_text, parse, read_command, run_dir_of
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -20,14 +20,23 @@ from ezpz_llm.launch.option_parsing import Options, parse, read_command, run_dir
     ("-n 2 -- -odd --help", Options(("-odd", "--help"), ranks=2)),
     ("--ppn=3 --hostfile h --launcher srun hostname -- -n 1",
      Options(("hostname", "--", "-n", "1"), per_host=3, hostfile=Path("h"), launcher="srun")),
-    ("--timeout-idle 2.5 --run-dir=a=b --dry-run --json x",
+    ("--idle-timeout 2.5 --run-dir=a=b --dry-run --json x",
      Options(("x",), idle_limit_s=2.5, run_dir=Path("a=b"), dry_run=True, as_json=True)),
-    ("--timeout-start 0 x", Options(("x",), start_limit_s=0.0)),
+    ("--start-timeout 0 x", Options(("x",), start_limit_s=0.0)),
     ("--explain - x", Options(("-", "x"), explain=True)),
     ("--version", Options(version=True)),
 ])
 def test_options_end_at_the_first_other_word(words: str, expected: Options) -> None:
     assert parse(words.split()) == expected
+
+
+def test_an_old_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--timeout-idle", "9", "--timeout-start=0", "x"]
+    assert parse(words) == parse(words) == Options(("x",), idle_limit_s=9.0, start_limit_s=0.0)
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: --timeout-{what} is now --{what}-timeout; the old name goes in the next release"
+        for what in ("idle", "start")]
+    assert "--timeout-" not in help_text()
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -40,9 +49,9 @@ def test_options_end_at_the_first_other_word(words: str, expected: Options) -> N
     ("-n 0 x", "'0' is not a whole number"),
     ("-n two x", "'two' is not a whole number"),
     ("--ppn=-1 x", "'-1' is not"),
-    ("--timeout-idle 0 x", "above 0"),
-    ("--timeout-idle nan x", "above 0"),
-    ("--timeout-start -1 x", "'-1' is not a number of seconds, or 0 for no limit"),
+    ("--idle-timeout 0 x", "above 0"),
+    ("--idle-timeout nan x", "above 0"),
+    ("--start-timeout -1 x", "'-1' is not a number of seconds, or 0 for no limit"),
     ("--launcher mpirun x", "auto, mpiexec, srun, torchrun"),
     ("--dry-run=yes x", "takes no value"),
     ("--json x", "--dry-run"),
@@ -119,7 +128,7 @@ def test_version_is_told_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["-n 1000000000000", "--ppn 1000000", "--nodes 10000000", f"-n {'9' * 5000}",
-                                   "-n ²", "--timeout-idle 1e300"])
+                                   "-n ²", "--idle-timeout 1e300"])
 def test_a_number_beyond_all_machines_is_refused(words):
     with pytest.raises(UserError):
         parse([*words.split(), "x"])

@@ -14,7 +14,7 @@ import pytest
 from launch_runs import captured_env, clean_env, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.placement import Placement, RankTable, place

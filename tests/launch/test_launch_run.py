@@ -156,10 +156,10 @@ MPI.COMM_WORLD.barrier()
 
 def test_idle_runs_are_ended(tmp_path: Path) -> None:
     """Three at once: silent ranks; ranks that stop computing; a rank whose heartbeat stops first."""
-    quiet = start(tmp_path, "-n", "2", "--timeout-idle", "2", "--run-dir", "quiet", "sleep", "300")
+    quiet = start(tmp_path, "-n", "2", "--idle-timeout", "2", "--run-dir", "quiet", "sleep", "300")
     _script(tmp_path, "import time\nend = time.time() + 4\nwhile time.time() < end: pass\ntime.sleep(300)\n",
             "busy.py")
-    busy = start(tmp_path, "-n", "1", "--timeout-idle", "2", "--run-dir", "busy", sys.executable, "busy.py")
+    busy = start(tmp_path, "-n", "1", "--idle-timeout", "2", "--run-dir", "busy", sys.executable, "busy.py")
     _script(tmp_path, _RANK + """
 from pathlib import Path
 from ezpz_llm.dist.heartbeat import Heartbeat
@@ -171,7 +171,7 @@ while True:
     print("chatter", flush=True)
     time.sleep(0.2)
 """, "beats.py")
-    beats = start(tmp_path, "-n", "2", "--timeout-idle", "3", "--run-dir", "beats", sys.executable, "beats.py")
+    beats = start(tmp_path, "-n", "2", "--idle-timeout", "3", "--run-dir", "beats", sys.executable, "beats.py")
     began = time.monotonic()
     said = {name: (run.communicate(timeout=60)[1], run.returncode) for name, run in
             (("quiet", quiet), ("busy", busy), ("beats", beats))}

@@ -50,7 +50,7 @@ def test_missing_ranks_are_named_again_as_they_change(tmp_path: Path) -> None:
     assert arrivals.news(_HOSTS, 0.5) is None
     assert arrivals.news({1: "n1", 2: "n2", 3: "n2"}, 1.5) == (
         "3 of 4 ranks have not started after 2 s: rank 1 on n1, ranks 2-3 on n2; the run is ended after 10 s"
-        " (--timeout-start)")
+        " (--start-timeout)")
     assert arrivals.news({1: "n1", 2: "n2", 3: "n2"}, 100) is None
     assert "1 of 4 ranks" in (arrivals.news({1: "n1"}, 101) or "")
     assert arrivals.news({}, 109) == "all 4 ranks have started, the last after 109 s"
@@ -152,11 +152,11 @@ def test_words_of_a_refusal(words: str, who: str, host: str | None) -> None:
 def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
     late = _late(tmp_path, 'os.environ.get("PMI_RANK") == "1"', 1000)
     began = time.monotonic()
-    done = launch(tmp_path, "-n", "2", "--timeout-start", "4", "--run-dir", "r", "sleep", "100", **late)
+    done = launch(tmp_path, "-n", "2", "--start-timeout", "4", "--run-dir", "r", "sleep", "100", **late)
     assert done.returncode == 124, done.stderr
     assert time.monotonic() - began < 45
     assert "the launcher could not start the ranks: rank 1 on" in done.stderr
-    assert "did not start within 4 s (--timeout-start); the run is ended" in done.stderr
+    assert "did not start within 4 s (--start-timeout); the run is ended" in done.stderr
     assert "under the same paths" in (tmp_path / "r/postmortem.txt").read_text()
     assert record(tmp_path / "r")["exit"]["kind"] == "not_started"
     assert left_over(tmp_path / "r") == {}
@@ -165,7 +165,7 @@ def test_a_rank_that_never_comes_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     late = _late(tmp_path, 'os.environ.get("PMI_RANK") == "1"', 4)
-    done = launch(tmp_path, "-n", "2", "--timeout-start", "0", "--run-dir", "r", "echo", "here", **late)
+    done = launch(tmp_path, "-n", "2", "--start-timeout", "0", "--run-dir", "r", "echo", "here", **late)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r/logs/rank0001.log").read_text() == "here\n"
 
@@ -207,7 +207,7 @@ def test_ranks_that_are_90_seconds_late_are_named_and_come(cluster: Cluster, tmp
                        cwd=tmp_path, timeout=240, **late)
     assert done.returncode == 0, done.stderr
     assert "2 of 4 ranks have not started after 6" in done.stderr
-    assert ": ranks 2-3 on n2; the run is ended after 600 s (--timeout-start)" in done.stderr
+    assert ": ranks 2-3 on n2; the run is ended after 600 s (--start-timeout)" in done.stderr
     assert (tmp_path / "r/logs/rank0003.log").read_text() == "n2\n"
 
 

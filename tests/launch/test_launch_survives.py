@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from launch_runs import left_over, start
 
-from ezpz_llm.launch.failures import RunFacts, Stop, bare_account
+from ezpz_llm.launch.failures.facts import RunFacts, Stop
+from ezpz_llm.launch.failures.postmortem import bare_account
 from ezpz_llm.rundir import RunDir
 
 _PROGRAM = """

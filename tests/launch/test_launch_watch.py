@@ -74,7 +74,7 @@ if os.environ["EZPZ_LLM_RANK"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(60)
 """)
-    done = launch(tmp_path, "-n", "3", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "stops.py")
+    done = launch(tmp_path, "-n", "3", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "stops.py")
     assert done.returncode == 124
     cause = record(tmp_path / "r")["exit"]["cause"]
     assert re.match(r"no sign of life for 3 s: rank 1 on \S+: .*; stopped by a signal \(state T; .* 2 more", cause)
@@ -152,7 +152,7 @@ for step in range(100000):
 
 def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text(_HANG)
-    done = launch(tmp_path, "-n", "2", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "hang.py")
+    done = launch(tmp_path, "-n", "2", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "hang.py")
     assert done.returncode == 124, done.stderr
     # The same phase is written once a second, so that the step may be an earlier one.
     assert re.search(r"rank 1 on \S+: training, step [0-3], silent for \d+ s; its stack: \S+/r/stacks/rank0001.txt",
@@ -180,7 +180,7 @@ if os.environ["EZPZ_LLM_RANK"] == "1":
 def test_the_agent_outlives_local_rank_0(tmp_path: Path) -> None:
     """One that has ended in order is not silent; the other ranks of its node are still watched."""
     (tmp_path / "ends.py").write_text(_RANK_0_ENDS)
-    done = launch(tmp_path, "-n", "2", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "ends.py")
+    done = launch(tmp_path, "-n", "2", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "ends.py")
     assert done.returncode == 124, done.stderr
     assert "no sign of life for 3 s: rank 1 on " in done.stderr
     assert not re.search(r"rank 0 on \S+: ", done.stderr)
@@ -205,7 +205,7 @@ subprocess.run([sys.executable, "-c", "import time; end = time.time() + 6\\nwhil
 @pytest.mark.full
 def test_a_long_save_is_no_hang(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(_SAVE)
-    done = launch(tmp_path, "-n", "1", "--timeout-idle", "3", "--run-dir", "r", sys.executable, "save.py")
+    done = launch(tmp_path, "-n", "1", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "save.py")
     assert done.returncode == 0, done.stderr
 
 

@@ -14,8 +14,9 @@ from launch_runs import clean_env, scheduler
 from scale_runs import TRAIN, scale
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.option_parsing import value_of, without
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
-from ezpz_llm.scaling.options import parse, value_of, without
+from ezpz_llm.scaling.options import parse
 from ezpz_llm.scaling.precheck import MEASURING, find_sizes, plan_study
 from ezpz_llm.scaling.running import left, measure, untraced
 from ezpz_llm.scaling.study import (

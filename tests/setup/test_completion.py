@@ -56,7 +56,8 @@ def test_what_is_offered(shell: str, scripts: dict[str, Path]) -> None:
     assert ask("ezpz-llm", "cert") == {"certify"}
     assert set(map(option_of, FIELDS)) <= ask("ezpz-llm", "train", "--lr", "1", "--")
     assert set(map(option_of, FIELDS)) <= ask("launch", "-n", "2", "python3", "-m", "ezpz_llm.train", "--")
-    assert ask("/x/bin/launch", "--time") == {"--timeout-idle", "--timeout-start"}
+    assert ask("/x/bin/launch", "--idle") == {"--idle-timeout"}
+    assert ask("/x/bin/launch", "--start-t") == {"--start-timeout"}
     assert ask("ezpz-llm", "train", "--ds-config", "") == set(names())
     assert ask("ezpz-llm", "train", "--ds-config", "=", "zero3_n") == {"zero3_nvme"}
     assert ask("ezpz-llm", "layouts", "--model", "") == set(MODELS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.binding import Binding
+from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.topology import SYS, socket_and_siblings
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.placement import Placement

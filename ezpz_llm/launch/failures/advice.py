@@ -12,6 +12,7 @@ from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import SSH, read_matches
 from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launch.option_parsing import without
 from ezpz_llm.rundir.paths import RunDir
 
 _HOSTS_NAMED = 8
@@ -31,7 +32,7 @@ def advice(verdict: Verdict, evidence: Evidence, run_dir: RunDir, typed: Sequenc
         return f"read what the ranks were doing: {run_dir.rank_stacks(0).parent}"
     if verdict.kind in (Kind.IDLE, Kind.COLLECTIVE_TIMEOUT):
         return (f"ezpz-llm why {run_dir.path} while it hangs names the silent rank and its stack;"
-                " --timeout-idle S ends a hang sooner")
+                " --idle-timeout S ends a hang sooner")
     if verdict.kind is Kind.NOT_STARTED:
         return _to_start(verdict, run_dir)
     if _NO_RANK.search(verdict.evidence):
@@ -108,15 +109,14 @@ def _to_start(verdict: Verdict, run_dir: RunDir) -> str:
                 " question: your key in ~/.ssh/authorized_keys, the host's in ~/.ssh/known_hosts. In a PBS job,"
                 " HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC=pbs_tmrsh in the environment starts ranks without ssh")
     return (f"see that {where} can read the Python and the environment of this launch, and {run_dir.path}, under"
-            " the same paths; --hosts leaves a host out, --timeout-start S waits longer")
+            " the same paths; --hosts leaves a host out, --start-timeout S waits longer")
 
 
 def resume(run_dir: RunDir, typed: Sequence[str]) -> str | None:
     """The command that goes on from the run's last checkpoint; None where there is none."""
     if not (run_dir.checkpoints / "latest").exists() or not typed:
         return None
-    words = _without_option(typed, "--resume")
-    return f"{shlex.join(words)} --resume {shlex.quote(str(run_dir.path))}"
+    return f"{shlex.join(without(typed, '--resume'))} --resume {shlex.quote(str(run_dir.path))}"
 
 
 def _without(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str]) -> str:
@@ -127,18 +127,6 @@ def _without(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequ
     command = resume(run_dir, typed) or shlex.join(typed)
     again = command.replace("launch ", f"launch --hosts {','.join(left)} ", 1) if len(left) <= 16 else command
     return f"leave {bad} out: {again}"
-
-
-def _without_option(typed: Sequence[str], option: str) -> list[str]:
-    words, skip = [], False
-    for word in typed:
-        if skip:
-            skip = False
-        elif word == option:
-            skip = True
-        elif not word.startswith(f"{option}="):
-            words.append(word)
-    return words
 
 
 # What helps against errors that are known by their words: from one rank's record to a line of advice.
