@@ -368,6 +368,14 @@ def system_text(path: str | Path, last: int | None = None, errors: str = "replac
         return ""
 
 
+def system_link(path: str | Path) -> str:
+    """Where a link such as those of /proc leads; empty where it cannot be read."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
 def command_line(pid: int) -> str:
     """The words of a process, joined by blanks; empty for one that has ended."""
     return system_text(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")

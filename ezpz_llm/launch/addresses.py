@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import command_line, system_text
+from ezpz_llm.base.outside import command_line, system_link, system_text
 from ezpz_llm.launch.hostlist import short_name
 
 _LOOPBACK = "127.0.0.1"
@@ -251,14 +252,8 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
 
 def missing_interface(variable: str, wanted: str, own: Collection[str]) -> str:
     """What of `wanted`, as the library that reads `variable` understands it, is not among the interfaces `own`."""
-    return _missing_for_gloo(wanted, own) if variable == _BY_BACKEND["gloo"] else _missing_for_nccl(wanted, own)
-
-
-def _missing_for_gloo(wanted: str, own: Collection[str]) -> str:
-    return next((name for name in wanted.split(",") if name not in own), "")
-
-
-def _missing_for_nccl(wanted: str, own: Collection[str]) -> str:
+    if variable == _BY_BACKEND["gloo"]:
+        return next((name for name in wanted.split(",") if name not in own), "")
     # NCCL's environment guide: names are prefixes, exact after "="; "^" says which not to use.
     if wanted.startswith("^"):
         return ""
@@ -345,16 +340,9 @@ def _listeners(table: Path, port: int) -> Iterator[tuple[str, int]]:
 
 def _owner(sockets: set[str]) -> int | None:
     for folder in _PROC.glob("[0-9]*/fd"):
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        for name in names:
-            try:
-                if os.readlink(folder / name) in sockets:
-                    return int(folder.parent.name)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):
+            if any(system_link(folder / name) in sockets for name in os.listdir(folder)):
+                return int(folder.parent.name)
     return None
 
 

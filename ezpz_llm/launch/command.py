@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ezpz_llm.base.errors import UserError, show, version_text
+from ezpz_llm.base.private import make_private
 from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.relay import say
 from ezpz_llm.launch.show import details, json_text, summary
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record, write_atomic
+from ezpz_llm.rundir.files import sweep_checkpoints
 
 if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import Checked
@@ -77,7 +80,6 @@ def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
 def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Checked) -> int:
     from ezpz_llm.launch.failures.facts import exit_record, not_started
     from ezpz_llm.launch.supervise import run
-    from ezpz_llm.rundir import update_record
 
     shown = f"{details(plan)}\n\n{checked.explanation}".rstrip() if options.explain else summary(plan)
     say(shown)
@@ -114,7 +116,6 @@ def _dry_check(plan: LaunchPlan, options: Options) -> int:
 
 def _check(plan: LaunchPlan) -> Checked:
     from ezpz_llm.launch.precheck import check_first
-    from ezpz_llm.rundir import RUN_DIR_VARIABLE
 
     places = list(Counter(place.host for place in plan.ranks).items())
     return check_first(plan.target, plan.command, len(plan.ranks),
@@ -123,8 +124,6 @@ def _check(plan: LaunchPlan) -> Checked:
 
 def _record_end(plan: LaunchPlan, how: dict[str, object]) -> None:
     """Write it where that is still possible: the exit code is what it is all the same."""
-    from ezpz_llm.rundir import update_record
-
     try:
         update_record(plan.run_dir, exit=how)
     except (OSError, UserError) as error:
@@ -171,10 +170,7 @@ def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
         from ezpz_llm.launch.teardown import end_killed
 
         end_killed(plan.run_dir, killed)
-    from ezpz_llm.base.private import make_private
     from ezpz_llm.launch.node.messages import clear_orders
-    from ezpz_llm.rundir import write_atomic
-    from ezpz_llm.rundir.files import sweep_checkpoints
 
     # Records and heartbeats of an earlier run in the same directory would be taken for this one's.
     clear_orders(plan.run_dir)

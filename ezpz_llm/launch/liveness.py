@@ -15,7 +15,7 @@ from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Stop
 from ezpz_llm.launch.failures.log_patterns import NOT_STARTED, WRONG_WORLD, LogMatch, read_matches
 from ezpz_llm.launch.hostlist import fold_numbers, fold_places, rank_ranges
-from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, read_reports
+from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir.paths import RunDir
@@ -170,10 +170,8 @@ class HeartbeatMonitor:
         found = {}
         for report, came in self._came.values():
             for rank, one in report.ranks.items():
-                found[rank] = None if one.ended is not None or report.state in (RANKS_ENDED, ENDED) else RankLife(
-                    rank, report.host, one.phase, one.step,
-                    None if one.silent_s is None else one.silent_s + now - came, one.idle_s + now - came,
-                    now - came, node_limit_s, one.state)
+                is_over = one.ended is not None or report.state in (RANKS_ENDED, ENDED)
+                found[rank] = None if is_over else _life(rank, one, report, now - came, node_limit_s)
         for rank, host in self._hosts.items():
             if rank not in found:
                 waited = now - self._started - START_S
@@ -213,11 +211,12 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
     run_id = launch["env"][RUN_ID_VARIABLE]
     reports = read_reports(run_dir, run_id)
     now = time.time()
-    fresh = [report for report in reports if report.state not in (ENDED, RANKS_ENDED)
-             and _age(run_dir, report, now) < _GONE_AFTER * KEEPALIVE_S * report.interval_s]
-    if record.get("exit") is not None or not (fresh or any(marked(run_id))):
+    aged = [(report, _age(run_dir, report, now), _GONE_AFTER * KEEPALIVE_S * report.interval_s)
+            for report in reports]
+    is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
+    if record.get("exit") is not None or not (is_fresh or any(marked(run_id))):
         return None
-    ranks = tuple(_life(rank, one, report, _age(run_dir, report, now)) for report in reports
+    ranks = tuple(_life(rank, one, report, age, limit_s) for report, age, limit_s in aged
                   for rank, one in report.ranks.items() if one.ended is None)
     ended = {rank: one.ended for report in reports for rank, one in report.ranks.items() if one.ended is not None}
     seen = {one.rank for one in ranks} | ended.keys()
@@ -232,9 +231,10 @@ def _age(run_dir: RunDir, report: NodeReport, now: float) -> float:
         return 0.0
 
 
-def _life(rank: int, one: Any, report: NodeReport, age: float) -> RankLife:
+def _life(rank: int, one: RankReport, report: NodeReport, age: float, limit_s: float) -> RankLife:
+    """A rank by a report that is so old."""
     return RankLife(rank, report.host, one.phase, one.step, None if one.silent_s is None else one.silent_s + age,
-                    one.idle_s + age, age, _GONE_AFTER * KEEPALIVE_S * report.interval_s, one.state)
+                    one.idle_s + age, age, limit_s, one.state)
 
 
 def as_lines(live: Live) -> list[str]:

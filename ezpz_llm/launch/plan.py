@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
@@ -39,6 +40,7 @@ from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
+from ezpz_llm.rundir.files import write_atomic
 from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir, default_run_dir
 from ezpz_llm.rundir.secrets import redact_words
 
@@ -153,6 +155,17 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         site=site,
         binding=binding,
     )
+
+
+def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
+    """The plan of another command, by `options` with these `changes`; its run directory and files are made.
+
+    For what launch itself runs on the hosts before or after the user's command."""
+    step = build_plan(replace(options, wrap=(), **changes), os.environ)
+    step.run_dir.create()
+    for path, content in step.files.items():
+        write_atomic(path, content)
+    return step
 
 
 def _same(values: set[int | None]) -> int | None:

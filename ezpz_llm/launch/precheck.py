@@ -5,13 +5,11 @@ What a check writes to its standard error is shown, what it writes to its standa
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +126,6 @@ PROGRAM = "ezpz_llm.preflight"
 
 _LIMIT_S = 180.0
 """It reports within a minute of its last rank's start; so long it may take to start them all, and to end."""
-_INTERRUPTED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
 def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], dict[str, Any]]) -> int:
@@ -141,17 +138,14 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
         record: what run.json says of a launch; the preflight reads its ranks' hosts there.
     """
     # A command's check imports this module for its report, and would wait for all that starts a run.
-    from ezpz_llm.launch.failures import not_started
-    from ezpz_llm.launch.plan import build_plan
+    from ezpz_llm.launch.failures.facts import not_started
+    from ezpz_llm.launch.plan import prepare_step
     from ezpz_llm.launch.relay import say
-    from ezpz_llm.launch.supervise import run
-    from ezpz_llm.rundir import update_record, write_atomic
+    from ezpz_llm.launch.supervise import INTERRUPTED, run
+    from ezpz_llm.rundir import update_record
 
-    step = build_plan(replace(options, command=(sys.executable, "-m", PROGRAM), wrap=(), tee="0",
-                              run_dir=plan.run_dir.preflight.path), os.environ)
-    step.run_dir.create()
-    for path, content in step.files.items():
-        write_atomic(path, content)
+    step = prepare_step(options, command=(sys.executable, "-m", PROGRAM), tee="0",
+                        run_dir=plan.run_dir.preflight.path)
     update_record(step.run_dir, launch=record(step), exit=None)
     report = step.run_dir.path / "preflight.json"
     report.unlink(missing_ok=True)
@@ -159,8 +153,8 @@ def fit_for(plan: LaunchPlan, options: Options, record: Callable[[LaunchPlan], d
     code = run(step, None, _LIMIT_S, tell=lambda: not report.exists()).code
     if code == 0:
         return 0
-    code = code if code in _INTERRUPTED else EXIT_PREFLIGHT
-    what = "was interrupted" if code in _INTERRUPTED else "found the reservation unfit"
+    code = code if code in INTERRUPTED else EXIT_PREFLIGHT
+    what = "was interrupted" if code in INTERRUPTED else "found the reservation unfit"
     cause = f"the preflight {what}: {report if report.exists() else step.run_dir.path}"
     update_record(plan.run_dir, exit=not_started(code, cause, time.time()))
     say(f"launch: nothing was started: {cause}")

@@ -325,6 +325,8 @@ def _by_signal(number: signal.Signals) -> Stop:
 # The signals that launch was sent.
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FORWARD = (signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPTED = tuple(128 + number for number in _STOP)
+"""The exit codes of a run that launch was told to end."""
 _ONE_ORDER_S = 0.3
 """timeout(1) and schedulers signal a process and then its group: that is one order, not an impatient second one."""
 

@@ -299,7 +299,7 @@ def metajunk(rng: Random, folder: Path) -> object:
 
 @kind
 def orders(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.node.messages import read_reports, signals_ordered, stacks_ordered, stop_ordered
+    from ezpz_llm.launch.node.messages import SignalOrder, StacksOrder, orders, read_reports, stop_ordered
 
     run_dir = _run(
         rng,
@@ -313,8 +313,8 @@ def orders(rng: Random, folder: Path) -> object:
     )
     return (
         stop_ordered(run_dir, RUN_ID),
-        stacks_ordered(run_dir, RUN_ID),
-        signals_ordered(run_dir, RUN_ID),
+        orders(StacksOrder, run_dir, RUN_ID),
+        orders(SignalOrder, run_dir, RUN_ID),
         read_reports(run_dir, RUN_ID),
     )
 

@@ -53,12 +53,12 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
         return _torchrun(_need("torchrun", "--launcher", env), "--launcher", starter)
     if wanted == "mpiexec":
         return _mpiexec("--launcher", env, site_dialect)
-    found, passed_over = _find_mpiexec(env)
+    found, passed_over = _find_mpiexec("auto: mpiexec found", env, site_dialect)
     if found:
-        return _identified(found, "auto: mpiexec found", site_dialect, passed_over)
+        return found
     if world_size == 1:
         return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, passed_over)
-    if program := _which("torchrun", env):
+    if program := next(_all("torchrun", env), None):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=passed_over)
     raise UserError(f"nothing here can start {world_size} ranks: no mpiexec, no torchrun",
                     where="; ".join(("PATH", *passed_over)),
@@ -83,7 +83,7 @@ def _stepping(own: StepLauncher, source: str, env: Mapping[str, str]) -> Launche
 
 
 def _need(program: str, source: str, env: Mapping[str, str]) -> str:
-    if found := _which(program, env):
+    for found in _all(program, env):
         return found
     raise _not_on_path(program, source)
 
@@ -91,10 +91,6 @@ def _need(program: str, source: str, env: Mapping[str, str]) -> str:
 def _not_on_path(program: str, where: str) -> UserError:
     return UserError(f"{program} is not on PATH", where=where,
                      instead="load its module, or choose another --launcher")
-
-
-def _which(program: str, env: Mapping[str, str]) -> str | None:
-    return next(_all(program, env), None)
 
 
 def _all(program: str, env: Mapping[str, str]) -> Iterator[str]:
@@ -112,19 +108,21 @@ def _torchrun(program: str, source: str, starter: Callable[[], Launcher]) -> Lau
 
 
 def _mpiexec(source: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
-    found, passed_over = _find_mpiexec(env)
+    found, passed_over = _find_mpiexec(source, env, site_dialect)
     if found is None:
         raise _not_on_path("mpiexec", "; ".join((source, *passed_over)))
-    return _identified(found, source, site_dialect, passed_over)
+    return found
 
 
-def _find_mpiexec(env: Mapping[str, str]) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """The first mpiexec that is an MPI's, with its version text; and a note for each that was passed over."""
+def _find_mpiexec(source: str, env: Mapping[str, str],
+                  site_dialect: str | None) -> tuple[Launcher | None, tuple[str, ...]]:
+    """The first mpiexec that is an MPI's, None where there is none; and a note for each that was passed over."""
     passed_over = []
     for program in _all("mpiexec", env):
         text = _version_text(program)
         if not _OF_PBS.match(text):
-            return (program, text), tuple(passed_over)
+            found = identify(text, program, source, site_dialect)
+            return replace(found, notes=(*passed_over, *found.notes)), tuple(passed_over)
         # PBS's profile.d puts it on everybody's PATH: it wraps one vendor's mpirun, and is no MPI by itself.
         passed_over.append(f"{program} is passed over: this is PBS's own wrapper, not an MPI's mpiexec")
     return None, tuple(passed_over)
@@ -138,12 +136,6 @@ def _version_text(program: str) -> str:
         raise UserError(f"mpiexec does not say its version: {error}", where=program,
                         instead="choose another --launcher") from error
     return (done.stdout + done.stderr).decode(errors="replace")
-
-
-def _identified(found: tuple[str, str], source: str, site_dialect: str | None, notes: tuple[str, ...]) -> Launcher:
-    program, text = found
-    launcher = identify(text, program, source, site_dialect)
-    return replace(launcher, notes=(*notes, *launcher.notes))
 
 
 def identify(version_text: str, program: str, source: str, site_dialect: str | None = None) -> Launcher:

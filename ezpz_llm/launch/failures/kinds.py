@@ -58,45 +58,53 @@ class Finding:
     evidence: str
 
 
-_DEVICE_MEMORY = re.compile(
-    r"(?:CUDA|HIP|XPU) out of memory|OutOfMemoryError: |CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
-    r"|CUDA error: out of memory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)|MPS backend out of memory")
-_HOST_MEMORY = re.compile(
-    r"^MemoryError|numpy\S*ArrayMemoryError|std::bad_alloc|Cannot allocate memory"
-    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Unable to allocate .* for an array")
-_MISSING = re.compile(
-    r"ModuleNotFoundError: |No module named \S+|cannot open shared object file|ImportError: cannot import name")
-_NO_SCRIPT = re.compile(r"can't open file '[^']+': \[Errno \d+\]")
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\[enforce fail at inline_container")
-_DEVICE_BROKEN = re.compile(
-    r"uncorrectable ECC|cudaErrorECCUncorrectable|fallen off the bus|Xid \(.*\): (?:48|63|64|74|79|94|95)\b"
-    r"|cudaErrorDevicesUnavailable|hipErrorECCNotCorrectable|uncorrectable NVLink error|Uncorrectable memory error")
-_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
-
-_TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout|[Cc]ollective timeout|ran for \d+ milliseconds before timing out"
-    r"|Some NCCL operations have failed or timed out|Timed out waiting \d+ms for (?:recv|send|\w+) operation"
-    r"|Application timeout caused pair closure|[Ww]ait timeout after \d+ms, keys|Socket Timeout"
-    r"|Timed out after \d+ seconds waiting for clients|HeartbeatMonitor::runLoop\(\)|Monitored barrier"
-    r"|barrier timed out|port issue: \{ status: failed, details: training timeout")
-_PEER_LOST = re.compile(
-    # gloo
-    r"Connection closed by (?:remote )?peer|gloo.*(?:Connection reset by peer|Broken pipe|Connection refused)"
-    r"|connectFullMesh failed"
-    # NCCL, RCCL
-    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|[Cc]onnection closed by remote peer"
-    r"|Call to (?:recv|send|connect).* failed ?: (?:Connection reset|Connection refused|Broken pipe)"
-    r"|socket\w*(?:Connect|Progress)\S*:? .*(?:Connection re(?:fused|set)|closed)"
-    # torch's store
-    r"|Connection was likely closed|(?:recv|send)(?:Value|Bytes)\S* failed on SocketImpl"
-    r"|failed to recv, got 0 bytes|[Cc]lient socket has (?:failed to connect|timed out)"
-    # oneCCL, libfabric, UCX
-    r"|OFI poll failed|fi_cq_read(?:err)?\b.*(?:err|fail)|atl_status: FAILURE|Transport endpoint is not connected"
-    r"|UCX +(?:ERROR|WARN) .*(?:reset by remote peer|Connection reset|Endpoint timeout|not connected)"
-    r"|transport retry (?:count|counter) exceeded"
-    # MPI
-    r"|communication error with rank \d+|MPIX?_ERR_PROC_FAILED|readv failed: Connection"
-    r"|MPIDU_?\w*[Ss]ock\w*.*(?:closed|reset|failed)|lost communication with a remote daemon", re.IGNORECASE)
+_BY_WORDS = tuple((kind, re.compile(pattern)) for kind, pattern in (
+    (Kind.DEVICE_BROKEN,
+     r"uncorrectable ECC|cudaErrorECCUncorrectable|fallen off the bus|Xid \(.*\): (?:48|63|64|74|79|94|95)\b"
+     r"|cudaErrorDevicesUnavailable|hipErrorECCNotCorrectable|uncorrectable NVLink error"
+     r"|Uncorrectable memory error"),
+    (Kind.DEVICE_MEMORY,
+     r"(?:CUDA|HIP|XPU) out of memory|OutOfMemoryError: |CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+     r"|CUDA error: out of memory|UR_RESULT_ERROR_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)"
+     r"|MPS backend out of memory"),
+    (Kind.HOST_MEMORY,
+     r"^MemoryError|numpy\S*ArrayMemoryError|std::bad_alloc|Cannot allocate memory"
+     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory|Unable to allocate .* for an array"),
+    (Kind.MISSING_MODULE,
+     r"ModuleNotFoundError: |No module named \S+|cannot open shared object file|ImportError: cannot import name"),
+    (Kind.NOT_FOUND,
+     r"can't open file '[^']+': \[Errno \d+\]"),
+    (Kind.DISK_FULL,
+     r"No space left on device|Disk quota exceeded|\[enforce fail at inline_container"),
+    (Kind.PORT_TAKEN,
+     r"EADDRINUSE|[Aa]ddress already in use"),
+    (Kind.COLLECTIVE_TIMEOUT,
+     r"Watchdog caught collective operation timeout|[Cc]ollective timeout|ran for \d+ milliseconds before timing"
+     r" out|Some NCCL operations have failed or timed out|Timed out waiting \d+ms for (?:recv|send|\w+) operation"
+     r"|Application timeout caused pair closure|[Ww]ait timeout after \d+ms, keys|Socket Timeout"
+     r"|Timed out after \d+ seconds waiting for clients|HeartbeatMonitor::runLoop\(\)|Monitored barrier"
+     r"|barrier timed out|port issue: \{ status: failed, details: training timeout"),
+    (Kind.PEER_LOST,
+     r"(?i)"
+     # gloo
+     r"Connection closed by (?:remote )?peer|gloo.*(?:Connection reset by peer|Broken pipe|Connection refused)"
+     r"|connectFullMesh failed"
+     # NCCL, RCCL
+     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|[Cc]onnection closed by remote peer"
+     r"|Call to (?:recv|send|connect).* failed ?: (?:Connection reset|Connection refused|Broken pipe)"
+     r"|socket\w*(?:Connect|Progress)\S*:? .*(?:Connection re(?:fused|set)|closed)"
+     # torch's store
+     r"|Connection was likely closed|(?:recv|send)(?:Value|Bytes)\S* failed on SocketImpl"
+     r"|failed to recv, got 0 bytes|[Cc]lient socket has (?:failed to connect|timed out)"
+     # oneCCL, libfabric, UCX
+     r"|OFI poll failed|fi_cq_read(?:err)?\b.*(?:err|fail)|atl_status: FAILURE|Transport endpoint is not connected"
+     r"|UCX +(?:ERROR|WARN) .*(?:reset by remote peer|Connection reset|Endpoint timeout|not connected)"
+     r"|transport retry (?:count|counter) exceeded"
+     # MPI
+     r"|communication error with rank \d+|MPIX?_ERR_PROC_FAILED|readv failed: Connection"
+     r"|MPIDU_?\w*[Ss]ock\w*.*(?:closed|reset|failed)|lost communication with a remote daemon"),
+))
+"""Words of a rank that say what kind of failure it is; the first kind that fits counts."""
 _KILLED_CODE = 137
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|exit code: -9|Killed$")
 
@@ -114,11 +122,7 @@ def classify(failure: Failure) -> Finding:
         said += failure.tail
     # A rank that the kernel or another process kills says nothing: its last words are about something else.
     if failure.signal in (None, "SIGABRT"):
-        for kind, pattern in ((Kind.DEVICE_BROKEN, _DEVICE_BROKEN), (Kind.DEVICE_MEMORY, _DEVICE_MEMORY),
-                              (Kind.HOST_MEMORY, _HOST_MEMORY), (Kind.MISSING_MODULE, _MISSING),
-                              (Kind.NOT_FOUND, _NO_SCRIPT), (Kind.DISK_FULL, _DISK_FULL),
-                              (Kind.PORT_TAKEN, _PORT_TAKEN), (Kind.COLLECTIVE_TIMEOUT, _TIMEOUT),
-                              (Kind.PEER_LOST, _PEER_LOST)):
+        for kind, pattern in _BY_WORDS:
             if line := _first(pattern, said):
                 return Finding(kind, line)
     if failure.signal is not None:

@@ -50,8 +50,7 @@ def cause_line(findings: Findings) -> str:
     """The cause in one line."""
     verdict, cause = findings.verdict, findings.cause
     if cause is not None:
-        kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
-        return f"rank {cause.rank} on {cause.host}: {kind}{_what(cause, verdict)}"
+        return f"rank {cause.rank} on {cause.host}: {_kind(verdict)}{_what(cause, verdict)}"
     where = ""
     if verdict.kind is Kind.NODE_FAILED and verdict.hosts:
         lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in verdict.hosts]
@@ -69,16 +68,13 @@ def cause_line(findings: Findings) -> str:
         absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in verdict.hosts]
         return (f"{rank_ranges(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
                 f" {_last_heard(findings, absent[0])}")
-    kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
-    return f"{where}{kind}{_short(verdict.evidence)}"
+    return f"{where}{_kind(verdict)}{_short(verdict.evidence)}"
 
 
 def as_text(findings: Findings, with_lines: bool = True) -> str:
     """The post-mortem, with or without the last lines of a rank's output."""
     lines = [_first_line(findings), *_of_the_cause(findings, with_lines)]
-    lines += [f"  {line}" for line in _others(findings)]
-    lines += [f"  {line}" for line in _absent(findings)]
-    lines += [f"  {line}" for line in _behind(findings)]
+    lines += [f"  {line}" for line in (*_others(findings), *_absent(findings), *_behind(findings))]
     lines += [f"  {found.source}: {_short(found.text)}" for found in _to_show(findings)]
     if findings.advice:
         lines.append(f"  try: {findings.advice}")
@@ -96,25 +92,20 @@ def as_details(findings: Findings) -> dict[str, object]:
         "record": asdict(findings.cause) if findings.cause else None,
         "followers": [{"ranks": ranks, "what": what} for what, ranks in _groups(findings).items()],
         "absent": list(findings.evidence.absent),
-        "said": [_as_said(found) for found in findings.evidence.log_matches],
+        "said": [{"who": found.source, "means": found.kind, "words": found.text, "host": found.host,
+                  "ranks": found.ranks, "code": found.code} for found in findings.evidence.log_matches],
         "try": findings.advice,
         "resume": findings.resume,
     }
-
-
-def _as_said(found: log_patterns.LogMatch) -> dict[str, object]:
-    return {"who": found.source, "means": found.kind, "words": found.text,
-            "host": found.host, "ranks": found.ranks, "code": found.code}
 
 
 def _first_line(findings: Findings) -> str:
     cause, verdict = findings.cause, findings.verdict
     if cause is None:
         return f"launch: {cause_line(findings)}"
-    kind = "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
     doing = f", in {_doing(cause.phase, cause.step)}" if cause.phase else ""
-    return (f"launch: rank {cause.rank} on {cause.host} failed: {kind}{cause.how}, after {cause.duration_s:.1f} s"
-            f"{doing}")
+    return (f"launch: rank {cause.rank} on {cause.host} failed: {_kind(verdict)}{cause.how}, after"
+            f" {cause.duration_s:.1f} s{doing}")
 
 
 def _of_the_cause(findings: Findings, with_lines: bool) -> list[str]:
@@ -256,6 +247,10 @@ def _to_show(findings: Findings) -> list[log_patterns.LogMatch]:
              and found.kind != log_patterns.STEP_CANCELLED
              and found.text != findings.verdict.evidence]
     return shown[:_SAYINGS_SHOWN]
+
+
+def _kind(verdict: Verdict) -> str:
+    return "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
 
 
 def _what(cause: Failure, verdict: Verdict) -> str:

@@ -40,16 +40,6 @@ _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]pyt
 
 
 @dataclass(frozen=True)
-class _Frame:
-    file: str
-    line: str
-    function: str | None
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
-
-
-@dataclass(frozen=True)
 class _Found:
     """One report in the text, on the lines [start, end)."""
 
@@ -214,12 +204,12 @@ def _cpp(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
     return _Found(start, start + 2, Raised(match["type"], message), is_last=True)
 
 
-def _frames(lines: Sequence[str]) -> list[_Frame]:
-    found = (_FRAME.match(line) for line in lines)
-    return [_Frame(match["file"], match["line"], match["function"]) for match in found if match]
+def _frames(lines: Sequence[str]) -> list[re.Match[str]]:
+    return [match for line in lines if (match := _FRAME.match(line))]
 
 
-def _own(innermost_first: Sequence[_Frame]) -> str | None:
+def _own(innermost_first: Sequence[re.Match[str]]) -> str | None:
     """The innermost frame of code that is neither installed nor Python's; else the innermost."""
-    own = [frame for frame in innermost_first if not _LIBRARY.search(frame.file)]
-    return next((str(frame) for frame in (*own, *innermost_first)), None)
+    own = [frame for frame in innermost_first if not _LIBRARY.search(frame["file"])]
+    return next((f"{frame['file']}:{frame['line']}" + (f" in {frame['function']}" if frame["function"] else "")
+                 for frame in (*own, *innermost_first)), None)

@@ -13,7 +13,6 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
 from ezpz_llm.launch.cleanup import detach, end_marked, kill
@@ -30,11 +29,12 @@ from ezpz_llm.launch.node.messages import (
     STOPPING,
     NodeReport,
     RankReport,
+    SignalOrder,
+    StacksOrder,
     StopOrder,
     control_interval_s,
     interval_s,
-    signals_ordered,
-    stacks_ordered,
+    orders,
     stop_ordered,
     write_report,
 )
@@ -54,25 +54,19 @@ _LINGER_S = 2.0
 """How long launcher processes on the node may take to go after their ranks, in a run that is ended."""
 
 
-@dataclass(frozen=True)
-class Agent:
-    """The node's agent, as the shim knows it."""
+def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> int:
+    """Fork the node's agent from the shim of local rank 0, after `folder.enter`; its process number.
 
-    pid: int
-
-
-def start_agent(info: RankInfo, run_dir: RunDir, run_id: str, folder: PrivateFolder) -> Agent:
-    """Fork the node's agent from the shim of local rank 0, after `folder.enter`. If the node has one already (as
-    where no launcher says which rank is the node's first), that one is given."""
+    If the node has one already (as where no launcher says which rank is the node's first), that one is given."""
     try:
         handle = folder.open(files.AGENT, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
-        return Agent(next(iter(files.agents(run_id)), 0))
+        return next(iter(files.agents(run_id)), 0)
     pid = os.fork()
     if pid:
         os.write(handle, files.identity(pid).encode())
         os.close(handle)
-        return Agent(pid)
+        return pid
     try:
         detach(keep=())
         os.chdir("/")
@@ -170,11 +164,11 @@ class _Node:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
             # Shims pass it on to their ranks; processes that left a rank's group hear nothing before the end.
             self._signal_ranks(signal.SIGTERM)
-        for order in signals_ordered(self.run_dir, self.run_id):
+        for order in orders(SignalOrder, self.run_dir, self.run_id):
             if order.token not in self.answered:
                 self.answered.add(order.token)
                 self._signal_ranks(order.number)
-        for order in stacks_ordered(self.run_dir, self.run_id):
+        for order in orders(StacksOrder, self.run_dir, self.run_id):
             if order.token not in self.answered:
                 self.answered.add(order.token)
                 self._write_stacks(order.token, order.ranks)
@@ -193,7 +187,7 @@ class _Node:
         for rank in here:
             heading = f"rank {rank} on {self.host}, {time.strftime('%Y-%m-%d %H:%M:%S')} (asked for by {token})"
             own = [process for process in processes if process.rank == rank]
-            text = describe(heading, own, files.stacks_file(self.folder, rank))
+            text = describe(heading, own, self.folder.path / files.file_of(rank, files.STACKS))
             with contextlib.suppress(OSError):
                 # Whole at once: whoever asked waits for its first line.
                 write_atomic(self.run_dir.rank_stacks(rank), text.encode(errors="backslashreplace"))

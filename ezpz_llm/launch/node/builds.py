@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ezpz_llm.base.outside import system_link
 from ezpz_llm.launch.node.processes import Process
 from ezpz_llm.launch.variables import EXTENSIONS_VARIABLE
 
@@ -74,12 +75,9 @@ def locks_of(env: Mapping[str, str]) -> list[Lock]:
 
 
 def _worker_in(folder: Path) -> int | None:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"{entry.path}/cwd") == str(folder.resolve()):
-                    return int(entry.name)
-    return None
+    at_work = (int(pid) for pid in os.listdir("/proc")
+               if pid.isdigit() and system_link(f"/proc/{pid}/cwd") == str(folder.resolve()))
+    return next(at_work, None)
 
 
 def _identity(lock: Path) -> tuple[int, int]:

@@ -55,28 +55,14 @@ def prefix() -> str:
     return f"ezpz_llm-node-{os.getuid()}-"
 
 
-def heartbeat_file(folder: PrivateFolder, rank: int) -> Path:
-    """What the rank beats into."""
-    return folder.path / heartbeat_name(rank)
+HEARTBEAT, LOG, STACKS, MARK, SHIM = "", ".log", ".stacks", ".ended", ".shim"
+"""A rank's files: what it beats into; its log, where logs are kept on the node; what its fault handler writes; the
+mark of its end, with its exit code and the seconds that it lived; and the identity of its shim."""
 
 
-def heartbeat_name(rank: int) -> str:
-    return f"rank{rank:04d}"
-
-
-def log_name(rank: int) -> str:
-    """The rank's log, where logs are kept on the node."""
-    return f"rank{rank:04d}.log"
-
-
-def stacks_file(folder: PrivateFolder, rank: int) -> Path:
-    """Where the rank's own fault handler writes its stacks."""
-    return folder.path / f"rank{rank:04d}.stacks"
-
-
-def ended_name(rank: int) -> str:
-    """The mark of a rank that has ended: its exit code, and the seconds that it lived."""
-    return f"rank{rank:04d}.ended"
+def file_of(rank: int, kind: str) -> str:
+    """The name of a file of the rank's."""
+    return f"rank{rank:04d}{kind}"
 
 
 def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
@@ -95,7 +81,7 @@ def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
         folder = make_private(path)
         try:
             folder.write(_RUN, f"{env[RUN_ID_VARIABLE]}\n{place()}".encode())
-            folder.write(_shim_name(info.rank), identity(os.getpid()).encode())
+            folder.write(file_of(info.rank, SHIM), identity(os.getpid()).encode())
         except FileNotFoundError:
             # An agent whose ranks have all ended has just removed it.
             folder.close()
@@ -108,7 +94,7 @@ def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
 def mark_end(folder: PrivateFolder, rank: int, code: int, lived_s: float) -> None:
     """Mark the rank as ended, `lived_s` after its start."""
     with contextlib.suppress(OSError):
-        folder.write(ended_name(rank), f"{code} {lived_s:.1f}".encode())
+        folder.write(file_of(rank, MARK), f"{code} {lived_s:.1f}".encode())
         _wake(folder)
 
 
@@ -129,13 +115,14 @@ def are_all_over(folder: PrivateFolder, local_size: int) -> bool:
 
 def registered(folder: PrivateFolder) -> dict[int, str]:
     """The ranks that have come to this node, with the identities of their shims."""
-    return {int(name[4:-5]): folder.read(name).decode() for name in folder.names("rank") if name.endswith(".shim")}
+    return {int(name[4:-len(SHIM)]): folder.read(name).decode()
+            for name in folder.names("rank") if name.endswith(SHIM)}
 
 
 def running(folder: PrivateFolder) -> dict[int, int]:
     """The shims that have neither marked an end nor vanished, as rank to process number."""
     return {rank: int(who.split()[0]) for rank, who in registered(folder).items()
-            if not folder.has(ended_name(rank)) and lives(who)}
+            if not folder.has(file_of(rank, MARK)) and lives(who)}
 
 
 def identity(pid: int) -> str:
@@ -208,10 +195,6 @@ def _wake(folder: PrivateFolder) -> None:
             os.write(handle, b"!")
         finally:
             os.close(handle)
-
-
-def _shim_name(rank: int) -> str:
-    return f"rank{rank:04d}.shim"
 
 
 def _agent_lives(folder: PrivateFolder) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.outside import ask_command, command_line, system_text
+from ezpz_llm.base.outside import ask_command, command_line, system_link, system_text
 from ezpz_llm.base.private import PrivateFolder
-from ezpz_llm.launch.node.folder import ended_name, heartbeat_name, log_name, registered
+from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, registered
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, catches, first_of
 from ezpz_llm.launch.variables import STACKS_SIGNAL
@@ -88,7 +88,7 @@ class Gatherer:
         return has_written or worked
 
     def _beat(self, life: _Life, rank: int, now: float) -> tuple[str | None, int | None, bool]:
-        name = heartbeat_name(rank)
+        name = file_of(rank, HEARTBEAT)
         try:
             stamp = self._folder.stat(name).st_mtime_ns
             text = self._folder.read(name, _BEAT_BYTES).decode(errors="replace")
@@ -106,7 +106,7 @@ class Gatherer:
     def _end(self, rank: int) -> tuple[int | None, float | None]:
         """The exit code and the lifetime of a rank that has ended."""
         try:
-            code, lived_s = (self._folder.read(ended_name(rank)).decode() or "0 0").split()
+            code, lived_s = (self._folder.read(file_of(rank, MARK)).decode() or "0 0").split()
         except OSError:
             return None, None
         return int(code), float(lived_s)
@@ -115,7 +115,7 @@ class Gatherer:
         """The size of the rank's log, which lies in the run directory or on the node, and when it changed: one that
         has reached its limit grows no more."""
         size = changed = 0
-        for stat in (self._run_dir.rank_log(rank).stat, lambda: self._folder.stat(log_name(rank))):
+        for stat in (self._run_dir.rank_log(rank).stat, lambda: self._folder.stat(file_of(rank, LOG))):
             with contextlib.suppress(OSError):
                 found = stat()
                 size, changed = size + found.st_size, max(changed, found.st_mtime_ns)
@@ -148,18 +148,11 @@ def describe(heading: str, own: Sequence[Process], answers: Path) -> str:
 
 def _one(process: Process, answers: Path) -> str:
     text = f"process {process.pid}: {command_line(process.pid) or '(it has ended)'}\n{_kernel_says(process.pid)}"
-    if not _is_python(process.pid):
+    if not os.path.basename(system_link(f"/proc/{process.pid}/exe")).startswith("python"):
         return text
     stacks = _by_py_spy(process.pid) or _by_fault_handler(process.pid, answers)
     return text + (stacks or "  (no Python stack: py-spy is not installed or not permitted, and the program has"
                              " registered no fault handler)\n")
-
-
-def _is_python(pid: int) -> bool:
-    try:
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
-    except OSError:
-        return False
 
 
 def _by_py_spy(pid: int) -> str | None:

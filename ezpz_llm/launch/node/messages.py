@@ -19,9 +19,6 @@ from ezpz_llm.base.schema import Range
 from ezpz_llm.launch.node.folder import wake
 from ezpz_llm.rundir.paths import RunDir
 
-_STOP = "stop"
-_STACKS = "stacks-"
-_SIGNAL = "signal-"
 _LOGS = "logs"
 _MOST_BYTES = 1 << 20
 """Of an order, which every agent reads once a second: the ranks that it names are its longest part."""
@@ -57,11 +54,15 @@ class SignalOrder:
     number: Annotated[int, Range(1, 64)]
 
 
+_FILES = {StopOrder: "stop", StacksOrder: "stacks-", SignalOrder: "signal-"}
+"""How the names of each kind's files begin; of orders that there can be several of, the token follows."""
+
+
 def clear_orders(run_dir: RunDir) -> None:
     """Remove all orders that there have been."""
     with make_private(run_dir.control) as control:
         for name in control.names():
-            if name in (_STOP, _LOGS) or name.startswith((_STACKS, _SIGNAL)):
+            if name == _LOGS or name.startswith(tuple(_FILES.values())):
                 control.remove(name)
 
 
@@ -69,13 +70,12 @@ def order_stop(run_dir: RunDir, stop: StopOrder) -> None:
     """Have every node end what it runs. A second order counts instead of the first."""
     # Somebody may have removed the run directory: its ranks have to be ended all the same.
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    _give(run_dir, _STOP, stop)
+    _give(run_dir, stop)
 
 
 def order_signal(run_dir: RunDir, run_id: str, number: int) -> None:
     """Have every rank sent a signal, whatever the launcher would make of it."""
-    order = SignalOrder(run_id, os.urandom(4).hex(), number)
-    _give(run_dir, f"{_SIGNAL}{order.token}", order)
+    _give(run_dir, SignalOrder(run_id, os.urandom(4).hex(), number))
 
 
 def order_logs(run_dir: RunDir, ranks: str) -> None:
@@ -95,8 +95,7 @@ def take_stacks(run_dir: RunDir, run_id: str, ranks: Collection[int], within_s: 
         OSError: the run directory is not writable.
     """
     order = StacksOrder(run_id, os.urandom(4).hex(), tuple(ranks))
-    name = f"{_STACKS}{order.token}"
-    _give(run_dir, name, order)
+    name = _give(run_dir, order)
     deadline = time.monotonic() + within_s
     missing, found = set(ranks), {}
     try:
@@ -120,17 +119,14 @@ def _is_answer(path: Path, token: str) -> bool:
 
 def stop_ordered(run_dir: RunDir, run_id: str) -> StopOrder | None:
     """The order to stop, if there is one for this run."""
-    return next(iter(_given(StopOrder, run_dir, _STOP, run_id)), None)
+    return next(iter(orders(StopOrder, run_dir, run_id)), None)
 
 
-def stacks_ordered(run_dir: RunDir, run_id: str) -> list[StacksOrder]:
-    """The orders for stacks that still wait for answers."""
-    return _given(StacksOrder, run_dir, _STACKS, run_id)
-
-
-def signals_ordered(run_dir: RunDir, run_id: str) -> list[SignalOrder]:
-    """The orders for signals that there have been."""
-    return _given(SignalOrder, run_dir, _SIGNAL, run_id)
+def orders(kind: type[Order], run_dir: RunDir, run_id: str) -> list[Order]:
+    """The orders of that kind that there have been for the run; of those for stacks, the ones that still wait for
+    answers. What is no order must not end the agent that clears the node."""
+    return [order for order in read_records(kind, run_dir.control, _FILES[kind], _MOST_BYTES)
+            if order.run_id == run_id]
 
 
 def logs_ordered(run_dir: RunDir) -> str:
@@ -140,15 +136,12 @@ def logs_ordered(run_dir: RunDir) -> str:
     return ""
 
 
-def _give(run_dir: RunDir, name: str, order: StopOrder | StacksOrder | SignalOrder) -> None:
+def _give(run_dir: RunDir, order: StopOrder | StacksOrder | SignalOrder) -> str:
+    name = _FILES[type(order)] + getattr(order, "token", "")
     with make_private(run_dir.control) as control:
         control.write(name, json.dumps(asdict(order)).encode())
     wake(order.run_id)
-
-
-def _given(kind: type[Order], run_dir: RunDir, begin: str, run_id: str) -> list[Order]:
-    """Orders of that kind for the run: what is no order must not end the agent that clears the node."""
-    return [order for order in read_records(kind, run_dir.control, begin, _MOST_BYTES) if order.run_id == run_id]
+    return name
 
 
 NODES_A_SECOND = 200

@@ -9,15 +9,15 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import cast
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.hostlist import short_name
 from ezpz_llm.launch.ranks import leftovers
 from ezpz_llm.launch.schedulers import local, pbs, slurm, started
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Scheduler
+from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler
 
-SCHEDULERS: tuple[Scheduler, ...] = (cast(Scheduler, slurm), cast(Scheduler, pbs))
+SCHEDULERS: tuple[Scheduler, ...] = (ModuleScheduler(slurm), ModuleScheduler(pbs))
 """In order of precedence, before those of other packages. Slurm first: it can come with a qsub of its own."""
 
 ENTRY_POINTS = "ezpz_llm.schedulers"
@@ -39,14 +39,8 @@ def schedulers() -> Mapping[str, Scheduler]:
 
 def _is_named_somewhere() -> bool:
     # importlib.metadata takes 40 ms to import and to look through an environment, a plan 150 ms in all.
-    for folder in sys.path:
-        for path in Path(folder or os.curdir).glob("*-info/entry_points.txt"):
-            try:
-                if f"[{ENTRY_POINTS}]" in path.read_text(encoding="utf-8", errors="replace"):
-                    return True
-            except OSError:
-                continue
-    return False
+    return any(f"[{ENTRY_POINTS}]" in system_text(path) for folder in sys.path
+               for path in Path(folder or os.curdir).glob("*-info/entry_points.txt"))
 
 
 def step_launchers() -> tuple[str, ...]:

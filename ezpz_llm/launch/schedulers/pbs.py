@@ -1,11 +1,14 @@
-"""PBS Pro and OpenPBS: the job's environment and its node file first, what qstat knows besides."""
+"""PBS Pro and OpenPBS: the job's environment and its node file first, what qstat knows besides.
+
+PBS has no steps of its own: mpiexec starts the ranks, and ends them. Only operators may queue a running job again.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,14 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import ask_command, parse_json, read_text
 from ezpz_llm.base.schema import MOST_HOSTS, epoch, whole_number
 from ezpz_llm.launch.hostlist import count_repeats, short_name
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, StepLauncher, clock, local_time
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, clock, local_time
 
 NAME = "pbs"
 TITLE = "PBS"
 JOB_VARIABLE = "PBS_JOBID"
 JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
-KEEPS_HOST_ORDER = STARTS_MPI_DAEMONS = False
 SITE_CORES_COUNT = True
 """NCPUS is the chunk's, which few ask for where nodes are given whole."""
-COPIER = None
 
 _CLOCK_SLACK_S = 120.0
 _FIELDS = ("stime", "exec_host", "exec_vnode", "run_count", "walltime", "timestamp")
@@ -187,54 +188,11 @@ def _duration(text: str) -> float | None:
     return float(sum(count * unit for count, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
 
 
-# PBS has no steps of its own: mpiexec starts the ranks, and ends them.
-def step_launcher() -> StepLauncher | None:
-    """None: an mpiexec starts the ranks."""
-    return None
-
-
-def site_notes(env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
-    """Nothing is known that a job had to be asked with."""
-    return ()
-
-
-def own_step(env: Mapping[str, str]) -> str | None:
-    """None: there are no steps."""
-    return None
-
-
-def kill_steps(steps: Sequence[str]) -> None:
-    """Nothing: there are no steps."""
-
-
-def steps_are_over(steps: Sequence[str]) -> bool:
-    """False: there are no steps."""
-    return False
-
-
-def cancellations(env: Mapping[str, str], since: float) -> str:
-    """Nothing: PBS writes none into the job's output."""
-    return ""
-
-
-def copy_to_nodes(source: Path, target: str) -> bool:
-    """False: PBS copies to the first node only."""
-    return False
-
-
 # For submit: the lines that ask for a job, and the words that queue it.
 PROGRAM, TEMPLATE, DIRECTIVE = "qsub", "pbs.sh", "#PBS"
 
-AGAIN: dict[str, str] = {}
-"""Only operators may queue a running job again; those of a chain follow each other."""
-
-_HINTS = ((r"account|project|allocation", "--account"), (r"queue", "--queue"), (r"walltime", "--time"),
-          (r"select|nodes|nodect", "--nodes"))
-
-
-def time_limit(seconds: int) -> str:
-    """The limit as `walltime` takes it: hours, not days."""
-    return clock(seconds)
+HINTS = ((r"account|project|allocation", "--account"), (r"queue", "--queue"), (r"walltime", "--time"),
+         (r"select|nodes|nodect", "--nodes"))
 
 
 def directives(request: Request) -> list[str]:
@@ -259,7 +217,7 @@ def directives(request: Request) -> list[str]:
         f"-N {request.name}",
         f"-l select={request.nodes}",
         "-l place=scatter:excl",
-        f"-l walltime={time_limit(request.time_s)}",
+        f"-l walltime={clock(request.time_s)}",
         # In one file, written while the job runs and not only at its end.
         "-j oe",
         "-k doe",
@@ -304,8 +262,3 @@ def cancel(ids: list[str]) -> str:
 def output_file(request: Request, job: str) -> str:
     """Where that job's output goes: PBS names it after the job where it is given a folder."""
     return str(request.output / f"{job}.OU")
-
-
-def hint(words: str) -> str | None:
-    """The option of ours that qsub's complaint is about, where it can be told."""
-    return next((option for pattern, option in _HINTS if re.search(pattern, words, re.IGNORECASE)), None)

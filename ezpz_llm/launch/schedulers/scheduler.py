@@ -1,6 +1,6 @@
 """What launch and submit ask of a scheduler, and the reservation that it tells of.
 
-A scheduler is one module (or object) that has all of `Scheduler`: one of `SCHEDULERS`, or one that an installed
+A scheduler is a module of ours (in `SCHEDULERS`), or an object that derives from `Scheduler`, which an installed
 package names in its entry points under "ezpz_llm.schedulers"."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
 from ezpz_llm.base.schema import MOST_SECONDS
@@ -145,6 +145,7 @@ class Scheduler(Protocol):
         PROGRAM, TEMPLATE, DIRECTIVE: what queues a script, the script's template (of `jobs/`, or an absolute path),
             and how its directive lines begin.
         AGAIN: words by which a running job asks to be queued again, and what stands for them in the script.
+        HINTS: patterns of what PROGRAM complains of, each with the option of ours that it is about.
     """
 
     NAME: str
@@ -159,6 +160,7 @@ class Scheduler(Protocol):
     TEMPLATE: str
     DIRECTIVE: str
     AGAIN: Mapping[str, str] = MappingProxyType({})
+    HINTS: tuple[tuple[str, str], ...] = ()
 
     def detect(self, env: Mapping[str, str]) -> Allocation | None:
         """The job that `env` is in, from the environment and files it names alone; None outside one.
@@ -199,7 +201,8 @@ class Scheduler(Protocol):
         return False
 
     def time_limit(self, seconds: int) -> str:
-        """A job's limit as its directives take it."""
+        """A job's limit as its directives take it: H:MM:SS, unless it has a way of its own."""
+        return clock(seconds)
 
     def directives(self, request: Request) -> list[str]:
         """The lines of a job that no site has anything to add to."""
@@ -224,4 +227,11 @@ class Scheduler(Protocol):
 
     def hint(self, words: str) -> str | None:
         """The option of ours that a complaint is about, where it can be told."""
-        return None
+        return next((option for pattern, option in self.HINTS if re.search(pattern, words, re.IGNORECASE)), None)
+
+
+class ModuleScheduler(Scheduler):
+    """A scheduler that is a module; what the module leaves out is as in `Scheduler`."""
+
+    def __init__(self, module: ModuleType) -> None:
+        vars(self).update(vars(module))

@@ -30,7 +30,6 @@ JOB_VARIABLE = "SLURM_JOB_ID"
 _NOTHING_LISTED = "code 0,"
 JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
 KEEPS_HOST_ORDER = STARTS_MPI_DAEMONS = True
-SITE_CORES_COUNT = False
 COPIER = "sbcast"
 
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
@@ -293,8 +292,8 @@ AGAIN = {"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'}
 
 _SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
           "-p": "--partition", "-q": "--qos", "-t": "--time"}
-_HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),
-          (r"node count|node configuration|[Nn]odes", "--nodes"), (r"reservation", "--reservation"))
+HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"time limit", "--time"),
+         (r"node count|node configuration|[Nn]odes", "--nodes"), (r"reservation", "--reservation"))
 
 
 def time_limit(seconds: int) -> str:
@@ -357,8 +356,3 @@ def cancel(ids: list[str]) -> str:
 def output_file(request: Request, job: str) -> str:
     """Where that job's output goes."""
     return str(request.output / f"job-{job}.log")
-
-
-def hint(words: str) -> str | None:
-    """The option of ours that sbatch's complaint is about, where it can be told."""
-    return next((option for pattern, option in _HINTS if re.search(pattern, words, re.IGNORECASE)), None)

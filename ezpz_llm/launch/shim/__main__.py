@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         # Imported where it is needed: once a node.
         from ezpz_llm.launch.node.agent import start_agent
 
-        agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder).pid
+        agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder)
     output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"),
                     most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ))
     return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()

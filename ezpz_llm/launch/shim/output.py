@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ezpz_llm.base.private import PrivateFolder
-from ezpz_llm.launch.node.folder import log_name
+from ezpz_llm.launch.node.folder import LOG, file_of
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import LOG_BYTES_VARIABLE
 from ezpz_llm.rundir.files import ours
@@ -39,7 +39,7 @@ def open_log(info: RankInfo, run_dir: RunDir, folder: PrivateFolder | None) -> t
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     if info.rank and info.world_size > MANY_RANKS and folder is not None:
-        name = log_name(info.rank)
+        name = file_of(info.rank, LOG)
         return folder.path / name, folder.open(name, flags)
     path = run_dir.rank_log(info.rank)
     return path, ours(str(path), flags)

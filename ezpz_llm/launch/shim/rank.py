@@ -16,7 +16,7 @@ from ezpz_llm.base.private import PrivateFolder
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.node.folder import are_all_over, await_agent, heartbeat_file, mark_end, stacks_file
+from ezpz_llm.launch.node.folder import HEARTBEAT, STACKS, are_all_over, await_agent, file_of, mark_end
 from ezpz_llm.launch.node.processes import Kin, end_all
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
@@ -123,13 +123,13 @@ class Rank:
         env |= {**rank_variables(self.info), HEARTBEAT_VARIABLE: str(self._heartbeat())}
         if self.folder is not None:
             env[NODE_DIR_VARIABLE] = str(self.folder.path)
-            env[STACKS_VARIABLE] = str(stacks_file(self.folder, self.info.rank))
+            env[STACKS_VARIABLE] = str(self.folder.path / file_of(self.info.rank, STACKS))
         return env
 
     def _heartbeat(self) -> Path:
         if self.folder is None:
             return self.run_dir.rank_heartbeat(self.info.rank)
-        return heartbeat_file(self.folder, self.info.rank)
+        return self.folder.path / file_of(self.info.rank, HEARTBEAT)
 
     def _stay_with(self, child: subprocess.Popen[bytes], wake: int) -> int:
         drain_until: float | None = None

@@ -18,6 +18,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     way, to, *archives = argv
     if way == "room":
         return _check_room(Path(to).parent, int(archives[0]))
-    open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else _as_file
+    open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else partial(open, mode="rb")
     folder = Path(to)
     remove_stale(folder)
     try:
@@ -137,17 +138,10 @@ def _rewrite(path: Path, moved: Callable[[str], str]) -> None:
 
 
 @contextlib.contextmanager
-def _as_file(path: str) -> Iterator[BinaryIO]:
-    with open(path, "rb") as file:
-        yield file
-
-
-@contextlib.contextmanager
 def _as_sent(path: str) -> Iterator[BinaryIO]:
     """What sbcast put into a folder where others write, too: only a file of ours."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with open(handle, "rb") as file:
-        if os.fstat(handle).st_uid != os.geteuid():
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
             raise NotPrivate("it belongs to another user", path)
         yield file
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,16 +16,15 @@ from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
 from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.option_parsing import Options
-from ezpz_llm.launch.plan import LaunchPlan, Setting, build_plan
+from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
 from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
 from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
 from ezpz_llm.launch.staging.receive import mover
-from ezpz_llm.launch.supervise import run
-from ezpz_llm.rundir import update_record, write_atomic
+from ezpz_llm.launch.supervise import INTERRUPTED, run
+from ezpz_llm.rundir import update_record
 
 _LIMIT_S = 1800.0
 """The longest that copying may take."""
-_INTERRUPTED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _RECEIVE = (sys.executable, "-m", "ezpz_llm.launch.staging.receive")
 
 
@@ -97,7 +95,7 @@ def _bring(plan: LaunchPlan, options: Options, archives: Sequence[Archive], way:
                 _on_every_host(plan, options, (*_RECEIVE, "room", str(folder), needed), "room")
                 raise _not_staged(EXIT_PREFLIGHT)
     if code := _on_every_host(plan, options, (*_RECEIVE, way, str(folder), *paths), "copy"):
-        raise _not_staged(code if code in _INTERRUPTED else EXIT_PREFLIGHT)
+        raise _not_staged(code if code in INTERRUPTED else EXIT_PREFLIGHT)
 
 
 def _not_staged(code: int) -> UserError:
@@ -117,12 +115,8 @@ def _copied(plan: LaunchPlan, source: Path, target: str) -> bool:
 
 def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> int:
     """Run `command` once on each host of the plan, by the same launcher; the exit code."""
-    once = replace(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, wrap=(), tee="none",
-                   hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
-    step = build_plan(once, os.environ)
-    step.run_dir.create()
-    for path, content in step.files.items():
-        write_atomic(path, content)
+    step = prepare_step(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, tee="none",
+                        hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
     return run(step, None, _LIMIT_S).code
 
 
