@@ -11,7 +11,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_text
 from ezpz_llm.base.schema import MOST_HOSTS
 from ezpz_llm.launch.hostlist import ACCEPTED, count_repeats, expand_hosts, short_name
-from ezpz_llm.launch.schedulers import local, scheduler_of, started
+from ezpz_llm.launch.schedulers import local, scheduler_of
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
 _SHOWN = 8
@@ -29,7 +29,7 @@ def narrow(allocation: Allocation, nodes: int | None, hosts: str | None, hostfil
     """
     given = [f"{option} {value}" for option, value in
              (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
-    if allocation.scheduler == started.NAME:
+    if allocation.scheduler == local.STARTED:
         return allocation.noting(f"{', '.join(given)} says nothing here") if given else allocation
     if hostfile is not None:
         allocation = _by_file(allocation, hostfile)

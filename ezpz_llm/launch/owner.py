@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import ask_command, parse_json
@@ -69,7 +68,7 @@ class Owner:
         return f"{what}, pid {self.pid} on {self.host}{job}, since {since}"
 
 
-class Ownership:
+class Ownership(contextlib.AbstractContextManager["Ownership"]):
     """A run directory that is ours until `release`, or the end of a `with` block."""
 
     def __init__(self, path: Path, number: int, handle: int, owner: Owner, before: Owner | None) -> None:
@@ -114,11 +113,7 @@ class Ownership:
             is_ours = os.path.samestat(folder.stat(_file(newest)), os.fstat(self._handle))
             return None if is_ours else str(_read(folder, newest))
 
-    def __enter__(self) -> Ownership:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

@@ -37,7 +37,7 @@ from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
-from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, started, supplement
+from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.rundir.files import write_atomic
@@ -69,7 +69,7 @@ class LaunchPlan:
     @property
     def is_started(self) -> bool:
         """Is this process a rank already, so that the command only has to be executed?"""
-        return self.allocation.scheduler == started.NAME
+        return self.allocation.scheduler == local.STARTED
 
     @property
     def command_line(self) -> str:
@@ -90,7 +90,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     found = supplement(find_allocation(env, options.scheduler, hosts_from), env,
                        QUICK if options.dry_run else PATIENT)
     allocation = narrow(found, options.nodes, options.hosts, options.hostfile)
-    if allocation.scheduler == started.NAME:
+    if allocation.scheduler == local.STARTED:
         return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
     site = find_site(options.site, env)
     is_host = any(is_here(host.name) for host in allocation.hosts)
@@ -175,7 +175,7 @@ def _same(values: set[int | None]) -> int | None:
 def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
               run_dir: RunDir | None) -> LaunchPlan:
     """The plan where this process is a rank already: its command, executed in its place."""
-    info = started.rank_here(env)
+    info = local.rank_here(env)
     if options.ranks not in (None, info.world_size) and is_by_hand(env):
         raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
                         " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",

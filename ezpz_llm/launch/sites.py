@@ -54,6 +54,7 @@ class Site:
         options: more words for a launcher, by its name.
         notes: about the file: keys in it that are no longer read.
         stage: how an environment is copied to each host: "sbcast" or "mpi".
+        recognise: for some variables, the patterns of the values that they have at this site.
     """
 
     name: str = "generic"
@@ -76,18 +77,11 @@ class Site:
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     job: Job = field(default_factory=Job)
     stage: str | None = None
+    recognise: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SiteFile:
-    """`recognised` holds, for some variables, the patterns of the values that they have at this site."""
-
-    site: Site
-    recognised: Mapping[str, tuple[str, ...]]
-
-
-def read_site(path: Path, source: str) -> SiteFile:
+def read_site(path: Path, source: str) -> Site:
     """The site that a file describes.
 
     Raises:
@@ -103,11 +97,11 @@ def read_site(path: Path, source: str) -> SiteFile:
     notes = tuple(f"{_place(path, text, key)}: {key} is no longer read: {why}"
                   for key, why in _NO_LONGER_READ.items() if content.pop(key, None) is not None)
     _check(content, KEYS, path, text, "")
-    recognised, job = _frozen(content.pop("recognise", {})), content.pop("job", {})
+    job = content.pop("job", {})
     _check(job, JOB_KEYS, path, text, "job.")
     site = Site(name=path.stem, source=source, job=Job(**_frozen(job)), notes=notes, **_frozen(content))
     _check_domains(site, path, text)
-    return SiteFile(site, recognised)
+    return site
 
 
 def _check(content: Mapping[str, Any], keys: Mapping[str, Key], path: Path, text: str, prefix: str) -> None:
@@ -257,16 +251,16 @@ def site_files() -> dict[str, Path]:
 def _named(name: str, source: str) -> Site:
     path = user_path(name)
     if path.suffix == ".toml" or "/" in name:
-        return read_site(path, source).site
+        return read_site(path, source)
     files = site_files()
     if name not in files:
         raise unknown("site", name, files, where=f"{source} {name}")
-    return read_site(files[name], source).site
+    return read_site(files[name], source)
 
 
 def _guessed(env: Mapping[str, str]) -> Site:
-    files = [read_site(path, "") for path in site_files().values()]
-    guesses = {file.site.name: (file.site, why) for file in files if (why := _why(file, env))}
+    sites = [read_site(path, "") for path in site_files().values()]
+    guesses = {site.name: (site, why) for site in sites if (why := _why(site, env))}
     if len(guesses) == 1:
         site, why = next(iter(guesses.values()))
         return replace(site, source=f"guessed from {why}")
@@ -276,8 +270,8 @@ def _guessed(env: Mapping[str, str]) -> Site:
     return _named(_GENERIC, source)
 
 
-def _why(file: SiteFile, env: Mapping[str, str]) -> str | None:
-    for name, patterns in file.recognised.items():
+def _why(site: Site, env: Mapping[str, str]) -> str | None:
+    for name, patterns in site.recognise.items():
         if any(fnmatchcase(env.get(name, ""), pattern) for pattern in patterns):
             return f"{name}={env[name]}"
     return None

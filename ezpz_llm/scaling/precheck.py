@@ -16,7 +16,7 @@ from ezpz_llm.launch.option_parsing import parse as parse_launch
 from ezpz_llm.launch.option_parsing import value_of, without
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.precheck import CheckReport, run_check
-from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, started, supplement
+from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.rundir.secrets import has_secret
@@ -69,7 +69,7 @@ def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[s
     launch = parse_launch((*launch_words, "true"))
     hosts_from = "--hostfile" if launch.hostfile else "--hosts" if hosts else None
     found = supplement(find_allocation(env, launch.scheduler, hosts_from), env, QUICK)
-    if found.scheduler == started.NAME:
+    if found.scheduler == local.STARTED:
         raise UserError("a study starts its ranks itself, and this is one of a launch's already",
                         where=found.source,
                         instead="ezpz-llm scale … without launch, in the shell or script of the reservation")

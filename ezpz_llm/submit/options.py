@@ -9,13 +9,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import MOST_HOSTS, MOST_REPEATS
+from ezpz_llm.base.schema import MOST_HOSTS, MOST_REPEATS, MOST_SECONDS
 from ezpz_llm.launch.option_parsing import Option, option_lines, split_options, whole
 from ezpz_llm.launch.option_parsing import Options as LaunchOptions
 from ezpz_llm.launch.option_parsing import parse as parse_launch
-from ezpz_llm.launch.schedulers.scheduler import ACCEPTED, read_duration
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
+
+# How long a job may take.
+_CLOCK = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<hours>\d{1,9}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)",
+                    re.ASCII)
+_UNITS = re.compile(r"(?:(?P<days>\d{1,9})d)?(?:(?P<hours>\d{1,9})h)?(?:(?P<minutes>\d{1,9})m)?", re.ASCII)
+
+ACCEPTED = "H:MM:SS, D-HH:MM:SS, or units such as 90m, 12h, 1d12h"
+
+
+def read_duration(text: str) -> int:
+    """Seconds. A lone number and `1:30` are refused: PBS and Slurm read them differently, and so do people.
+
+    Raises:
+        ValueError: with what is accepted.
+    """
+    match = _CLOCK.fullmatch(text) or _UNITS.fullmatch(text)
+    found = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
+    if "-" in text and found.get("hours", 0) > 23:
+        found = {}
+    total = (86400 * found.get("days", 0) + 3600 * found.get("hours", 0) + 60 * found.get("minutes", 0)
+             + found.get("seconds", 0))
+    if not 0 < total <= MOST_SECONDS:
+        raise ValueError(f"a time above 0: {ACCEPTED}")
+    return total
+
+
 _LAUNCH = (("launch",), ("ezpz-llm", "launch"), ("-m", "ezpz_llm.launch"))
 _STUDY = ("ezpz-llm", "scale", "--study")
 """Goes on with a study that is there: it launches by itself, as often as the study says."""

@@ -13,7 +13,7 @@ from ezpz_llm.launch import host_selection
 from ezpz_llm.launch.devices import has_none, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
-from ezpz_llm.launch.schedulers import find_allocation, pbs, slurm, started
+from ezpz_llm.launch.schedulers import find_allocation, local, pbs, slurm
 from ezpz_llm.launch.schedulers.scheduler import Host
 
 
@@ -129,12 +129,12 @@ def test_processes_inside_a_pbs_job() -> None:
 def test_the_shell_of_srun_pty_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is task 0 of four, whose others got no terminal and have ended; steps inside it inherit its variables."""
     env = captured_env("slurm/env_srun_pty_shell.txt")
-    monkeypatch.setattr(started, "has_terminal", lambda: True)
+    monkeypatch.setattr(local, "has_terminal", lambda: True)
     found = find_allocation(env)
     assert ([(host.name, host.slots) for host in found.hosts], found.step_id) == (_PAIR, "0")
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     assert find_allocation(env | torchrun).scheduler == "started"
-    monkeypatch.setattr(started, "has_terminal", lambda: False)
+    monkeypatch.setattr(local, "has_terminal", lambda: False)
     assert find_allocation(env).scheduler == "started"
 
 

@@ -15,9 +15,9 @@ from places import TESTS
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.schedulers import pbs, slurm
-from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days, read_duration
+from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days
 from ezpz_llm.rundir import RunDir, update_record
-from ezpz_llm.submit.options import parse
+from ezpz_llm.submit.options import parse, read_duration
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, outside_a_job, request_lines
 from ezpz_llm.submit.state import find_state
 

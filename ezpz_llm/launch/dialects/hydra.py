@@ -58,7 +58,7 @@ def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tu
         hosts = [f"{name}:{count}" for name, count in ranks]
     # Intel MPI reads host:count in a file only.
     if len(hosts) > HOSTS_ON_THE_LINE or not work.placement.uniform:
-        files[work.hosts_file] = "".join(f"{host}\n" for host in hosts)
+        files = work.file_of_hosts(hosts)
         argv += ["-f", str(work.hosts_file)]
     elif not work.here:
         argv += ["-hosts", ",".join(hosts)]

@@ -29,7 +29,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
     argv = [program, "-n", str(work.placement.world_size)]
     files = {}
     if len(ranks) > HOSTS_ON_THE_LINE:
-        files[work.hosts_file] = "".join(f"{name} slots={count}\n" for name, count in ranks)
+        files = work.file_of_hosts([f"{name} slots={count}" for name, count in ranks])
         argv += ["--hostfile", str(work.hosts_file)]
     else:
         argv += ["--host", ",".join(f"{name}:{count}" for name, count in ranks)]

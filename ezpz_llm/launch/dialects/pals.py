@@ -22,7 +22,7 @@ def build(program: str, work: Work) -> Built:
                         where=f"{work.placement.source}", instead="--ppn, with the same number for every host")
     argv = (program, "-n", str(work.placement.world_size), "--ppn", str(work.placement.most),
             "--hostfile", str(work.hosts_file), *_bind(work), "--envall")
-    return Built((*argv, *work.site_options, *work.command), files={work.hosts_file: work.hosts_lines()})
+    return Built((*argv, *work.site_options, *work.command), files=work.file_of_hosts(work.hosts))
 
 
 def _bind(work: Work) -> tuple[str, ...]:

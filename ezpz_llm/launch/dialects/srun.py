@@ -31,7 +31,7 @@ def build(program: str, work: Work) -> Built:
              "--export=ALL", "--wait=0", "--kill-on-bad-exit=0", "--input=0"]
     files: dict[Path, str] = {}
     if len(words) > HOSTS_ON_THE_LINE:
-        files[work.hosts_file] = "".join(f"{word}\n" for word in words)
+        files = work.file_of_hosts(words)
         # srun takes a list with a slash in it for a file's name.
         argv += ["--nodelist", str(work.hosts_file.absolute())]
     else:

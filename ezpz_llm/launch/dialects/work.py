@@ -59,9 +59,9 @@ class Work:
         scheduler = schedulers().get(self.scheduler)
         return scheduler is not None and scheduler.STARTS_MPI_DAEMONS
 
-    def hosts_lines(self) -> str:
-        """One host a line."""
-        return "".join(f"{name}\n" for name in self.hosts)
+    def file_of_hosts(self, lines: Sequence[str]) -> dict[Path, str]:
+        """The file that names the hosts to a launcher, one a line."""
+        return {self.hosts_file: "".join(f"{line}\n" for line in lines)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.hostlist import short_name
 from ezpz_llm.launch.ranks import leftovers
-from ezpz_llm.launch.schedulers import local, pbs, slurm, started
+from ezpz_llm.launch.schedulers import local, pbs, slurm
 from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler
 
 SCHEDULERS: tuple[Scheduler, ...] = (ModuleScheduler(slurm), ModuleScheduler(pbs))
@@ -77,7 +77,7 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
         return find_allocation(rest, wanted, hosts_from).noting(note)
     if wanted != "auto":
         return _of(wanted, env)
-    if found := started.detect(env):
+    if found := local.detect_rank(env):
         return found
     in_jobs = [name for name, scheduler in schedulers().items() if env.get(scheduler.JOB_VARIABLE)]
     if len(in_jobs) > 1:
@@ -115,7 +115,7 @@ def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
 
 def _rank_here(env: Mapping[str, str]) -> str | None:
     try:
-        found = started.detect(env)
+        found = local.detect_rank(env)
     except UserError as error:
         return f"a broken set ({error.found})"
     return found.source if found else None

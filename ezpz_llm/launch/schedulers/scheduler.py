@@ -13,8 +13,6 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
-from ezpz_llm.base.schema import MOST_SECONDS
-
 
 @dataclass(frozen=True)
 class Host:
@@ -74,31 +72,7 @@ class Request:
     devices: int | None
 
 
-# How long a job may take: what a user may type, and how the schedulers write it.
-_CLOCK = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<hours>\d{1,9}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)",
-                    re.ASCII)
-_UNITS = re.compile(r"(?:(?P<days>\d{1,9})d)?(?:(?P<hours>\d{1,9})h)?(?:(?P<minutes>\d{1,9})m)?", re.ASCII)
-
-ACCEPTED = "H:MM:SS, D-HH:MM:SS, or units such as 90m, 12h, 1d12h"
-
-
-def read_duration(text: str) -> int:
-    """Seconds. A lone number and `1:30` are refused: PBS and Slurm read them differently, and so do people.
-
-    Raises:
-        ValueError: with what is accepted.
-    """
-    match = _CLOCK.fullmatch(text) or _UNITS.fullmatch(text)
-    found = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
-    if "-" in text and found.get("hours", 0) > 23:
-        found = {}
-    total = (86400 * found.get("days", 0) + 3600 * found.get("hours", 0) + 60 * found.get("minutes", 0)
-             + found.get("seconds", 0))
-    if not 0 < total <= MOST_SECONDS:
-        raise ValueError(f"a time above 0: {ACCEPTED}")
-    return total
-
-
+# Times as the schedulers write them.
 def local_time(text: str, form: str) -> float | None:
     """Epoch seconds of a local time as a scheduler prints it, without a zone; None where it is none."""
     try:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         log, handle = open_log(info, run_dir, folder)
     except OSError as error:
-        raise UserError(f"rank {info.rank} on {_host()} cannot write its log: {error.strerror}",
+        raise UserError(f"rank {info.rank} on {os.uname().nodename} cannot write its log: {error.strerror}",
                         where=error.filename, exit_code=EXIT_PREFLIGHT,
                         instead="name a --run-dir on a file system that all hosts share") from error
     agent = None
@@ -62,16 +62,13 @@ def _enter(info: RankInfo, run_dir: RunDir) -> PrivateFolder | None:
         return enter(info, os.environ)
     except OSError as error:
         where = f" at {error.filename}" if error.filename else ""
-        print(f"launch: rank {info.rank} on {_host()}: no folder in memory or {os.environ.get('TMPDIR', '/tmp')}"
-              f" ({error.strerror}{where}): a hang here cannot be seen", file=sys.stderr, flush=True)
+        print(f"launch: rank {info.rank} on {os.uname().nodename}: no folder in memory or"
+              f" {os.environ.get('TMPDIR', '/tmp')} ({error.strerror}{where}): a hang here cannot be seen",
+              file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), make_private(run_dir.heartbeat) as reports:
             # No agent will report that it has come.
             reports.touch(run_dir.rank_heartbeat(info.rank).name)
         return None
-
-
-def _host() -> str:
-    return os.uname().nodename
 
 
 def _check_world(info: RankInfo) -> None:
@@ -79,7 +76,7 @@ def _check_world(info: RankInfo) -> None:
     if info.world_size != promised:
         raise UserError(f"launch started {promised} ranks, but this process finds itself rank {info.rank} of"
                         f" {info.world_size} ({info.source})",
-                        where=_host(), exit_code=EXIT_PREFLIGHT,
+                        where=os.uname().nodename, exit_code=EXIT_PREFLIGHT,
                         instead="use the mpiexec (or srun --mpi plug-in) that belongs to this MPI")
 
 

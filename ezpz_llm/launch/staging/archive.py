@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -92,25 +93,16 @@ def _fill(tar: tarfile.TarFile, part: Sequence[Root], roots: Sequence[Root]) -> 
     member.size = len(data)
     tar.addfile(member, BytesIO(data))
     for root, name in names:
-        path = root.path / name
-        member = tar.gettarinfo(path, f"{root.name}/{name}")
-        if member is None:
-            # A socket, or another thing that no archive holds.
-            continue
-        if member.issym():
-            member.linkname = _link_target(path, root.path)
-        if member.isreg():
-            with path.open("rb") as file:
-                tar.addfile(member, file)
-        else:
-            tar.addfile(member)
+        # What no archive holds, such as a socket, is passed over.
+        tar.add(root.path / name, f"{root.name}/{name}", recursive=False, filter=partial(_led, root, name))
 
 
-def _link_target(path: Path, root: Path) -> str:
+def _led(root: Root, name: str, member: tarfile.TarInfo) -> tarfile.TarInfo:
     """Where a link leads: as it is inside its root; absolute where it leaves it, since roots move apart."""
-    target = os.readlink(path)
-    full = os.path.normpath(path.parent / target)
-    return target if full.startswith(f"{root}{os.sep}") else full
+    if member.issym():
+        full = os.path.normpath((root.path / name).parent / member.linkname)
+        member.linkname = member.linkname if full.startswith(f"{root.path}{os.sep}") else full
+    return member
 
 
 def _names_folders(path: Path) -> bool:
