@@ -52,8 +52,7 @@ def _by_file(allocation: Allocation, path: Path) -> Allocation:
         found = _members(allocation, [host.name for host in wanted], source)
         if has_slots:
             found = [replace(host, slots=asked.slots) for host, asked in zip(found, wanted, strict=True)]
-        wanted = _in_order(allocation, found)
-        allocation = _order_noted(allocation, found, wanted)
+        wanted, allocation = _in_order(allocation, found)
     return replace(allocation, hosts=tuple(wanted), source=source, slots_are_a_limit=has_slots)
 
 
@@ -74,10 +73,8 @@ def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
     if is_open:
         parse("\n".join(names), source)
         return replace(allocation, hosts=tuple(Host(name) for name in names), source=source)
-    found = _members(allocation, names, source)
-    ordered = _in_order(allocation, found)
-    return replace(_order_noted(allocation, found, ordered), hosts=tuple(ordered),
-                   source=f"{source} of {allocation.source}")
+    found, allocation = _in_order(allocation, _members(allocation, names, source))
+    return replace(allocation, hosts=tuple(found), source=f"{source} of {allocation.source}")
 
 
 def _members(allocation: Allocation, names: Sequence[str], source: str) -> list[Host]:
@@ -92,20 +89,17 @@ def _members(allocation: Allocation, names: Sequence[str], source: str) -> list[
     return [known[short_name(name)] for name in names]
 
 
-def _in_order(allocation: Allocation, found: list[Host]) -> list[Host]:
+def _in_order(allocation: Allocation, found: list[Host]) -> tuple[list[Host], Allocation]:
+    """The hosts in the order in which the scheduler numbers them, which is noted where it is another."""
     scheduler = scheduler_of(allocation)
     if scheduler is None or not scheduler.KEEPS_HOST_ORDER:
-        return found
+        return found, allocation
     place = {host.name: number for number, host in enumerate(allocation.hosts)}
-    return sorted(found, key=lambda host: place[host.name])
-
-
-def _order_noted(allocation: Allocation, found: list[Host], ordered: list[Host]) -> Allocation:
-    if found == ordered:
-        return allocation
-    title = getattr(scheduler_of(allocation), "TITLE", allocation.scheduler)
-    return allocation.noting(f"{title} numbers hosts in the job's order: ranks begin on {ordered[0].name}, not on "
-                             f"{found[0].name}")
+    ordered = sorted(found, key=lambda host: place[host.name])
+    if ordered != found:
+        allocation = allocation.noting(f"{scheduler.TITLE} numbers hosts in the job's order: ranks begin on "
+                                       f"{ordered[0].name}, not on {found[0].name}")
+    return ordered, allocation
 
 
 def _names(hosts: Sequence[Host]) -> str:

@@ -100,13 +100,13 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     binding, mask, distance_notes = bind_ranks(options.binding, site, allocation, placement, launcher, devices,
                                                is_host)
     hosts = tuple(name for name, _ in placement.ranks)
-    interface = _interface(options, site, hosts)
+    interface, interface_source, interface_notes = _interface(options, site, hosts)
     run_id = os.urandom(8).hex()
-    rendezvous = _find_rendezvous(env, options, site, interface, hosts, run_id)
+    rendezvous = _find_rendezvous(env, options, site, interface, interface_source, hosts, run_id)
     settings = {
         **run_settings(run_dir, run_id, placement, allocation, options, env),
         **(rendezvous_settings(rendezvous, env) if launcher.kind != "torchrun" else {}),
-        **(interface_settings(interface.names, interface.source, env) if len(hosts) > 1 else {}),
+        **(interface_settings(interface, interface_source, env) if len(hosts) > 1 else {}),
         **binding_settings(binding, mask, site, env),
         **site_settings(site, options, env),
         **python_settings(env),
@@ -151,7 +151,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         notes=(*launcher.notes, *_notes(env, allocation, placement, binding),
                *core_notes(allocation, placement, binding), *distance_notes,
                *device_notes(placement, devices, allocation), *site_notes(site, allocation, devices, env),
-               *interface.notes, *rendezvous.notes),
+               *interface_notes, *rendezvous.notes),
         site=site,
         binding=binding,
     )
@@ -209,32 +209,23 @@ def _choose(options: Options, env: Mapping[str, str], allocation: Allocation, pl
     return replace(found, source=f"site {site.name}") if of_site else found
 
 
-@dataclass(frozen=True)
-class _Interface:
-    names: str | None
-    source: str
-    notes: tuple[str, ...] = ()
-
-
-def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> _Interface:
+def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[str | None, str, tuple[str, ...]]:
+    """The names of the interfaces to use, by whose word, and a note where the site's are not here."""
     if options.interface or not site.interface:
-        return _Interface(options.interface, "--interface")
-    if is_here(hosts[0]):
-        own = own_interfaces()
-        if not any(name in own for name in site.interface.split(",")):
-            note = f"{hosts[0]} has no interface {site.interface}, which site {site.name} names"
-            return _Interface(None, "", (note,))
-    return _Interface(site.interface, f"site {site.name}")
+        return options.interface, "--interface", ()
+    if is_here(hosts[0]) and own_interfaces().keys().isdisjoint(site.interface.split(",")):
+        return None, "", (f"{hosts[0]} has no interface {site.interface}, which site {site.name} names",)
+    return site.interface, f"site {site.name}", ()
 
 
-def _find_rendezvous(env: Mapping[str, str], options: Options, site: Site, interface: _Interface,
-                  hosts: tuple[str, ...], run_id: str) -> Rendezvous:
+def _find_rendezvous(env: Mapping[str, str], options: Options, site: Site, interface: str | None, source: str,
+                     hosts: tuple[str, ...], run_id: str) -> Rendezvous:
     own = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
     # A site's name for the host says more than the address of its interface.
     is_named = bool(site.master_suffix) and not options.interface
     # By the id of this launch: whoever could tell the port beforehand could take it.
-    return find_rendezvous(hosts, run_id, interface=None if is_named else interface.names,
-                        interface_source=interface.source, suffix=site.master_suffix,
+    return find_rendezvous(hosts, run_id, interface=None if is_named else interface,
+                        interface_source=source, suffix=site.master_suffix,
                         address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
 
 

@@ -164,14 +164,14 @@ class _Node:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
             # Shims pass it on to their ranks; processes that left a rank's group hear nothing before the end.
             self._signal_ranks(signal.SIGTERM)
-        for order in orders(SignalOrder, self.run_dir, self.run_id):
+        for order in (*orders(SignalOrder, self.run_dir, self.run_id),
+                      *orders(StacksOrder, self.run_dir, self.run_id)):
             if order.token not in self.answered:
                 self.answered.add(order.token)
-                self._signal_ranks(order.number)
-        for order in orders(StacksOrder, self.run_dir, self.run_id):
-            if order.token not in self.answered:
-                self.answered.add(order.token)
-                self._write_stacks(order.token, order.ranks)
+                if isinstance(order, SignalOrder):
+                    self._signal_ranks(order.number)
+                else:
+                    self._write_stacks(order.token, order.ranks)
 
     def _signal_ranks(self, number: int) -> None:
         for pid in files.running(self.folder).values():

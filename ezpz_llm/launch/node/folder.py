@@ -65,6 +65,12 @@ def file_of(rank: int, kind: str) -> str:
     return f"rank{rank:04d}{kind}"
 
 
+def read_beat(text: str) -> tuple[str | None, int | None]:
+    """Phase and step of a heartbeat, `PHASE STEP` on a line; None for what it does not tell."""
+    phase, _, step = text.rstrip("\n").rpartition(" ")
+    return phase or None, int(step) if step.isdigit() else None
+
+
 def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
     """Make the run's folder on this node if it is not there, and register this process as the rank's shim.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ezpz_llm.base.outside import ask_command, command_line, system_link, system_text
 from ezpz_llm.base.private import PrivateFolder
-from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, registered
+from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, read_beat, registered
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, catches, first_of
 from ezpz_llm.launch.variables import STACKS_SIGNAL
@@ -99,8 +99,7 @@ class Gatherer:
             life.beat_stamp, life.beat_at = stamp, now
         # A rank that is just writing shows an empty file, or a line without its end.
         if text.endswith("\n"):
-            phase, _, step = text.rstrip("\n").rpartition(" ")
-            life.doing = (phase or None, int(step) if step.isdigit() else None)
+            life.doing = read_beat(text)
         return *life.doing, has_beaten
 
     def _end(self, rank: int) -> tuple[int | None, float | None]:

@@ -13,6 +13,7 @@ from ezpz_llm.base.private import make_private
 from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
 from ezpz_llm.launch.hostlist import expand_numbers
+from ezpz_llm.launch.node.folder import read_beat
 from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
 from ezpz_llm.launch.shim.memory import Counts, evidence
 from ezpz_llm.rundir.files import write_atomic
@@ -49,7 +50,7 @@ def write_record(death: Death, run_dir: RunDir, run_id: str, heartbeat: Path) ->
     Raises:
         OSError: the run directory cannot be written to.
     """
-    phase, step = _last_beat(heartbeat)
+    phase, step = read_beat(system_text(heartbeat))
     failure = Failure(
         rank=death.rank, host=socket.gethostname(), pid=death.pid, exit_code=death.code, signal=death.signal,
         ended=death.ended, duration_s=round(death.lived_s, 3),
@@ -75,11 +76,6 @@ def _ended_by(death: Death, run_dir: RunDir, run_id: str) -> str | None:
     if death.told is None:
         return None
     return "launch" if stop_ordered(run_dir, run_id) is not None else death.told
-
-
-def _last_beat(heartbeat: Path) -> tuple[str | None, int | None]:
-    phase, _, step = system_text(heartbeat).rstrip("\n").rpartition(" ")
-    return phase or None, int(step) if step.isdigit() else None
 
 
 def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
