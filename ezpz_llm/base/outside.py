@@ -357,13 +357,14 @@ def _size(count: int) -> str:
 
 
 # What the system and other programs say, which may be gone at any time: never an error.
-def system_text(path: str | Path, last: int | None = None, errors: str = "replace") -> str:
-    """The text of a file such as those of /proc and /sys, or its `last` bytes; empty where it cannot be read."""
+def system_text(path: str | Path, last: int | None = None, most: int = -1, errors: str = "replace") -> str:
+    """The text of a file such as those of /proc and /sys, its `last` bytes, or `most` of its bytes; empty where it
+    cannot be read."""
     try:
         with open(path, "rb") as file:
             if last is not None:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - last))
-            return file.read().decode(errors=errors)
+            return file.read(most).decode(errors=errors)
     except OSError:
         return ""
 

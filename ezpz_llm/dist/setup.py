@@ -139,7 +139,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
         _export(info, chosen)
         if chosen.type == "cpu":
-            keep_heap(os.environ)
+            keep_freed_memory(os.environ)
         folder, ownership = _agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
     except BaseException:
@@ -287,14 +287,14 @@ def warn_if_single_process(info: RankInfo, env: Mapping[str, str],
               f" all of them: launch {shlex.join(redact_words(command))}", file=sys.stderr, flush=True)
 
 
-# Memory of a host that computes: kept from one step to the next.
+# glibc's malloc.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Names of parameters in malloc.h."""
 _USERS_OWN = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def keep_heap(environ: Mapping[str, str]) -> None:
-    """Let this process keep the memory that it frees, for what it allocates next.
+def keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Stop glibc from returning freed memory to the kernel between steps.
 
     glibc gives large blocks back to the system at once, and gets them anew, page by page and zeroed, in the next
     step: a sixth of the processor time of a step with a large vocabulary. torch pools memory of accelerators only.

@@ -8,9 +8,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Stop
 from ezpz_llm.launch.failures.log_patterns import NOT_STARTED, WRONG_WORLD, LogMatch, read_matches
@@ -339,22 +339,14 @@ class Arrivals:
         """The launcher's words about a rank that has not come; of ranks that have come their records tell. Rank 0's
         standard error is in the same log, and in its own."""
         try:
-            if self._log.stat().st_size == self._read_bytes or self._read_bytes >= _MOST_BYTES:
-                return None
+            size = self._log.stat().st_size
         except OSError:
             return None
-        text = _head(self._log)
-        self._read_bytes = len(text)
-        own = " ".join(_head(self._log_of_rank_0).decode(errors="replace").split())
-        said = [one for one in read_matches(text.decode(errors="replace")) if one.text not in own]
+        if size == self._read_bytes or self._read_bytes >= _MOST_BYTES:
+            return None
+        self._read_bytes = size
+        own = " ".join(system_text(self._log_of_rank_0, most=_MOST_BYTES).split())
+        said = [one for one in read_matches(system_text(self._log, most=_MOST_BYTES)) if one.text not in own]
         plain = [one for one in said if one.kind in (NOT_STARTED, WRONG_WORLD)]
         ended = [one for one in said if one.kind == log_patterns.ENDED and missing.keys() & set(one.ranks)]
         return next(iter((*plain, *ended)), None)
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
-    except OSError:
-        return b""

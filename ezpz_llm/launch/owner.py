@@ -24,7 +24,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import ask_command, parse_json
 from ezpz_llm.base.private import PrivateFolder, make_private, open_private
-from ezpz_llm.base.schema import Epoch, as_dataclass
+from ezpz_llm.base.schema import Epoch, as_dataclass, whole_number
 from ezpz_llm.launch.node.processes import is_alive, place, started_at
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
 from ezpz_llm.rundir.paths import RunDir
@@ -231,8 +231,7 @@ def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
 
 
 def _restarts(env: Mapping[str, str]) -> int:
-    text = env.get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return whole_number(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def _file(number: int) -> str:

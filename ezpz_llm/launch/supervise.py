@@ -243,25 +243,27 @@ class _Watch:
 
     def _warn_of_nodes(self, now: float) -> None:
         for report, age in self.life.silent_nodes(now, _NODE_SILENT_S):
-            if report.host not in self.warned:
-                self.warned.add(report.host)
-                warn(f"{report.host} has not reported for {age:.0f} s, other nodes have: it may be down")
+            self._warn_once(report.host,
+                            f"{report.host} has not reported for {age:.0f} s, other nodes have: it may be down")
         for report in self.life.nodes:
-            if report.error is not None and f"{report.host} {report.error}" not in self.warned:
-                self.warned.add(f"{report.host} {report.error}")
-                warn(f"the agent on {report.host} met an error: {report.error.strip().splitlines()[-1]}")
+            if report.error is not None:
+                self._warn_once(f"{report.host} {report.error}",
+                                f"the agent on {report.host} met an error: {report.error.strip().splitlines()[-1]}")
             for name in report.builds:
-                if name not in self.warned:
-                    self.warned.add(name)
-                    warn(f"ranks on {report.host} compile {name} on its first use, which can take minutes")
+                self._warn_once(name, f"ranks on {report.host} compile {name} on its first use, which can take"
+                                      " minutes")
         self._warn_of_mpi()
+
+    def _warn_once(self, of: str, text: str) -> None:
+        if of not in self.warned:
+            self.warned.add(of)
+            warn(text)
 
     def _warn_of_mpi(self) -> None:
         """Our own commands do not talk by MPI, and what other programs are wrong about is the same on all nodes."""
         lonely = next((report.mpi for report in self.life.nodes if report.mpi is not None), None)
-        if lonely is not None and self.plan.target.module is None and "mpi" not in self.warned:
-            self.warned.add("mpi")
-            warn(lonely)
+        if lonely is not None and self.plan.target.module is None:
+            self._warn_once("mpi", lonely)
 
     def _note_who_ended(self, now: float) -> None:
         """Ranks may end one after the other; where others wait for one that has, nobody else would say so."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, mask, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, SRUN_OVERLAP, Built, Work, mask, refuse_unspeakable
 from ezpz_llm.launch.hostlist import expand_numbers
 
-_OVERLAP = "--overlap --export=ALL"
-_WHY_OVERLAP = "the proxies' own srun must not wait for the step that launch may stand in"
 _USERS_OWN = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP")
 """By these a user says how proxies are started (ssh would not take srun's options)."""
 
@@ -20,7 +18,7 @@ def build_mpich(program: str, work: Work) -> Built:
         bind = ("-bind-to", f"user:{','.join(sets)}")
     env = {}
     if _starts_by_srun(work):
-        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = (_OVERLAP, _WHY_OVERLAP)
+        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = SRUN_OVERLAP
     return _build(program, work, bind, env)
 
 
@@ -37,7 +35,7 @@ def build_intel(program: str, work: Work) -> Built:
     if _starts_by_srun(work):
         # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.
         launcher = ("-bootstrap", "slurm")
-        env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = (_OVERLAP, _WHY_OVERLAP)
+        env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = SRUN_OVERLAP
     return _build(program, work, launcher, env)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, Built, Work, logical_cores, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import (
+    HOSTS_ON_THE_LINE,
+    SRUN_OVERLAP,
+    Built,
+    Work,
+    logical_cores,
+    refuse_unspeakable,
+)
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
-
-_WHY_OVERLAP = "the daemons' own srun must not wait for the step that launch may stand in"
 
 
 def build_4(program: str, work: Work) -> Built:
@@ -45,7 +50,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
         # Ranks on other hosts get none of this environment but what is named.
         argv += [word for name in work.variables for word in ("-x", name)]
         if work.starts_daemons_by_srun:
-            env[slurm_words] = ("--overlap --export=ALL", _WHY_OVERLAP)
+            env[slurm_words] = SRUN_OVERLAP
     if work.as_root:
         why = "Open MPI refuses root without it"
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": ("1", why), "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": ("1", why)}

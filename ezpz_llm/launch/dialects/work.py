@@ -18,6 +18,10 @@ from ezpz_llm.launch.schedulers import schedulers
 HOSTS_ON_THE_LINE = 8
 """Longer host lists go into a file in the run directory."""
 
+SRUN_OVERLAP = ("--overlap --export=ALL",
+                "the daemons' own srun must not wait for the step that launch may stand in")
+"""Options of the srun by which an mpiexec starts its daemons, and why."""
+
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -44,9 +44,12 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
     failures = tuple(_as_stopped(failure, facts)
                      for failure in records or _unrecorded(reports, facts, started, run_id))
     recorded = {failure.rank for failure in failures}
-    absent = _absent(nodes, facts, recorded)
-    without = [rank for rank in range(facts.world_size)
+    without = [rank for rank in world
                if rank not in recorded and (rank not in reports or reports[rank].ended is None)]
+    # Where launch itself ended the run, ranks on nodes that cleared up have not vanished: they only resisted.
+    cleared = {rank for node in nodes if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED)
+               for rank in node.ranks}
+    absent = tuple(rank for rank in without if rank not in cleared) if nodes else ()
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
     said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
     evidence = Evidence(failures, tuple(read_matches(said)), facts, absent, _raised(ends),
@@ -95,22 +98,6 @@ def _launch_record(run_dir: RunDir) -> Mapping[str, Any]:
     with contextlib.suppress(UserError):
         return read_record(run_dir).get("launch") or {}
     return {}
-
-
-def _absent(nodes: list[NodeReport], facts: RunFacts, recorded: set[int]) -> tuple[int, ...]:
-    """Ranks that vanished: no record, no mark of an end. Where launch itself ended the run, those on nodes that
-    cleared up are none: they only resisted."""
-    if not nodes:
-        return ()
-    told: dict[int, RankReport] = {}
-    cleared: set[int] = set()
-    for node in nodes:
-        told.update(node.ranks)
-        if facts.stopped is not None and node.state in (ENDED, RANKS_ENDED):
-            cleared.update(node.ranks)
-    return tuple(rank for rank in range(facts.world_size)
-                 if rank not in recorded and rank not in cleared
-                 and (rank not in told or told[rank].ended is None))
 
 
 def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
