@@ -37,7 +37,7 @@ Basis = Literal["runs", "steps", "none"]
 
 _STRETCHES = 8
 _LEAST_STEPS = 16
-_ANGLES = np.linspace(0.0, math.pi / 2, 20_001)  # gives six digits up to the freedom below
+_ANGLES = np.linspace(0.0, math.pi / 2, 20_001)  # gives four digits at least, up to the freedom below
 _AS_GOOD_AS_NORMAL = 500.0
 
 

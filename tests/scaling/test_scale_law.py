@@ -39,6 +39,7 @@ def curves(repeats):
 def test_student_quantiles_are_those_of_the_tables():
     for freedom, table in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (10, 2.22814), (30, 2.04227)):
         assert student_quantile(0.95, freedom) == pytest.approx(table, rel=1e-5)
+    assert student_quantile(0.95, 1.3) == pytest.approx(7.50053, rel=1e-4), "the density has a cusp there"
     assert 3.182 < student_quantile(0.95, 2.5) < 4.303, "Welch's degrees of freedom are no whole numbers"
     assert student_quantile(0.95, 1e9) == pytest.approx(1.96, abs=0.01)
 
