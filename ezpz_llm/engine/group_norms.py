@@ -92,7 +92,7 @@ class GroupNorms:
         Args:
             totals: `sums` over all ranks.
             grad_norm: the global norm before clipping, which the groups' norms before clipping add up to; None
-                where it is no number, and nothing was changed.
+                where it is NaN or Inf, and nothing was changed.
         """
         gradients, weights, updates = totals
         whole = math.sqrt(sum(gradients))

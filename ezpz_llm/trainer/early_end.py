@@ -25,7 +25,7 @@ _FIRST_SAVE_S = 120.0
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know together: why the run ends here (None if it goes on), whether any is busy writing."""
+    """What all ranks know together: why the run ends here (None if it continues), whether any is busy writing."""
 
     ends: str | None
     busy: bool
