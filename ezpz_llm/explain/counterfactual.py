@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.schema import as_type
 from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RunDir, read_json
+from ezpz_llm.rundir.schemas import StepTimes
 
 TRACED, TAKEN = 24, 64
 _STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
@@ -138,7 +140,7 @@ def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
     found = []
     for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
-        seconds = read_json(path)
+        seconds = as_type(StepTimes, read_json(path), str(path))
         if seconds["real"] and seconds["stubbed"]:
             found.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
                                statistics.median(seconds["stubbed"]), exposed.get(seconds["rank"])))

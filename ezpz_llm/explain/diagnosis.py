@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base.schema import as_dataclass, as_type
 from ezpz_llm.explain.causes import Cause, rank_causes
 from ezpz_llm.explain.counterfactual import Taken, taken
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
@@ -23,7 +23,7 @@ from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, History, read_history, steady
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record
+from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
 
 _TORCH = "torch"
 
@@ -40,7 +40,9 @@ def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
             found["collectives"] = {"logged": logged, "issued": issued}
         if flops := rank.notes.get("flops"):
             found["flops"] = {**flops, "ratio": flops["deepspeed"] / flops["ours"]}
-    if host := read_json(RunDir(run_dir).profile / "host.json"):
+    path = RunDir(run_dir).profile / "host.json"
+    host = as_type(schemas.PackageSeconds, read_json(path) or {}, str(path))
+    if sum(host.values()) > 0:
         found["host"] = host
     return found
 
@@ -59,8 +61,8 @@ def checks_text(found: dict[str, Any]) -> str:
         whole = sum(host.values())
         shares = ", ".join(f"{seconds / whole:.1%} {name}" for name, seconds in
                            sorted(host.items(), key=lambda one: -one[1]) if name != _TORCH)
-        lines.append(f"pyinstrument found rank 0 {host[_TORCH] / whole:.1%} of its time in torch, and outside of "
-                     f"it: {shares} (profile/host.html).")
+        lines.append(f"pyinstrument found rank 0 {host.get(_TORCH, 0) / whole:.1%} of its time in torch, and "
+                     f"outside of it: {shares} (profile/host.html).")
     return "".join(f"  {line}\n" for line in ["Checks by other tools:", *lines]) if lines else ""
 
 
@@ -94,7 +96,7 @@ class Memory:
     peak: int
 
 
-def memory_of(record: Mapping[str, Any], split: Split | None, deepspeed: Mapping[str, Any],
+def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Mapping[str, Any],
               run: Mapping[str, Any]) -> Memory | None:
     """Cross-checks from a run's record and its traces; None if it has not ended.
 
@@ -105,7 +107,7 @@ def memory_of(record: Mapping[str, Any], split: Split | None, deepspeed: Mapping
     """
     if not record:
         return None
-    expected = {kind: int(size) + record["elsewhere"].get(kind, 0) for kind, size in record["expected"].items()}
+    expected = {kind: int(size + record["elsewhere"].get(kind, 0)) for kind, size in record["expected"].items()}
     measured: dict[str, int | None] = {kind: record["measured"].get(kind) for kind in STATES}
     notes = [] if split is None else [rank.notes for rank in split.ranks if "transient_bytes" in rank.notes]
     measured["buffers"] = measured["activations"] = None
@@ -189,12 +191,15 @@ def account(run_dir: Path) -> Account:
     timed = steady(rows)
     phases = {name: float(np.mean(timed.column(f"{name}_s"))) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
-    wall = dict((record.get("summary") or {}).get("wall") or {})
+    where = str(RunDir(run_dir).record)
+    wall = as_type(dict[str, float], (record.get("summary") or {}).get("wall") or {}, where, "summary.wall")
+    memory = as_type(schemas.Memory | None, record.get("memory") or None, where, "memory")
     run = described(run_dir, record)
-    deepspeed = read_json(RunDir(run_dir).deepspeed) or {}
+    given = RunDir(run_dir).deepspeed
+    deepspeed = as_type(schemas.DeepSpeedGiven, read_json(given) or {}, str(given))
     causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
     return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
-                   memory_of(record.get("memory") or {}, split, deepspeed, run),
+                   memory_of(memory, split, deepspeed, run),
                    crosschecks(run_dir, split), tuple(taken(run_dir, split)))
 
 

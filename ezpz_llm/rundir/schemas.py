@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict
 
-from ezpz_llm.base.schema import MOST_RANKS, MOST_STEPS, Epoch, Range
+from ezpz_llm.base.schema import MOST_RANKS, MOST_SECONDS, MOST_STEPS, Epoch, Range
 
 Ranks = Annotated[int, Range(1, MOST_RANKS)]
 Step = Annotated[int, Range(0, MOST_STEPS)]
@@ -160,3 +160,37 @@ class TraceNotes(_Traced, total=False):
     transient_bytes: int
     buffer_bytes: int
     buffer_transient_bytes: int
+
+
+class Memory(TypedDict):
+    """What run.json has under "memory", in bytes on the rank that has most; see trainer/memory_table.py."""
+
+    expected: dict[str, float]
+    elsewhere: dict[str, float]
+    measured: dict[str, int | None]
+    peak: int
+
+
+class _Zero(TypedDict, total=False):
+    stage: int
+    reduce_bucket_size: float
+    overlap_comm: bool | None
+    contiguous_gradients: bool
+
+
+class DeepSpeedGiven(TypedDict, total=False):
+    """deepspeed.json."""
+
+    zero_optimization: _Zero | None
+
+
+class StepTimes(TypedDict):
+    """profile/counterfactual-rankNNNN.json: seconds of steps with collectives, and without."""
+
+    rank: Annotated[int, Range(0, MOST_RANKS)]
+    real: list[float]
+    stubbed: list[float]
+
+
+PackageSeconds = dict[str, Annotated[float, Range(0, MOST_SECONDS)]]
+"""profile/host.json: where Python spent its time, by package."""

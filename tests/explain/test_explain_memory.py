@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.live_memory import taken
-from ezpz_llm.explain.diagnosis import checks_text
+from ezpz_llm.explain import counterfactual
+from ezpz_llm.explain.diagnosis import checks_text, crosschecks
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import bucket_bytes, held_parameters
 from ezpz_llm.model.config import get_model_config
@@ -56,3 +59,19 @@ def test_other_tools_have_a_line_each():
         assert words in text
     assert "It also" not in checks_text({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})
     assert checks_text({}) == ""
+
+
+@pytest.mark.parametrize(("name", "text", "says"), [
+    ("host.json", '{"torch": "long"}', "torch is 'long', and must be a number"),
+    ("host.json", '[1]', "this is a list, and must be an object"),
+    ("host.json", '{"torch": -1}', "torch is -1, and must be 0 to"),
+    ("counterfactual-rank0000.json", '{"rank": 0, "real": 3, "stubbed": []}', "real is 3, and must be a list"),
+    ("counterfactual-rank0000.json", '{"rank": 0, "real": []}', "stubbed is missing"),
+])
+def test_wrong_types_are_told_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / name).write_text(text)
+    read = crosschecks if name == "host.json" else counterfactual.taken
+    with pytest.raises(UserError, match=says) as error:
+        read(tmp_path, None)
+    assert error.value.where == str(tmp_path / "profile" / name)
