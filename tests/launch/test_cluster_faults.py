@@ -30,7 +30,7 @@ PAGE = ROOT / "docs/faults.md"
 FAIL = f"{sys.executable} {HELPERS / 'fault_ranks.py'}"
 TEST_DIST = "python3 -m ezpz_llm.test_dist --device cpu"
 _AT_ONCE = 4
-_LIMIT_S = 120
+_LIMIT_S = 140
 _HOLDERS = r"salloc |bash job.sh|/bin/bash \S*/slurm_script"
 _RESERVATION = "-N2 --ntasks-per-node=2 -t5"
 
@@ -250,8 +250,8 @@ FAULTS = [
     *_under(("srun",), "a rank uses too much memory", f"{FAIL} hog", 137,
             "launch: rank 3 on LAST failed: killed by the kernel's out-of-memory killer: signal SIGKILL",
             before=limit_memory),
-    *_under(_ALL, "a rank does not come to a collective", f"--idle-timeout 45 {FAIL} hang", 124,
-            "launch: no sign of life for 45 s: rank 3 on LAST: training, step 3, silent for …; the run is ended",
+    *_under(_ALL, "a rank does not come to a collective", f"--idle-timeout 30 {FAIL} hang", 124,
+            "launch: no sign of life for 30 s: rank 3 on LAST: training, step 3, silent for …; the run is ended",
             "its stack: …/stacks/rank0003.txt"),
     *_under(_MPI, "a program without heartbeats is idle", f"--idle-timeout 3 {FAIL} sleep", 124,
             "launch: no sign of life for 3 s: rank … on …: before its first heartbeat"),
