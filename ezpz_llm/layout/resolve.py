@@ -38,7 +38,8 @@ class Origin(Enum):
     """Kinds of sources, in the order in which settings are listed: their sentences, or how they begin."""
 
     COMMAND_LINE = (COMMAND_LINE,)
-    FILE = ()
+    # Not empty: Enum of Python 3.11.2 takes an empty tuple for no value at all.
+    FILE = ("file",)
     """A YAML file or a ds_config, named by its path; and what has no kind of its own."""
     RUN = ("run ",)
     WEIGHTS = ("weights to begin with",)
