@@ -134,15 +134,16 @@ def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
     count = (f"{short_number(flops.model)} a token by 6N + 12 L C T, {short_number(flops.causal)} with causal "
              "attention")
     if flops.is_proven:
-        text = f"{count}; torch counts the same products"
+        rows = [("FLOPs", f"{count}; torch counts the same products")]
     else:
-        text = (f"warning: {count}; {flops.products:.6g} of them in products, of which torch counts "
-                f"{flops.counted:.6g}: there will be no MFU")
-    ceiling = work.ceiling
-    slowest = (f", {short_number(ceiling.slowest_flops)} on the slowest rank, {ceiling.slowest_rank}"
-               if work.world_size > 1 else "")
-    return [("FLOPs", text),
-            ("ceiling", f"{short_number(ceiling.flops)} FLOP/s in {ceiling.precision} products alone{slowest}")]
+        rows = [("FLOPs", f"warning: {count}; {flops.products:.6g} of them in products, of which torch counts "
+                          f"{flops.counted:.6g}: there will be no MFU")]
+    if (ceiling := work.ceiling) is not None:
+        slowest = (f", {short_number(ceiling.slowest_flops)} on the slowest rank, {ceiling.slowest_rank}"
+                   if work.world_size > 1 else "")
+        rows.append(("ceiling", f"{short_number(ceiling.flops)} FLOP/s in {ceiling.precision} products alone"
+                                f"{slowest}"))
+    return rows
 
 
 # The formula for FLOPs beside torch's own counter, on a model without storage.
