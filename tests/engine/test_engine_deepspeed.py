@@ -68,7 +68,8 @@ def test_with_intels_bindings_deepspeed_compiles_no_op(tmp_path, accelerator):
     """It would take its own backend "ccl", and compile that, whatever torch's process group is of."""
     (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
     done = python(f"""
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
+os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed prints what it takes when it is imported
 from ezpz_llm.engine import optimizer_state
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.live_memory import live_storages
