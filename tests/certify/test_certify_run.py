@@ -22,6 +22,10 @@ ON_ONE_LAYOUT = ["gradients-x2", "dropped-bucket", "accumulation-not-divided", "
                  "wrong-mask", "shifted-targets", "duplicated-data", "untied-head"]
 
 
+# The quick certificate alone takes minutes, twice as many beside other tests.
+pytestmark = pytest.mark.timeout(1000)
+
+
 def certify(folder: Path, *words: str, timeout: float = 1000, **env: str) -> tuple[int, str, list[dict]]:
     """Exit code, output and results of a run."""
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", "--run-dir",
