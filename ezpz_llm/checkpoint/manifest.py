@@ -27,10 +27,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def folder_name(step: int) -> str:
+    """The name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def shard_name(rank: int) -> str:
+    """The name of the file with a rank's part of the state."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -237,6 +239,7 @@ def hash_file(path: Path) -> str:
 
 
 def check_size(folder: Path, record: FileRecord) -> None:
+    """Raise `Damaged` where a file is missing, or has another size than the manifest says."""
     try:
         size = (folder / record.name).stat().st_size
     except FileNotFoundError:

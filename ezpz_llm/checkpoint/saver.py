@@ -26,6 +26,10 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.rundir import RunDir
 
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+    from ezpz_llm.engine.base import Engine
+
 # A copy of a rank's part of the state in host memory, which can be written while training changes the state.
 _ALIGN = 64
 
@@ -63,11 +67,6 @@ class HostMemory:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
         return replace(shard, tensors=iter(copies))
-
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.base import Engine
 
 
 class NotWritten(UserError):

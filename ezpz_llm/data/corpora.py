@@ -231,6 +231,7 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
+        """Hash of all that decides which tokens come out."""
         options = self.options
         at_the_beginning = [options.val_tokens, "tokens at the beginning"]
         val = options.val_fraction if options.val_tokens is None else at_the_beginning

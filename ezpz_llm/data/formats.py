@@ -18,6 +18,9 @@ from ezpz_llm.base.outside import first_json, parse_json
 from ezpz_llm.data.downloads import reading
 from ezpz_llm.data.unpack import GZIP, ZSTD, Packing, open_unpacked
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
 BOM = b"\xef\xbb\xbf"
 _PACKED_NAMES = (".gz", ".zst", ".zstd")
 _HEAD = 1 << 16
@@ -228,9 +231,6 @@ def _items(path: Path, packing: Packing | None) -> Iterator[tuple[int, Any, int]
 
 
 # The rows of a parquet file, in order, a bounded part at a time (pyarrow, the extra `data`).
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
-
 TEXT = "text"
 _MOST_ROWS = 10_000
 _BUFFER_BYTES = 1 << 20

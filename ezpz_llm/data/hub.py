@@ -44,6 +44,7 @@ class HubDataset:
 
     @property
     def is_local(self) -> bool:
+        """Whether it is a folder of this machine, and nothing is downloaded."""
         return Path(self.name).is_absolute()
 
 

@@ -74,6 +74,7 @@ class Task:
 
     @property
     def source_bytes(self) -> int:
+        """Bytes of its pieces in the files, for progress."""
         return sum(piece.source_bytes for piece in self.pieces)
 
 

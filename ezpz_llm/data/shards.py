@@ -114,6 +114,7 @@ class TokenData:
 
     @property
     def vocab_size(self) -> int:
+        """Symbols of the tokenizer."""
         return self.manifest["vocab_size"]
 
     @property

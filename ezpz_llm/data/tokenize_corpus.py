@@ -54,6 +54,7 @@ class _Work:
 
     @property
     def tokens(self) -> int:
+        """Tokens written so far, of both splits."""
         return self.train.tokens + self.val.tokens
 
     def write(self, tokens: np.ndarray) -> None:

@@ -33,7 +33,8 @@ _DEEPSPEED = {
     "deepspeed.utils.mixed_precision_linkage": ["link_hp_params._hp_mapping"],
     "deepspeed.utils.tensor_fragment": ["tensor_fragment.lp_fragment_address",
                                         "tensor_fragment.hp_fragment_address"],
-    "deepspeed.runtime.zero.partition_parameters": ["Init.ds_tensor", "Init.ds_numel", "Init.partition_numel"],
+    "deepspeed.runtime.zero.partition_parameters": ["Init.ds_tensor", "Init.ds_secondary_tensor", "Init.ds_numel",
+                                                      "Init.partition_numel"],
     "deepspeed.runtime.zero.stage_1_and_2": [
         "DeepSpeedZeroOptimizer._global_grad_norm", "DeepSpeedZeroOptimizer.ipg_buckets",
         "DeepSpeedZeroOptimizer.averaged_gradients", "DeepSpeedZeroOptimizer.bit16_groups",

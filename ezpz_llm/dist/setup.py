@@ -8,7 +8,6 @@ import os
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,6 @@ from ezpz_llm.rundir.secrets import redact_words
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")
 _KEPT_UNTIL_EXIT: list[torch.distributed.Work] = []
-_DROPPED_WITHIN_S = 0.2
 
 
 @dataclass
@@ -227,8 +225,6 @@ def _leave_group() -> None:
             barrier = torch.distributed.barrier(async_op=True)
             barrier.wait()
             _KEPT_UNTIL_EXIT.append(barrier)
-            # The work before it is done, too, but a thread that has lost its core may not have dropped it yet.
-            time.sleep(_DROPPED_WITHIN_S)
         torch.distributed.destroy_process_group()
     except BaseException:
         _abandon()

@@ -14,6 +14,9 @@ from ezpz_llm.dist.private_names import foreach_div_, foreach_norm
 from ezpz_llm.engine.group_norms import GroupNorms
 from ezpz_llm.model.parameters import placement_of
 
+if TYPE_CHECKING:
+    from ezpz_llm.engine.optimizer_state import EngineState
+
 
 def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
                   loss_scale: float = 1.0) -> Tensor:
@@ -65,10 +68,6 @@ def _scale(optimizer: torch.optim.Optimizer, grads: list[Tensor], norm: Tensor, 
 
 
 # What stands between a gradient and the optimizer's step: a limit on its norm, and a look at both on some steps.
-if TYPE_CHECKING:
-    from ezpz_llm.engine.optimizer_state import EngineState
-
-
 class NonFiniteStepSkipper:
     """Skips steps whose global gradient norm is NaN, Inf or above `limit`.
 

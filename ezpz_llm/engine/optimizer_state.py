@@ -18,7 +18,6 @@ from ezpz_llm.model.parameters import Box, Placement, placement_of
 if TYPE_CHECKING:
     from ezpz_llm.engine.precision import LossScale
 
-
 @dataclass(frozen=True)
 class Slice:
     """The part of one parameter that this rank holds, as live storage.
@@ -134,9 +133,6 @@ def owned(slices: Iterable[Slice], raw_slices: Iterable[Slice]) -> Iterator[tupl
         end = min(total * (piece.replica + 1) // piece.replicas - offset, piece.numel)
         yield piece, piece.part(begin, end) if begin < end else None
 
-
-if TYPE_CHECKING:
-    from ezpz_llm.engine.precision import LossScale
 
 # The state of an optimizer, whether or not a step was made yet.
 Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],

@@ -26,6 +26,7 @@ class Placement:
     # Asked for once a host by some: computed once.
     @cached_property
     def world_size(self) -> int:
+        """Ranks on all hosts."""
         return sum(count for _, count in self.ranks)
 
     @cached_property
@@ -35,6 +36,7 @@ class Placement:
 
     @cached_property
     def uniform(self) -> bool:
+        """Whether all hosts have equally many ranks."""
         return len({count for _, count in self.ranks}) == 1
 
 

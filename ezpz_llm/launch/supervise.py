@@ -343,6 +343,7 @@ class Signals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
+        """Note the signals that launch is sent, instead of ending by them."""
         # nohup's wish is kept. A shell's `launch … &` ignores Ctrl-C, but not a SIGINT meant for launch alone.
         heard = [number for number in (*_STOP, *_FORWARD)
                  if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]

@@ -33,6 +33,7 @@ def validate(case: Case) -> tuple[Layout, tuple[str, ...], Problem | None]:
 
 
 def check_world_size(case: Case) -> Problem | None:
+    """The ranks must be divisible into groups of tp x pp x sp."""
     layout = case.layout
     others = layout.tp * layout.pp * layout.sp
     if case.world_size % others == 0:
@@ -42,6 +43,7 @@ def check_world_size(case: Case) -> Problem | None:
 
 
 def check_engine(case: Case) -> Problem | None:
+    """Torch's engines have no pipeline, and fully_shard is not combined with tensor parallel."""
     layout = case.layout
     if layout.pp > 1 and layout.engine != "deepspeed":
         return Problem(f"engine {layout.engine} has no pipeline: DeepSpeed's runs the stages", ("engine", "pp"),
@@ -53,6 +55,7 @@ def check_engine(case: Case) -> Problem | None:
 
 
 def check_pipeline_stage(case: Case) -> Problem | Repair | None:
+    """A pipeline takes ZeRO stage 1 without offload."""
     layout = case.layout
     if layout.pp == 1:
         return None
@@ -71,6 +74,7 @@ def check_pipeline_stage(case: Case) -> Problem | Repair | None:
 
 
 def check_pipeline_sequences(case: Case) -> Problem | None:
+    """Pipeline and sequence parallel are not combined."""
     if case.layout.pp == 1 or case.layout.sp == 1:
         return None
     return Problem("pipeline stages pass on whole sequences: pipeline and sequence parallel are not combined here",
@@ -78,6 +82,7 @@ def check_pipeline_sequences(case: Case) -> Problem | None:
 
 
 def check_heads(case: Case) -> Problem | None:
+    """Attention heads, and key/value heads, must be divisible by tp x sp."""
     layout, model = case.layout, case.model
     parts = layout.tp * layout.sp
     if model is None or parts == 1:
@@ -91,6 +96,7 @@ def check_heads(case: Case) -> Problem | None:
 
 
 def check_widths(case: Case) -> Problem | None:
+    """The MLP's width and the rows of the vocabulary must be divisible by tp."""
     tp, model = case.layout.tp, case.model
     if model is None or tp == 1:
         return None
@@ -105,6 +111,7 @@ def check_widths(case: Case) -> Problem | None:
 
 
 def check_pipeline_depth(case: Case) -> Problem | None:
+    """A model needs a block for each pipeline stage."""
     if case.model is None or case.layout.pp <= case.model.n_layer:
         return None
     return Problem(f"{case.model.n_layer} blocks cannot be divided among {case.layout.pp} pipeline stages", ("pp",),
@@ -112,6 +119,7 @@ def check_pipeline_depth(case: Case) -> Problem | None:
 
 
 def check_context(case: Case) -> Problem | None:
+    """The sequence length must be divisible by sp."""
     sp, model = case.layout.sp, case.model
     if model is None or model.block_size % sp == 0:
         return None
@@ -120,6 +128,7 @@ def check_context(case: Case) -> Problem | None:
 
 
 def check_pipeline_bubble(case: Case) -> Repair | None:
+    """Fewer micro batches than stages leave a pipeline idle: a note, with the number that helps."""
     stages = case.layout.pp
     if stages == 1 or case.batch is None:
         return None

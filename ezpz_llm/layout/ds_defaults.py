@@ -23,6 +23,7 @@ _BLOCKS = ("offload_optimizer", "offload_param")
 
 
 def uses_nvme(layout: Layout) -> bool:
+    """Whether parameters or the optimizer's state lie in files."""
     return "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param)
 
 

@@ -113,6 +113,7 @@ class Knob:
 
 # Rules.
 def check_zero_stage(case: Case) -> Problem | None:
+    """Only DeepSpeed's engine has ZeRO stages."""
     layout = case.layout
     if layout.engine == "deepspeed" or not layout.zero.stage:
         return None
@@ -121,12 +122,14 @@ def check_zero_stage(case: Case) -> Problem | None:
 
 
 def check_offload_optimizer(case: Case) -> Problem | None:
+    """Offload of the optimizer needs ZeRO stage 1, to NVMe stage 3."""
     place = case.layout.zero.offload_optimizer
     # Below stage 3 DeepSpeed uses host memory for "nvme" and does not say so.
     return _check_offload(case.layout, "offload_optimizer", place, 3 if place == "nvme" else 1)
 
 
 def check_offload_param(case: Case) -> Problem | None:
+    """Offload of parameters needs ZeRO stage 3."""
     return _check_offload(case.layout, "offload_param", case.layout.zero.offload_param, 3)
 
 
@@ -144,6 +147,7 @@ def _check_offload(layout: Layout, what: str, place: str | None, least: int) -> 
 
 
 def check_tiled_stage(case: Case) -> Problem | None:
+    """Tiled layers need ZeRO stage 3 without tensor parallel."""
     layout = case.layout
     if not layout.zero.tiled:
         return None
@@ -157,6 +161,7 @@ def check_tiled_stage(case: Case) -> Problem | None:
 
 
 def check_tiled_names(case: Case) -> Problem | None:
+    """Only the linear layers that a block has can be tiled."""
     names = [name for name, *_ in case.layout.zero.tiled]
     for name in names:
         if name not in LINEAR_LAYERS:
@@ -168,6 +173,7 @@ def check_tiled_names(case: Case) -> Problem | None:
 
 
 def check_tiled_sizes(case: Case) -> Problem | None:
+    """A layer has at most one tile for each of its inputs and outputs."""
     model = case.model
     if model is None:
         return None
@@ -183,6 +189,7 @@ def check_tiled_sizes(case: Case) -> Problem | None:
 
 
 def check_hpz(case: Case) -> Problem | Repair | None:
+    """hpZ needs ZeRO stage 3 without tensor parallel, and a partition that divides the ranks."""
     layout, size = case.layout, case.layout.zero.hpz_partition_size
     if size == 1:
         return None

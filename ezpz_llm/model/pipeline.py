@@ -48,6 +48,7 @@ class PipelineStage(nn.Module):
 
     @property
     def table(self) -> nn.Module | None:
+        """The embedding table of a stage that has one and shares it with the other end."""
         if not self.config.tied or not (self.is_first or self.is_last):
             return None
         return self.transformer["wte"] if self.is_first else self.lm_head

@@ -18,6 +18,9 @@ import torch
 
 from ezpz_llm.dist.device import synchronize
 
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 
 
@@ -112,9 +115,6 @@ def peak_flops(device: torch.device, precision: str) -> Peak | None:
 
 
 # How fast the device at hand multiplies matrices: no training step is faster, whatever its vendor states.
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-
 Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -81,6 +81,7 @@ class _Scale:
 
     @staticmethod
     def around(values: Sequence[float], log: bool, margin: float) -> _Scale:
+        """A scale that spans the values and a margin on both sides."""
         low, high = min(values), max(values)
         if low == high:  # a single value stands in the middle
             low, high = (low / 2, high * 2) if log else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
@@ -98,6 +99,7 @@ class _Scale:
         return f"{self.low:.8g} {self.high:.8g} {'log' if self.log else 'linear'}"
 
     def ticks(self) -> list[float]:
+        """Round numbers within the scale."""
         if not self.log or self.high < 4 * self.low:
             return round_ticks(self.low, self.high)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)

@@ -110,6 +110,7 @@ class _Model:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The terms in use, by name."""
         return tuple(TERMS[number] for number in self.terms)
 
 

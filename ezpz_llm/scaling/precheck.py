@@ -150,10 +150,12 @@ class _Wanted:
 
     @property
     def name(self) -> str:
+        """The point in files and tables: mode, layout and size."""
         return f"{self.mode}-{self.layout}-{self.size.label}"
 
     @property
     def what(self) -> str:
+        """The point in messages."""
         return f"point {self.name}, on {self.size.ranks} rank{'s' * (self.size.ranks > 1)}"
 
 

@@ -15,7 +15,8 @@ from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.rundir import RunDir, read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"}
-SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32", "--steps", "3", "--profile",
+# Steps of some 100 ms: in shorter ones a core that another process takes is most of the time.
+SMALL = ["--n-layer", "4", "--n-head", "2", "--n-embd", "128", "--block-size", "128", "--steps", "3", "--profile",
          "false", "--eval-tokens", "1024", "--sample-tokens", "0", "--save-every", "-1", "--ds-config", "zero1"]
 
 
