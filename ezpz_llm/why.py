@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         _ask_for_logs(run_dir, options.logs)
     live = look(run_dir, record, options.silent_after)
     if live is None:
-        return _over(run_dir, record, options.json)
+        # It may have written its end since.
+        return _over(run_dir, read_record(run_dir), options.json)
     return _going_on(run_dir, record, live, options)
 
 

@@ -17,6 +17,7 @@ from ezpz_llm.launch.failures.log_patterns import NOT_STARTED, WRONG_WORLD, LogM
 from ezpz_llm.launch.hostlist import fold_numbers, fold_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.node.processes import marked
+from ezpz_llm.launch.owner import launch_lives
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
 from ezpz_llm.rundir.paths import RunDir
 
@@ -206,7 +207,8 @@ class Live:
 
 
 def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> Live | None:
-    """The state of the run, None for one that is over: it says so, or nothing of it has been heard for long."""
+    """The state of the run, None for one that is over: it says so, or nothing of it has been heard for long. One
+    whose ranks have ended goes on until launch has written how."""
     launch = record["launch"]
     run_id = launch["env"][RUN_ID_VARIABLE]
     reports = read_reports(run_dir, run_id)
@@ -214,7 +216,7 @@ def look(run_dir: RunDir, record: Mapping[str, Any], silent_after_s: float) -> L
     aged = [(report, _age(run_dir, report, now), _GONE_AFTER * KEEPALIVE_S * report.interval_s)
             for report in reports]
     is_fresh = any(report.state not in (ENDED, RANKS_ENDED) and age < limit_s for report, age, limit_s in aged)
-    if record.get("exit") is not None or not (is_fresh or any(marked(run_id))):
+    if record.get("exit") is not None or not (is_fresh or any(marked(run_id)) or launch_lives(run_dir, run_id)):
         return None
     ranks = tuple(_life(rank, one, report, age, limit_s) for report, age, limit_s in aged
                   for rank, one in report.ranks.items() if one.ended is None)

@@ -34,6 +34,7 @@ BEAT_S = 5.0
 SILENT_S = 60.0
 """An owner on another host that gives none for this long, while we look, is gone."""
 
+_BEATS_LOST = 3
 _LOOK_S = 0.2
 _ASK_S = 10.0
 _WIDTH = 512
@@ -152,6 +153,22 @@ def own(run_dir: RunDir, launch: str, env: Mapping[str, str]) -> Ownership:
                 if older <= number:
                     folder.remove(_file(older))
             return Ownership(run_dir.control, number + 1, handle, mine, before)
+
+
+def launch_lives(run_dir: RunDir, launch: str) -> bool:
+    """Is the launch of this run id at work, its own end not written yet? As a look tells at once: one on another
+    host is, if it gave a sign of life lately; what cannot be read is taken for no."""
+    try:
+        with open_private(run_dir.control) as folder:
+            number = _newest(folder)
+            owner = _read(folder, number) if number else None
+            if owner is None or owner.launch != launch or owner.released:
+                return False
+            if owner.place == place():
+                return is_alive(owner.pid, owner.begun)
+            return time.time() - folder.stat(_file(number)).st_mtime < _BEATS_LOST * BEAT_S
+    except OSError:
+        return False
 
 
 def _unusable(error: OSError, run_dir: RunDir) -> UserError:

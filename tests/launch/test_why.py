@@ -100,6 +100,21 @@ def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     assert (told["state"], told["kind"], told["code"]) == ("launch was killed", "launcher", 137)
 
 
+def test_a_run_whose_ranks_have_ended_and_whose_launch_has_yet_to_say_so(tmp_path: Path) -> None:
+    program = "touch runs; while [ ! -e end ]; do sleep 0.05; done"
+    run = start(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c", program)
+    try:
+        _wait_for((tmp_path / "runs").exists, "the rank")
+        run.send_signal(signal.SIGSTOP)
+        (tmp_path / "end").touch()
+        _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of the rank")
+        assert json.loads(_why(tmp_path, "r", "--json"))["state"] == "running"
+    finally:
+        run.send_signal(signal.SIGCONT)
+        run.communicate(timeout=60)
+    assert _why(tmp_path, "r").splitlines()[1] == "all ranks ended well"
+
+
 def test_what_is_no_run(tmp_path: Path) -> None:
     def refused(*words: str) -> str:
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", *words], cwd=tmp_path, env=clean_env(),
