@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_json
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base.schema import as_dataclass, as_type
 from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
@@ -65,11 +65,16 @@ def _launch(job: Job, world: int, folder: Path) -> int:
     return run_launch(words, limit_s=limit, end_within_s=30.0)
 
 
+class _Failure(TypedDict):
+    rank: int
+    error: str
+
+
 def _take_failure(root: Path, code: int, folder: Path) -> str:
     """Why a job ended early: the first rank's own error, else the exit code. The records are used up."""
     told = []
     for path in sorted((root / "failed").glob("rank*.json")):
-        told.append(read_json(path))
+        told.append(as_type(_Failure, read_json(path), str(path)))
         path.rename(folder / path.name)
     if told:
         return f"{told[0]['error']} (rank {told[0]['rank']}; see {folder})"

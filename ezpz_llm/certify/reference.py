@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import read_json
+from ezpz_llm.base.schema import as_type
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.lead import reference_numbers
 from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, train
@@ -33,6 +34,21 @@ from ezpz_llm.rundir import RunDir, write_json
 
 _SPLITS = (8, 1, 4)
 """Micro-steps of the runs that measure noise; the reference itself has ACCUMULATION."""
+
+
+class _Noise(TypedDict):
+    loss: float
+    norm: list[float]
+    gradient: dict[str, float]
+    weight: dict[str, float]
+
+
+class _Numbers(TypedDict):
+    losses: list[float]
+    norms: list[float]
+    held_out: float
+    noise: _Noise
+    symmetric: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class Reference:
     losses: list[float]
     norms: list[float]
     held_out: float
-    noise: dict[str, Any]
+    noise: _Noise
     symmetric: dict[str, float]
     tensors: dict[str, Tensor]
 
@@ -113,7 +129,8 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
 def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
     """Read what `make_reference` wrote."""
     path = reference_numbers(root, model, dtype, steps)
-    return Reference(**read_json(path), tensors=load_file(path.with_name("tensors.safetensors")))
+    numbers: _Numbers = as_type(_Numbers, read_json(path), str(path))
+    return Reference(**numbers, tensors=load_file(path.with_name("tensors.safetensors")))
 
 
 def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
@@ -185,7 +202,7 @@ def _other_sums(seed: int) -> Iterator[None]:
 
 
 def _noise(config: ModelConfig, seen: Trajectory, tensors: dict[str, Tensor],
-           others: list[tuple[Trajectory, dict[str, Tensor]]]) -> dict[str, Any]:
+           others: list[tuple[Trajectory, dict[str, Tensor]]]) -> _Noise:
     def apart(kind: str, name: str) -> float:
         mine = tensors[f"{kind}/{name}"]
         mask = counted(config, name, tuple(mine.shape))
@@ -193,12 +210,13 @@ def _noise(config: ModelConfig, seen: Trajectory, tensors: dict[str, Tensor],
         return max((one if mask is None else one * mask).norm().item() for one in differences)
 
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
-    return {
-        "loss": max(abs(a - b) for other, _ in others
+    return _Noise(
+        loss=max(abs(a - b) for other, _ in others
                     for a, b in zip([*other.losses, other.held_out], [*seen.losses, seen.held_out], strict=True)),
-        "norm": [max(abs(other.norms[step] - norm) for other, _ in others) for step, norm in enumerate(seen.norms)],
-        **{kind: {name: apart(kind, name) for name in names} for kind in ("gradient", "weight")},
-    }
+        norm=[max(abs(other.norms[step] - norm) for other, _ in others) for step, norm in enumerate(seen.norms)],
+        gradient={name: apart("gradient", name) for name in names},
+        weight={name: apart("weight", name) for name in names},
+    )
 
 
 def _symmetric(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, float]:
