@@ -20,8 +20,7 @@ from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer_state import EngineState
-from ezpz_llm.engine.optimizers import make_optimizer, set_lr
+from ezpz_llm.engine.optimizer_state import EngineState, make_optimizer, set_lr
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ezpz_llm.engine.optimizers import codes, dequantized_moments, has_eight_bits, state_kinds
+from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer
 from ezpz_llm.model.parameters import Box, Placement, placement_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class EngineState(ABC):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of tensors that each slice has: the fp32 master weight and the optimizer's state."""
-        return ("weight", *state_kinds(self.optimizer))
+        return ("weight", *row_of(self.optimizer).state)
 
     def slices(self) -> Iterable[Slice]:
         """Everything this rank holds. Moments that do not exist before the first step are made (zero).
@@ -140,45 +140,54 @@ Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
 """`materialized` or `raw`."""
 
 
-def storage(optimizer: torch.optim.Optimizer, group: dict[str, Any],
-            parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of `parameter` by kind as they are stored, each in the parameter's shape; state is made (zero).
+def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name: str = "adamw",
+                   fused: bool = True) -> torch.optim.Optimizer:
+    """Build the optimizer of a name, as `Optimizer.build` describes it.
 
-    Making it is what the optimizer's first step would do, so it changes nothing. `parameter` is the tensor that
-    the optimizer steps (a flat partition under ZeRO), `group` the parameter group whose settings it has.
+    Raises:
+        UserError: it does not run on the device of the parameters.
     """
-    weight = parameter.detach()
-    if has_eight_bits(optimizer):
-        return {"weight": weight, **codes(optimizer, group, parameter)}
-    state = optimizer.state[parameter]
-    if not state:
-        # torch counts steps in a tensor, on the device only where its kernel reads it there; DeepSpeed's own
-        # optimizers (CPU Adam, fused Adam) count in an int.
-        if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            on_device = group.get("fused") or group.get("capturable")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-        else:
-            state["step"] = 0
-        for kind in state_kinds(optimizer):
-            state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
-    return {"weight": weight, **{kind: state[kind] for kind in state_kinds(optimizer)}}
+    optimizer = OPTIMIZERS[name].build(groups, settings, fused)
+    optimizer.ezpz_name = name
+    return optimizer
+
+
+def row_of(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """What is known of an optimizer; AdamW for one that was not made here, such as DeepSpeed's on the CPU."""
+    return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step, for all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Optimizer:
+    """The optimizer's row, with the state of `parameter` made (zero), which changes nothing.
+
+    `parameter` is the tensor that the optimizer steps (a flat partition under ZeRO), `group` the parameter group
+    whose settings it has.
+    """
+    row = row_of(optimizer)
+    if not optimizer.state[parameter]:
+        row.begin(optimizer, group, parameter)
+    return row
 
 
 def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
-    """What `storage` gives, to be measured and not to be read: moments in 8 bits are codes."""
-    return nullcontext(storage(optimizer, group, parameter))
+    """The tensors of `parameter` by kind as they are stored, each in its shape, to be measured and not read."""
+    row = _begun(optimizer, group, parameter)
+    return nullcontext({"weight": parameter.detach(), **row.stored(optimizer, parameter)})
 
 
 @contextmanager
 def materialized(optimizer: torch.optim.Optimizer, group: dict[str, Any],
                  parameter: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
     """The same in fp32 for as long as one works on it: moments in 8 bits are copied, and rounded if written to."""
-    if has_eight_bits(optimizer):
-        with dequantized_moments(optimizer, group, parameter) as found:
-            yield {"weight": parameter.detach(), **found}
-    else:
-        yield storage(optimizer, group, parameter)
+    with _begun(optimizer, group, parameter).in_fp32(optimizer, parameter) as state:
+        yield {"weight": parameter.detach(), **state}
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:

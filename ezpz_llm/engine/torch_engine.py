@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer_state import EngineState, TorchState
-from ezpz_llm.engine.optimizers import make_optimizer, set_lr
+from ezpz_llm.engine.optimizer_state import EngineState, TorchState, make_optimizer, set_lr
 from ezpz_llm.layout.resolve import Resolved
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ezpz_llm.layout.optimizers import OptimizerName
+from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName
 
 
 def _value(default: Any, help: str) -> Any:
@@ -113,7 +113,7 @@ class TrainConfig:
     loss_chunk: int | None = _value(None, "tokens whose logits are computed at once; 0 for all, kept for the "
                                           "backward pass (default: chosen by vocabulary and device)")
     optimizer: OptimizerName = _value(  # noqa: RUF009
-        "adamw", "AdamW in one fused kernel, without one, or with moments in 8 bits (bitsandbytes)")
+        "adamw", "; ".join(f"{name}: {optimizer.printed}" for name, optimizer in OPTIMIZERS.items()))
     z_loss: float = _value(0.0, "weight of the squared log-normaliser in what is minimised, such as 1e-4")
     recompute: int = _value(0, "recompute the activations of every K-th block in the backward pass; 0 for none")
 

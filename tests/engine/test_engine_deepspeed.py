@@ -112,7 +112,7 @@ def test_adamw_counts_steps_in_a_tensor_whatever_it_derives_from(monkeypatch):
     monkeypatch.setattr(torch.optim, "Adam", type("Adam", (), {}))
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
-    optimizer_state.storage(optimizer, optimizer.param_groups[0], parameter)
+    optimizer_state.raw(optimizer, optimizer.param_groups[0], parameter)
     parameter.grad = torch.ones(2)
     optimizer.step()
     assert optimizer_state.get_step(optimizer) == 1

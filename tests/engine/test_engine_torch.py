@@ -13,7 +13,7 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.engine.fsdp2_engine import _sum_and_divide
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizers import make_optimizer
+from ezpz_llm.engine.optimizer_state import make_optimizer
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale

@@ -1,0 +1,91 @@
+"""An optimizer of another package: one file and its entry point; a run with it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env
+
+_LION = '''
+from dataclasses import dataclass
+
+from ezpz_llm.layout.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    def unsupported(self, layout):
+        return "Lion has not been tried in a pipeline" if layout.pp > 1 else None
+
+    def build(self, groups, settings, fused):
+        import torch
+
+        class Steps(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self):
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        state = self.state[parameter]
+                        average = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                        state["step"] = state.get("step", 0) + 1
+                        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                        parameter.sub_(group["lr"] * average.lerp(parameter.grad, 1 - group["betas"][0]).sign())
+                        average.lerp_(parameter.grad, 1 - group["betas"][1])
+
+        return Steps(groups, settings)
+
+
+LION = Lion("lion", "Lion (arXiv:2302.06675)", {"exp_avg": 4}, is_known_to_deepspeed=False)
+'''
+
+
+@pytest.fixture(name="env")
+def _env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which a package with that one file is installed."""
+    folder = tmp_path / "installed"
+    (folder / "lion-1.0.dist-info").mkdir(parents=True)
+    (folder / "lion.py").write_text(_LION)
+    (folder / "lion-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lion\nVersion: 1.0\n")
+    (folder / "lion-1.0.dist-info/entry_points.txt").write_text("[ezpz_llm.optimizers]\nlion = lion:LION\n")
+    return clean_env(PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+
+
+def _train(cwd: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *words], cwd=cwd, env=env,
+                          text=True, capture_output=True, timeout=200, check=False)
+
+
+def _losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+def test_a_run_with_it_goes_on_from_its_checkpoint(tmp_path: Path, env: dict[str, str], layout: str) -> None:
+    whole = _train(tmp_path, env, "--n-layer", "1", "--block-size", "32", "--ds-config", layout, "--steps", "6",
+                   "--optimizer", "lion", "--lr", "3e-4", "--schedule", "constant", "--save-every", "3",
+                   "--eval-tokens", "0", "--sample-tokens", "0", "--profile", "false", "--run-dir", "whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "Lion (arXiv:2302.06675), lr 0.0003" in whole.stdout
+    middle = next((tmp_path / "whole/checkpoints").glob("*3"))
+    again = _train(tmp_path, env, "--resume", str(middle), "--run-dir", "again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert _losses(tmp_path / "again") == _losses(tmp_path / "whole")[3:]
+    assert _losses(tmp_path / "whole")[-1] < _losses(tmp_path / "whole")[0]
+    index = middle / "index.json"
+    assert json.loads(index.read_text())["kinds"] == ["weight", "exp_avg"]
+
+
+def test_it_is_checked_and_offered_like_ours(tmp_path: Path, env: dict[str, str]) -> None:
+    refused = _train(tmp_path, env, "--check", "--world-size", "2", "--ds-config", "pp2", "--optimizer", "lion")
+    assert refused.returncode == 2
+    assert "Lion has not been tried in a pipeline" in refused.stderr
+    assert "--optimizer lion" in refused.stderr
+    offloaded = _train(tmp_path, env, "--check", "--ds-config", "zero3_offload_optimizer", "--optimizer", "lion")
+    assert offloaded.returncode == 2
+    assert "lion: Lion (arXiv:2302.06675)" in " ".join(_train(tmp_path, env, "--help").stdout.split())
+    bare = {name: value for name, value in env.items() if name != "PYTHONPATH"}
+    assert "adamw_8bit" in _train(tmp_path, bare, "--check", "--optimizer", "lion").stderr
