@@ -28,7 +28,7 @@ from ezpz_llm.checkpoint.writer import read_shard
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.parameters import parameter_count
@@ -83,7 +83,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
                                                                        run_dir=Path(folder) / "run") as dist:
         config = get_model_config("tiny-gpt2", n_layer=args.layers, n_embd=args.width, n_head=args.width // 64,
                                   n_kv_head=args.width // 64, block_size=BLOCK, vocab_size=args.vocabulary)
-        resolved = resolve("ddp", world_size=1, global_batch=4, micro_batch=4, precision=args.precision, clip=1.0)
+        resolved = resolve(Request("ddp", world_size=1, global_batch=4, micro_batch=4, precision=args.precision,
+                                   clip=1.0))
         model = assemble(config, resolved.layout, dist.mesh, 1, dist.device.type)
         engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                               param_groups=decay_groups(model, 0.1))

@@ -23,7 +23,7 @@ import torch
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
@@ -38,7 +38,7 @@ def measure(model: str, block_size: int, steps: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
                     RunDir(Path(folder)))
-        resolved = resolve("ddp", world_size=1, clip=1.0, micro_batch=1, precision="fp32", device="cpu")
+        resolved = resolve(Request("ddp", world_size=1, clip=1.0, micro_batch=1, precision="fp32", device="cpu"))
         plain = GPT(config)
         init_weights(plain, config, 1337)
         engine = build_engine(plain, resolved, dist, lr=1e-4, betas=(0.9, 0.95), eps=1e-8,

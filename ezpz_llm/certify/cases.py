@@ -17,7 +17,7 @@ from ezpz_llm.certify.injected_faults import FAULTS, find_fault
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.layout import Layout, read_layout
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.config import MODELS
 
 _DP_SIZES = (1, 2, 4)
@@ -71,9 +71,10 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
         UserError: it cannot run.
     """
     pipeline = layout_of(case.layout).pp > 1
-    resolved = resolve(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH, clip=recipe.CLIP,
-                       accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
-                       precision=case.dtype, device=device, model=recipe.model_config(case.model))
+    resolved = resolve(Request(case.layout, world_size=case.world, global_batch=recipe.GLOBAL_BATCH,
+                               clip=recipe.CLIP,
+                               accumulation=recipe.PIPELINE_ACCUMULATION if pipeline else recipe.ACCUMULATION,
+                               precision=case.dtype, device=device, model=recipe.model_config(case.model)))
     if resolved.deepspeed is None:
         return resolved
     zero = resolved.deepspeed["zero_optimization"]

@@ -27,7 +27,7 @@ from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import Slice, owned
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_named, parameter_shapes
 from ezpz_llm.rundir import RunDir, write_json
@@ -149,8 +149,8 @@ def counted(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor | 
 
 def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: int, order: int = 0,
          seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor]]:
-    resolved = resolve("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
-                       clip=recipe.CLIP, precision=dtype, device=me.device.type)
+    resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
+                               clip=recipe.CLIP, precision=dtype, device=me.device.type))
     engine = make_engine(config, resolved, me, loss_chunk=0)
     if seed_folder is not None:
         checkpoint.save(engine, me, RunDir(seed_folder), {"step": 0})

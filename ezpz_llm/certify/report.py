@@ -18,7 +18,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Skipped, Work, layout_of
 from ezpz_llm.certify.lead import results
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
 
@@ -203,9 +203,9 @@ def legal_with(name: str) -> str:
         if getattr(own, axis) > 1:
             continue
         try:
-            resolve(name, world_size=_EXTRA_WORLD, global_batch=recipe.GLOBAL_BATCH,
-                    accumulation=1 if axis == "sp" else 2, precision="fp32", device="cpu",
-                    model=recipe.model_config(recipe.MODELS[0]), **{axis: 2})
+            resolve(Request(name, world_size=_EXTRA_WORLD, global_batch=recipe.GLOBAL_BATCH,
+                            accumulation=1 if axis == "sp" else 2, precision="fp32", device="cpu",
+                            model=recipe.model_config(recipe.MODELS[0]), **{axis: 2}))
         except UserError:
             continue
         found.append(axis)

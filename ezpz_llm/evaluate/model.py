@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.hf.source import Source, find_source
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, read_record
 
@@ -79,9 +79,9 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
     model = replace(source.model, dropout=0.0)
 
     def resolved_for(model: ModelConfig | None) -> Resolved:
-        return resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
-                       precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
-                       sp=options.sp, model=model, sources={"precision": "--precision"})
+        return resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
+                               precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
+                               sp=options.sp, model=model, sources={"precision": "--precision"}))
 
     if source.kind == "hf":
         # Without padding where that is possible, so that a loss is the published model's.

@@ -134,17 +134,15 @@ class Resolved:
                 for name, value in values.items()]
 
 
-def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None, micro_batch: int | None = None,
-            accumulation: int | None = None, clip: float | None = None, precision: str | None = None,
-            device: str | None = None, tp: int | None = None, pp: int | None = None, sp: int | None = None,
-            model: ModelConfig | None = None, sources: Mapping[str, str] | None = None,
-            nvme_path: str | None = None, optimizer: OptimizerName = "adamw",
-            default_micro_batch: int = DEFAULT_MICRO_BATCH) -> Resolved:
-    """Bring a ds_config and a run's own numbers together.
+@dataclass(frozen=True)
+class Request:
+    """What a run asks of its ds_config and says besides; None where it does not say.
 
-    Args:
+    Attributes:
         ds_config: a name in ds_configs/ or a path.
-        global_batch, micro_batch, accumulation: in sequences; None where the run does not say.
+        world_size: the number of ranks.
+        global_batch, micro_batch, accumulation: in sequences.
+        clip: the largest gradient norm, 0 for none.
         precision: "fp32", "tf32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
@@ -154,152 +152,169 @@ def resolve(ds_config: str, *, world_size: int, global_batch: int | None = None,
         default_micro_batch: at most as many sequences a rank takes at once where nothing says how many.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
+    """
+
+    ds_config: str
+    world_size: int
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    clip: float | None = None
+    precision: str | None = None
+    device: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    sp: int | None = None
+    model: ModelConfig | None = None
+    optimizer: OptimizerName = "adamw"
+    nvme_path: str | None = None
+    default_micro_batch: int = DEFAULT_MICRO_BATCH
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve(request: Request) -> Resolved:
+    """Bring a ds_config and a run's own numbers together.
 
     Raises:
         UserError: an unknown name or key, numbers that do not work out, a layout that cannot run here.
     """
-    sources = {name: COMMAND_LINE if source.endswith(TYPED) else source for name, source in (sources or {}).items()}
-    config = load(ds_config)
-    overrides = split_ds_config(config)
-    degrees = {"tp": tp, "pp": pp, "sp": sp}
-    numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "accumulation": accumulation}
-
-    def batch_of(dp_size: int) -> tuple[Batch, dict[str, str], list[str]]:
-        return _batch(numbers, overrides, config, sources, dp_size, default_micro_batch)
-
-    asked = Case(read_layout(config, **degrees), world_size, model,
-                 batch=lambda dp_size: batch_of(dp_size)[0],
-                 shipped=config.path.parent == data_dir("ds_configs"))
-    layout, notes = validate_or_suggest(asked, _origins(degrees, config, sources))
-    batch, used, gave_way = batch_of(layout.dp_size(world_size))
-    notes = (*overrides.notes, *notes, *gave_way)
-    used["layout"] = sources.get("ds_config", COMMAND_LINE)
-    used.update({knob.name: str(config.path) for knob in KNOBS[1:] if knob.is_set(layout)})
-    chosen_clip, used["clip"] = _choose("clip", clip, overrides.clip, config, sources)
-    chosen_precision, used["precision"] = _choose("precision", None if precision == "auto" else precision,
-                                                  overrides.precision.name, config, sources)
-    check_precision(chosen_precision, used["precision"], device)
-    adam, of_peak, more = _hyperparameters(overrides, config, sources)
-    notes += (*more, *_unsaid_precision(overrides, config, chosen_precision, used["precision"]))
-    used.update({name: source for name, (_, source) in adam.items()})
-    recompute = overrides.recompute if sources.get("recompute") != COMMAND_LINE else None
-    if recompute is not None:
-        used["recompute"] = str(config.path)
-    deepspeed = None
-    if layout.engine == "deepspeed":
-        refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
-        if left := uncertified(overrides.rest, layout):
-            notes += (f"no certificate covers these keys of {config.path.name}, which DeepSpeed gets as they are: "
-                      f"{', '.join(left)}; ezpz-llm certify --layouts {config.path} tests them here",)
-        check_gradient_scaling(overrides.rest, layout, str(config.path))
-        deepspeed = _for_deepspeed(overrides.rest, layout, batch, chosen_clip or 0.0, device)
-        deepspeed["zero_optimization"] = ds_defaults.complete(
-            deepspeed["zero_optimization"], layout, model, world_size, str(config.path))
-        for key, (value, source) in sized(deepspeed["zero_optimization"], layout, model, device).items():
-            deepspeed["zero_optimization"][key], used[key] = value, source
-    elif overrides.rest:
-        notes += (f"engine {layout.engine} does not read {', '.join(overrides.rest)} of {config.path.name}",)
-    check_optimizer(optimizer, layout)
-    if deepspeed is not None and not OPTIMIZERS[optimizer].is_known_to_deepspeed:
-        deepspeed["zero_allow_untested_optimizer"] = True
-    nvme_path, used["nvme_path"] = _choose("nvme_path", nvme_path, ds_defaults.wished_path(config), config, sources)
-    notes += ds_defaults.place(layout, nvme_path, used["nvme_path"])
-    return Resolved(layout, batch, chosen_precision or "auto", float(chosen_clip or 0), deepspeed,
-                    {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
-                    recompute, optimizer, nvme_path, overrides.precision.scale)
+    config = load(request.ds_config)
+    return _Inputs(request, config, split_ds_config(config)).resolved()
 
 
-def _hyperparameters(overrides: RunOverrides, config: DsConfig, sources: Mapping[str, str],
-                     ) -> tuple[dict[str, tuple[Any, str]], dict[str, float], list[str]]:
-    """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
+class _Inputs:
+    """A request and what its ds_config says: values by precedence, each with its source."""
 
-    DeepSpeed's default for what they leave out comes after what a YAML file says: somebody wrote that.
-    """
-    blocks, notes = [overrides.optimizer], []
-    if overrides.scheduler.values and sources.get("schedule") == COMMAND_LINE:
-        notes.append(f"scheduler of {config.path.name} gives way to --schedule")
-    else:
-        blocks.append(overrides.scheduler)
-    found: dict[str, tuple[Any, str]] = {}
-    for block in blocks:
-        found.update({name: (value, f"DeepSpeed's default, left out of {config.path}")
-                      for name, value in block.defaults.items()
-                      if Origin.of(sources.get(name, "default")) in UNASKED})
-        found.update({name: (value, str(config.path)) for name, value in block.values.items()})
-    found = {name: found[name] for name in found if sources.get(name) != COMMAND_LINE}
-    of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
-               if sources.get(name) != COMMAND_LINE}
-    left_out = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                for name, (value, source) in found.items() if source.startswith("DeepSpeed's default")]
-    if left_out:
-        notes.append(f"left out of the optimizer or scheduler in {config.path.name}, so DeepSpeed's defaults: "
-                     f"{', '.join(left_out)}")
-    return found, of_peak, notes
+    def __init__(self, request: Request, config: DsConfig, overrides: RunOverrides) -> None:
+        self.request, self.config, self.overrides = request, config, overrides
+        self.path = str(config.path)
+        self.is_shipped = config.path.parent == data_dir("ds_configs")
+        self.sources = {name: COMMAND_LINE if source.endswith(TYPED) else source
+                        for name, source in request.sources.items()}
 
+    def resolved(self) -> Resolved:
+        request, config, overrides = self.request, self.config, self.overrides
+        model, world_size, device = request.model, request.world_size, request.device
+        asked = Case(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp), world_size, model,
+                     batch=lambda dp_size: self.batch(dp_size)[0], shipped=self.is_shipped)
+        layout, notes = validate_or_suggest(asked, self.origins())
+        batch, used, gave_way = self.batch(layout.dp_size(world_size))
+        notes = (*overrides.notes, *notes, *gave_way)
+        used["layout"] = self.sources.get("ds_config", COMMAND_LINE)
+        used.update({knob.name: self.path for knob in KNOBS[1:] if knob.is_set(layout)})
+        clip, used["clip"] = self.choose("clip", request.clip, overrides.clip)
+        precision, used["precision"] = self.choose(
+            "precision", None if request.precision == "auto" else request.precision, overrides.precision.name)
+        check_precision(precision, used["precision"], device)
+        adam, of_peak, more = self.hyperparameters()
+        notes += (*more, *self.unsaid_precision(precision, used["precision"]))
+        used.update({name: source for name, (_, source) in adam.items()})
+        recompute = overrides.recompute if self.sources.get("recompute") != COMMAND_LINE else None
+        if recompute is not None:
+            used["recompute"] = self.path
+        deepspeed = None
+        if layout.engine == "deepspeed":
+            refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
+            if left := uncertified(overrides.rest, layout):
+                notes += (f"no certificate covers these keys of {config.path.name}, which DeepSpeed gets as they "
+                          f"are: {', '.join(left)}; ezpz-llm certify --layouts {self.path} tests them here",)
+            check_gradient_scaling(overrides.rest, layout, self.path)
+            deepspeed = _for_deepspeed(overrides.rest, layout, batch, clip or 0.0, device)
+            zero = deepspeed["zero_optimization"] = ds_defaults.complete(
+                deepspeed["zero_optimization"], layout, model, world_size, self.path)
+            for key, (value, source) in sized(zero, layout, model, device).items():
+                zero[key], used[key] = value, source
+            if not OPTIMIZERS[request.optimizer].is_known_to_deepspeed:
+                deepspeed["zero_allow_untested_optimizer"] = True
+        elif overrides.rest:
+            notes += (f"engine {layout.engine} does not read {', '.join(overrides.rest)} of {config.path.name}",)
+        check_optimizer(request.optimizer, layout)
+        nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path, ds_defaults.wished_path(config))
+        notes += ds_defaults.place(layout, nvme_path, used["nvme_path"])
+        return Resolved(layout, batch, precision or "auto", float(clip or 0), deepspeed,
+                        {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
+                        recompute, request.optimizer, nvme_path, overrides.precision.scale)
 
-def _unsaid_precision(overrides: RunOverrides, config: DsConfig, precision: str | None,
-                      source: str) -> tuple[str, ...]:
-    """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
-    theirs = config.path.parent != data_dir("ds_configs") and not config.ours
-    if overrides.precision.blocks or not theirs or precision == "fp32":
-        return ()
-    takes = precision or "auto, bf16 where the device computes in it"
-    return (f"{config.path.name} has no bf16 or fp16 block, and DeepSpeed would compute in fp32; this run's "
-            f"precision is {takes} ({source}): --precision fp32 for the same",)
+    def hyperparameters(self) -> tuple[dict[str, tuple[Any, str]], dict[str, float], list[str]]:
+        """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
 
+        DeepSpeed's default for what they leave out comes after what a YAML file says: somebody wrote that.
+        """
+        blocks, notes, sources = [self.overrides.optimizer], [], self.sources
+        if self.overrides.scheduler.values and sources.get("schedule") == COMMAND_LINE:
+            notes.append(f"scheduler of {self.config.path.name} gives way to --schedule")
+        else:
+            blocks.append(self.overrides.scheduler)
+        found: dict[str, tuple[Any, str]] = {}
+        for block in blocks:
+            found.update({name: (value, f"DeepSpeed's default, left out of {self.path}")
+                          for name, value in block.defaults.items()
+                          if Origin.of(sources.get(name, "default")) in UNASKED})
+            found.update({name: (value, self.path) for name, value in block.values.items()})
+        found = {name: found[name] for name in found if sources.get(name) != COMMAND_LINE}
+        of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
+                   if sources.get(name) != COMMAND_LINE}
+        left_out = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, (value, source) in found.items() if source.startswith("DeepSpeed's default")]
+        if left_out:
+            notes.append(f"left out of the optimizer or scheduler in {self.config.path.name}, so DeepSpeed's "
+                         f"defaults: {', '.join(left_out)}")
+        return found, of_peak, notes
 
-def _origins(degrees: Mapping[str, int | None], config: DsConfig, sources: Mapping[str, str]) -> dict[str, str]:
-    """Where the values that make a layout came from."""
-    return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS)), str(config.path)),
-            **{name: str(config.path) if degrees[name] is None else sources.get(name, COMMAND_LINE)
-               for name in DEGREE_NAMES}}
+    def unsaid_precision(self, precision: str | None, source: str) -> tuple[str, ...]:
+        """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
+        if self.overrides.precision.blocks or self.is_shipped or self.config.ours or precision == "fp32":
+            return ()
+        takes = precision or "auto, bf16 where the device computes in it"
+        return (f"{self.config.path.name} has no bf16 or fp16 block, and DeepSpeed would compute in fp32; this "
+                f"run's precision is {takes} ({source}): --precision fp32 for the same",)
 
+    def origins(self) -> dict[str, str]:
+        """Where the values that make a layout came from."""
+        return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS), *DEGREE_NAMES), self.path),
+                **{name: self.sources.get(name, COMMAND_LINE) for name in DEGREE_NAMES
+                   if getattr(self.request, name) is not None}}
 
-def _choose(name: str, given: Any, wish: Any, config: DsConfig, sources: Mapping[str, str]) -> tuple[Any, str]:
-    """One value by precedence, with its source."""
-    source = sources.get(name, COMMAND_LINE if given is not None else "default")
-    if wish is not None and (given is None or source != COMMAND_LINE):
-        return wish, str(config.path)
-    return given, source
+    def choose(self, name: str, given: Any, wish: Any) -> tuple[Any, str]:
+        """One value by precedence, of what was given and what the ds_config says, with its source."""
+        source = self.sources.get(name, COMMAND_LINE if given is not None else "default")
+        if wish is not None and (given is None or source != COMMAND_LINE):
+            return wish, self.path
+        return given, source
 
+    def batch(self, dp_size: int) -> tuple[Batch, dict[str, str], list[str]]:
+        """The batch by precedence, the source of each of its numbers, and a note for each number that gave way.
 
-def _batch(numbers: Mapping[str, int | None], overrides: RunOverrides, config: DsConfig, sources: Mapping[str, str],
-           dp_size: int, default_micro_batch: int) -> tuple[Batch, dict[str, str], list[str]]:
-    """The batch by precedence, the source of each of its numbers, and a note for each number that gave way.
+        A number of lower precedence gives way where it contradicts two of higher.
+        """
+        levels: dict[str, dict[str, int]] = {COMMAND_LINE: {}, self.path: dict(self.overrides.batch)}
+        numbers = {name: getattr(self.request, name) for name in BATCH_KEYS}
+        for name, source in sorted(((name, self.sources.get(name, COMMAND_LINE)) for name in BATCH_KEYS),
+                                   key=lambda pair: Origin.of(pair[1]).rank):
+            if numbers[name] is not None:
+                levels.setdefault(source, {})[name] = numbers[name]
+        known: dict[str, int] = {}
+        used: dict[str, str] = {}
+        notes = []
+        for source, level in levels.items():
+            # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
+            for name in BATCH_KEYS:
+                if name not in level or name in known:
+                    continue
+                if len(known) == 2 and set(used.values()) != {source}:
+                    if getattr(self.solved(known, used, dp_size), name) != level[name]:
+                        stronger = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
+                        notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
+                    continue
+                known[name], used[name] = level[name], source
+        batch = self.solved(known, used, dp_size)
+        given = " and ".join(used) or "the default"
+        return batch, {**dict.fromkeys(BATCH_KEYS, f"follows from {given}"), **used}, notes
 
-    A number of lower precedence gives way where it contradicts two of higher.
-    """
-    typed = {name: value for name, value in numbers.items()
-             if value is not None and sources.get(name, COMMAND_LINE) == COMMAND_LINE}
-    others = {name: value for name, value in numbers.items() if value is not None and name not in typed}
-    levels = [(COMMAND_LINE, typed), (str(config.path), overrides.batch)]
-    for source in sorted({sources[name] for name in others}, key=lambda source: Origin.of(source).rank):
-        levels.append((source, {name: value for name, value in others.items() if sources[name] == source}))
-    known: dict[str, int] = {}
-    used: dict[str, str] = {}
-    notes = []
-    for source, level in levels:
-        # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
-        for name in BATCH_KEYS:
-            if name not in level or name in known:
-                continue
-            if len(known) == 2 and set(used.values()) != {source}:
-                if getattr(_solve(known, used, dp_size, default_micro_batch), name) != level[name]:
-                    stronger = ", ".join(f"{other} {known[other]} ({used[other]})" for other in known)
-                    notes.append(f"{name} {level[name]} of {source} gives way to {stronger}")
-                continue
-            known[name], used[name] = level[name], source
-    batch = _solve(known, used, dp_size, default_micro_batch)
-    given = " and ".join(used) or "the default"
-    for name in BATCH_KEYS:
-        used.setdefault(name, f"follows from {given}")
-    return batch, used, notes
-
-
-def _solve(known: Mapping[str, int], used: Mapping[str, str], dp_size: int, default_micro_batch: int) -> Batch:
-    where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
-    return solve_batch(known.get("global_batch"), known.get("micro_batch"), known.get("accumulation"), dp_size,
-                       default_micro_batch=default_micro_batch, where=where)
+    def solved(self, known: Mapping[str, int], used: Mapping[str, str], dp_size: int) -> Batch:
+        where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
+        return solve_batch(known.get("global_batch"), known.get("micro_batch"), known.get("accumulation"), dp_size,
+                           default_micro_batch=self.request.default_micro_batch, where=where)
 
 
 def check_precision(precision: str | None, source: str, device: str | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.rundir import RunDir
 
 DEFAULT_BATCH = 64
@@ -52,9 +52,10 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     seed_for(options.seed, "init")
     # A ds_config's own precision counts: this is only the default.
-    resolved = resolve(options.ds_config, world_size=world_size, micro_batch=options.batch, precision="fp32",
-                       device=options.device, sources={"precision": "default", "clip": "default"},
-                       default_micro_batch=DEFAULT_BATCH)
+    resolved = resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch,
+                               precision="fp32", device=options.device,
+                               sources={"precision": "default", "clip": "default"},
+                               default_micro_batch=DEFAULT_BATCH))
     layout = resolved.layout
     if layout.tp * layout.pp * layout.sp > 1 or layout.zero.tiled:
         raise UserError(f"layout {layout.describe(world_size)} divides the layers of a GPT, and this trains an MLP",

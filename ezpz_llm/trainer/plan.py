@@ -21,7 +21,7 @@ from ezpz_llm.hf.source import Source, adapted, find_source
 from ezpz_llm.hf.tokenizer import words_for
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
-from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, UNASKED, Origin, Resolved, resolve
+from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, UNASKED, Origin, Request, Resolved, resolve
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
@@ -89,12 +89,13 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         model = _with_vocabulary(config, model, vocab_size)
     # A preset's micro batch is a ceiling: its global batch is what has to hold, for any number of ranks.
     largest = config.micro_batch if options.origin("micro_batch") in (Origin.PRESET, Origin.RUN) else None
-    resolved = resolve(config.ds_config, world_size=world_size, global_batch=config.global_batch,
-                       micro_batch=None if largest else config.micro_batch, accumulation=config.accumulation,
-                       default_micro_batch=largest or DEFAULT_MICRO_BATCH,
-                       clip=_DEFAULT_CLIP if config.clip is None else config.clip, precision=config.precision,
-                       device=device or config.device, tp=config.tp, pp=config.pp, sp=config.sp,
-                       optimizer=config.optimizer, nvme_path=config.nvme_path, model=model, sources=options.sources)
+    resolved = resolve(Request(config.ds_config, world_size=world_size, global_batch=config.global_batch,
+                               micro_batch=None if largest else config.micro_batch,
+                               accumulation=config.accumulation, default_micro_batch=largest or DEFAULT_MICRO_BATCH,
+                               clip=_DEFAULT_CLIP if config.clip is None else config.clip,
+                               precision=config.precision, device=device or config.device, tp=config.tp,
+                               pp=config.pp, sp=config.sp, optimizer=config.optimizer, nvme_path=config.nvme_path,
+                               model=model, sources=options.sources))
     check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
     wished = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
     for name, value in wished.items():

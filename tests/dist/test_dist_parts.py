@@ -251,7 +251,7 @@ from pathlib import Path
 import torch
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.gpt import GPT
@@ -259,7 +259,7 @@ from ezpz_llm.model.gpt import GPT
 dist = setup(device="cpu", run_dir=Path(sys.argv[1]))
 torch.manual_seed(0)
 model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=32, block_size=128, vocab_size=50304))
-resolved = resolve("ddp", world_size=1, global_batch=4, precision="bf16")
+resolved = resolve(Request("ddp", world_size=1, global_batch=4, precision="bf16"))
 engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                       param_groups=decay_groups(model, 0.1))
 tokens = torch.randint(50304, (4, 128))

@@ -14,7 +14,7 @@ from places import HELPERS, ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer, OptimizerName, check_optimizer
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.trainer.config import TrainConfig
 
 SCRIPT = HELPERS / "eight_bit_ranks.py"
@@ -64,11 +64,11 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(results: dict[str, Any], la
     ("tp2", 2, "come apart"), ("pp2", 2, "come apart")])
 def test_layouts_whose_copies_would_come_apart_are_refused(layout: str, world: int, word: str) -> None:
     with pytest.raises(UserError, match=word):
-        resolve(layout, world_size=world, optimizer="adamw_8bit")
+        resolve(Request(layout, world_size=world, optimizer="adamw_8bit"))
 
 
 def test_offloaded_state_has_an_optimizer_of_its_own() -> None:
-    layout = resolve("zero3", world_size=2).layout.with_zero(offload_optimizer="cpu")
+    layout = resolve(Request("zero3", world_size=2)).layout.with_zero(offload_optimizer="cpu")
     for optimizer in ("adamw_8bit", "adamw_unfused"):
         with pytest.raises(UserError, match="DeepSpeed's own AdamW"):
             check_optimizer(optimizer, layout)
@@ -78,7 +78,7 @@ def test_offloaded_state_has_an_optimizer_of_its_own() -> None:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError) as error:
-        resolve("ddp", world_size=1, optimizer="adamw_8bit")
+        resolve(Request("ddp", world_size=1, optimizer="adamw_8bit"))
     assert "pip install 'ezpz_llm[8bit]'" in error.value.instead
 
 

@@ -17,7 +17,7 @@ from ezpz_llm.engine.optimizer_state import make_optimizer
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
 
@@ -41,8 +41,8 @@ class Net(nn.Module):
 
 def make(tmp_path, *, accumulation: int = 1, precision: str = "fp32", clip: float = 0.1) -> Engine:
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(tmp_path))
-    resolved = resolve("ddp", world_size=1, global_batch=16, accumulation=accumulation, clip=clip,
-                       precision=precision)
+    resolved = resolve(Request("ddp", world_size=1, global_batch=16, accumulation=accumulation, clip=clip,
+                               precision=precision))
     model = Net()
     return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
                         param_groups=decay_groups(model, 0.1))

@@ -22,7 +22,7 @@ from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.ops import is_built, needed_ops
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
@@ -132,9 +132,9 @@ def test_which_ops_a_layout_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         layout = Layout("mine", "deepspeed", ZeroOptions(3, optimizer, param))
         assert needed_ops(layout) == needed
     monkeypatch.setattr(ops, "is_built", lambda name: name == "cpu_adam")
-    resolve("zero3_offload_all", world_size=2)
+    resolve(Request("zero3_offload_all", world_size=2))
     with pytest.raises(UserError) as refused:
-        resolve("zero3_nvme", world_size=2)
+        resolve(Request("zero3_nvme", world_size=2))
     assert refused.value.instead == "ezpz-llm doctor --build-ops pin_memory async_io"
 
 
@@ -168,12 +168,12 @@ def own(folder: Path, **zero: object) -> str:
 def test_what_deepspeed_would_fail_with_is_refused(tmp_path: Path, ops_are_there: None, zero: dict,
                                                    told: str) -> None:
     with pytest.raises(UserError, match=told):
-        resolve(own(tmp_path, **zero), world_size=2, model=get_model_config("gpt2-124m"))
+        resolve(Request(own(tmp_path, **zero), world_size=2, model=get_model_config("gpt2-124m")))
 
 
 def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> None:
     def zero(world_size: int, **options: object) -> dict:
-        return resolve("zero3_nvme", world_size=world_size, **options).deepspeed["zero_optimization"]
+        return resolve(Request("zero3_nvme", world_size=world_size, **options)).deepspeed["zero_optimization"]
 
     model = get_model_config("gpt2-124m")
     table = model.padded_vocab_size * model.n_embd
@@ -184,7 +184,7 @@ def test_buffers_follow_from_the_model(tmp_path: Path, ops_are_there: None) -> N
     long = get_model_config("tiny-gpt2", n_embd=384, n_head=6, block_size=4096)
     assert zero(4, model=model, tp=2)["offload_param"]["buffer_size"] == table // 4
     assert zero(2, model=long, tp=2)["offload_param"]["buffer_size"] == 4096 * 384
-    both = resolve(own(tmp_path, offload_optimizer={"pipeline_read": True}), world_size=2, model=model)
+    both = resolve(Request(own(tmp_path, offload_optimizer={"pipeline_read": True}), world_size=2, model=model))
     assert both.deepspeed["zero_optimization"]["offload_optimizer"]["buffer_count"] == 8
 
 

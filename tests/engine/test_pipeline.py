@@ -20,7 +20,7 @@ from places import HELPERS
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import MODELS, get_model_config
 from ezpz_llm.model.gpt import GPT
@@ -185,13 +185,13 @@ def test_activation_checkpointing_of_a_file_is_taken_over_or_refused(
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
     if refused is not None:
         with pytest.raises(UserError, match=refused):
-            resolve(str(path), world_size=2)
+            resolve(Request(str(path), world_size=2))
         return
-    resolved = resolve(str(path), world_size=2)
+    resolved = resolve(Request(str(path), world_size=2))
     assert resolved.recompute == recompute
     assert "activation_checkpointing" not in resolved.deepspeed
     assert not resolved.deepspeed.get("pipeline")
-    assert resolve(str(path), world_size=2, sources={"recompute": "command line"}).recompute is None
+    assert resolve(Request(str(path), world_size=2, sources={"recompute": "command line"})).recompute is None
 
 
 # Two ranks

@@ -22,7 +22,7 @@ from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.dist.setup import Dist, setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
@@ -40,8 +40,8 @@ def build(layout: str, dist: Dist, *, seed: int, dropout: float = 0.0, width: in
                               vocab_size=VOCABULARY, dropout=dropout)
     model = GPT(config)
     init_weights(model, model.config, seed)
-    resolved = resolve(layout, world_size=dist.world_size, global_batch=GLOBAL_BATCH, micro_batch=2,
-                       precision="fp32", clip=1.0)
+    resolved = resolve(Request(layout, world_size=dist.world_size, global_batch=GLOBAL_BATCH, micro_batch=2,
+                               precision="fp32", clip=1.0))
     return build_engine(model, resolved, dist, lr=1e-2, betas=(0.9, 0.95), eps=1e-8,
                         param_groups=decay_groups(model, 0.1))
 

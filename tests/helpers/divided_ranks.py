@@ -38,7 +38,7 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
@@ -52,9 +52,9 @@ SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, 
 
 def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed: int = 1337) -> Engine:
     layout, *degrees = name.split(",")
-    resolved = resolve(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH, model=config,
-                       accumulation=ACCUMULATION, precision=precision, device="cpu",
-                       **{degree[:2]: int(degree[2:]) for degree in degrees})
+    resolved = resolve(Request(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
+                               model=config, accumulation=ACCUMULATION, precision=precision, device="cpu",
+                               **{degree[:2]: int(degree[2:]) for degree in degrees}))
     chosen = resolved.layout
     dist.arrange(tp=chosen.tp, pp=chosen.pp, sp=chosen.sp)
     model = assemble(config, chosen, dist.mesh, seed)

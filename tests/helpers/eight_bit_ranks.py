@@ -22,7 +22,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
@@ -32,8 +32,9 @@ CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_embd=64, block_size=BLOCK, v
 
 
 def make(dist: Dist, layout: str, optimizer: str, seed: int = 7) -> Engine:
-    resolved = resolve(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH, model=CONFIG,
-                       accumulation=ACCUMULATION, precision="fp32", device="cpu", optimizer=optimizer)
+    resolved = resolve(Request(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
+                               model=CONFIG, accumulation=ACCUMULATION, precision="fp32", device="cpu",
+                               optimizer=optimizer))
     dist.arrange()
     model = assemble(CONFIG, resolved.layout, dist.mesh, seed)
     return build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,

@@ -27,7 +27,7 @@ from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
@@ -49,8 +49,8 @@ def make_engine(dist: Dist, layout: str, precision: str, options: list[str]) -> 
                                            stage3_param_persistence_threshold=0)
         path.write_text(json.dumps(values))
         source = str(path)
-    resolved = resolve(source, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
-                       accumulation=ACCUMULATION, precision=precision)
+    resolved = resolve(Request(source, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
+                               accumulation=ACCUMULATION, precision=precision))
     model = GPT(CONFIGS["llama" if "llama" in options else "gpt2"])
     init_weights(model, model.config, 1337)
     engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,

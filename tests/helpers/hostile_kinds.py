@@ -165,14 +165,14 @@ def board(rng: Random, folder: Path) -> object:
 
 @kind
 def ds(rng: Random, folder: Path) -> object:
-    from ezpz_llm.layout.resolve import resolve
+    from ezpz_llm.layout.resolve import Request, resolve
 
     whole = rng.choice(sorted(data_dir("ds_configs").glob("*.json"))).read_text()
     if rng.random() < 0.6:
         content = mutate.json_data(rng, {**json.loads(whole), "fp16": {"enabled": "auto"}, "train_batch_size": 8})
     else:
         content = mutate.data(rng, whole)
-    return resolve(str(_written(folder, "mine.json", content)), world_size=2)
+    return resolve(Request(str(_written(folder, "mine.json", content)), world_size=2))
 
 
 @kind

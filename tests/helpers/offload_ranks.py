@@ -30,7 +30,7 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.rundir import RunDir
@@ -63,8 +63,9 @@ class Run:
         alone = Dist(RankInfo(0, 1, 0, 1, 0, "test"), dist.device, None, Mesh(Degrees(1), 0), dist.run_dir)
         self.dist = alone if self.layout == "ddp" else dist
         source = self._own_config(settings) if settings else self.layout
-        self.resolved = resolve(source, world_size=self.dist.world_size, clip=CLIP, accumulation=ACCUMULATION,
-                                global_batch=GLOBAL_BATCH, precision=self.precision, model=config_of(self.shape))
+        self.resolved = resolve(Request(source, world_size=self.dist.world_size, clip=CLIP,
+                                        accumulation=ACCUMULATION, global_batch=GLOBAL_BATCH,
+                                        precision=self.precision, model=config_of(self.shape)))
         self.engine = self.make()
 
     def _own_config(self, settings: list[str]) -> str:

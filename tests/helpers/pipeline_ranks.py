@@ -31,7 +31,7 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
@@ -62,9 +62,10 @@ class Run:
         self.dist.arrange(**degrees)
         self.accumulation = ACCUMULATION * 2 ** self.options.count("small")
         source = "pp2" if degrees else self.layout
-        self.resolved = resolve(source, world_size=self.dist.world_size, clip=CLIP, accumulation=self.accumulation,
-                                global_batch=GLOBAL_BATCH * (3 if "wide" in self.options else 1),
-                                precision=self.precision, **degrees)
+        self.resolved = resolve(Request(source, world_size=self.dist.world_size, clip=CLIP,
+                                        accumulation=self.accumulation,
+                                        global_batch=GLOBAL_BATCH * (3 if "wide" in self.options else 1),
+                                        precision=self.precision, **degrees))
         self.spans: Counter[str] = Counter()
         self.engine = self._engine()
 

@@ -22,7 +22,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, init_weights
@@ -65,9 +65,9 @@ class Run:
 
     def __init__(self, dist: Dist, name: str) -> None:
         layout, _, optimizer = name.partition(":")
-        resolved = resolve(layout, optimizer=optimizer or "adamw", world_size=dist.world_size, clip=CLIP,
-                           global_batch=GLOBAL_BATCH, model=CONFIG, accumulation=ACCUMULATION, precision="fp32",
-                           device="cpu")
+        resolved = resolve(Request(layout, optimizer=optimizer or "adamw", world_size=dist.world_size, clip=CLIP,
+                                   global_batch=GLOBAL_BATCH, model=CONFIG, accumulation=ACCUMULATION,
+                                   precision="fp32", device="cpu"))
         chosen = resolved.layout
         dist.arrange(tp=chosen.tp, pp=chosen.pp, sp=chosen.sp)
         model = assemble(CONFIG, chosen, dist.mesh, 1337)

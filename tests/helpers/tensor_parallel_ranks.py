@@ -31,7 +31,7 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.embedding import Columns
@@ -61,8 +61,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_engine(dist: Dist, layout: str, tp: int, config: ModelConfig, precision: str, seed: int = 1337) -> Engine:
-    resolved = resolve(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
-                       accumulation=ACCUMULATION, precision=precision, tp=tp)
+    resolved = resolve(Request(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
+                               accumulation=ACCUMULATION, precision=precision, tp=tp))
     dist.arrange(tp=tp)
     model = assemble(config, resolved.layout, dist.mesh, seed)
     return build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
@@ -153,7 +153,7 @@ def initial_weights(dist: Dist) -> dict[str, bool]:
         plain = GPT(config)
         init_weights(plain, config, 7)
         expected = dict(plain.named_parameters())
-        model = assemble(config, resolve("tp2", world_size=2, tp=2, precision="fp32").layout, dist.mesh, 7)
+        model = assemble(config, resolve(Request("tp2", world_size=2, tp=2, precision="fp32")).layout, dist.mesh, 7)
         counts: Counter[str] = Counter()
         result[f"{shape} same"] = True
         for name, parameter in model.named_parameters():
@@ -198,7 +198,7 @@ def losses(dist: Dist) -> dict[str, list[float]]:
 def dropout(dist: Dist) -> dict[str, bool]:
     """Masks: alike where ranks hold the same, others where they hold other heads, the same when recomputed."""
     config = replace(CONFIGS["gpt2"], dropout=0.3)
-    layout = resolve("tp2", world_size=2, tp=2, precision="fp32").layout
+    layout = resolve(Request("tp2", world_size=2, tp=2, precision="fp32")).layout
     model = assemble(config, layout, dist.mesh, 7)
     product = model.transformer["h"][0].attn.product
     outputs: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from ezpz_llm.hf.source import adapted, find_source
 from ezpz_llm.hf.tokenizer import FileTokenizer, write_tokenizer
 from ezpz_llm.hf.weights import open_weights
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.layout.resolve import resolve
+from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import decay_groups, load_values
@@ -302,7 +302,8 @@ def saved(config: ModelConfig, folder: Path) -> tuple[GPT, Path]:
     torch.manual_seed(4)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    engine = build_engine(model, resolve("ddp", world_size=1, precision="fp32"), dist, lr=1.0, betas=(0.9, 0.9),
+    engine = build_engine(model, resolve(Request("ddp", world_size=1,
+                                                 precision="fp32")), dist, lr=1.0, betas=(0.9, 0.9),
                           eps=1e-8, param_groups=decay_groups(model, 0.0))
     RunDir(folder).create()
     state = {"step": 1, "consumed": 2, "sample_hash": "", "seed": 1, "data": "", "model": vars(config),

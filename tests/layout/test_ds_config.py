@@ -23,7 +23,7 @@ from ezpz_llm.launch.variables import PLACES_VARIABLE
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 
@@ -40,7 +40,7 @@ def own(tmp_path: Path):
             path.write_bytes(values)
         else:
             path.write_text(values if isinstance(values, str) else json.dumps(values))
-        return resolve(str(path), world_size=given.pop("world_size", 2), **given)
+        return resolve(Request(str(path), world_size=given.pop("world_size", 2), **given))
     return own
 
 
@@ -173,7 +173,7 @@ def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    resolved = resolve(name, world_size=1, global_batch=8, clip=1.0)
+    resolved = resolve(Request(name, world_size=1, global_batch=8, clip=1.0))
     parsed = DeepSpeedConfig(json.loads(json.dumps(resolved.deepspeed)))
     assert parsed.zero_optimization_stage == resolved.layout.zero.stage
     assert parsed.train_batch_size == 8

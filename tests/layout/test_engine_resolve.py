@@ -15,7 +15,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.memory import held_parameters
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.rundir import RunDir
@@ -36,7 +36,7 @@ def write(tmp_path: Path):
 
 def refused(name: str, world_size: int = 2, **given: Any) -> str:
     with pytest.raises(UserError) as caught:
-        resolve(name, world_size=world_size, **given)
+        resolve(Request(name, world_size=world_size, **given))
     return str(caught.value)
 
 
@@ -48,13 +48,13 @@ def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPat
         values = ds_config.load(name).values
         assert not {"optimizer", "scheduler", "gradient_clipping", "train_batch_size"} & values.keys()
         assert f"| `{name}` |" in purposes
-        resolved = resolve(name, world_size=8, global_batch=64, device="cpu")
+        resolved = resolve(Request(name, world_size=8, global_batch=64, device="cpu"))
         assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2"))
         assert bool(resolved.notes) == (name == "zero3_nvme")  # where its files go
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = ("import sys; from ezpz_llm.layout.resolve import resolve; resolve('zero3', world_size=4); "
+    program = ("import sys; from ezpz_llm.layout.resolve import Request, resolve; resolve(Request('zero3', 4)); "
                "import ezpz_llm.doctor; sys.exit(bool({'torch', 'deepspeed', 'numpy'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
@@ -155,7 +155,7 @@ def test_a_layout_whose_op_is_not_built_says_how_to_build_it(
     library = ops.ops_dir() / "cpu_adam" / "cpu_adam.so"
     library.parent.mkdir()
     library.touch()
-    assert resolve("zero3_offload_optimizer", world_size=2).layout.zero.offload_optimizer == "cpu"
+    assert resolve(Request("zero3_offload_optimizer", world_size=2)).layout.zero.offload_optimizer == "cpu"
 
 
 FOREIGN = {
@@ -169,7 +169,7 @@ FOREIGN = {
 
 
 def resolve_foreign(write, **given: Any) -> Resolved:
-    return resolve(write(FOREIGN), world_size=2, **given)
+    return resolve(Request(write(FOREIGN), world_size=2, **given))
 
 
 def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
@@ -206,7 +206,7 @@ def test_the_command_line_comes_before_the_ds_config_and_that_before_the_rest(wr
 def test_a_number_of_lower_precedence_gives_way(write) -> None:
     """The command line's batch keeps the file's micro batch, which was sized for the memory, and not its steps."""
     path = write({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2})
-    resolved = resolve(path, world_size=2, global_batch=64)
+    resolved = resolve(Request(path, world_size=2, global_batch=64))
     assert resolved.batch == Batch(64, 4, 8, 2)
     assert "accumulation 2" in " ".join(resolved.notes)
     assert "64 is not" in refused(write({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
@@ -215,13 +215,14 @@ def test_a_number_of_lower_precedence_gives_way(write) -> None:
 
 def test_yaml_comes_before_a_preset(write) -> None:
     sources = {"global_batch": "preset small", "micro_batch": "run.yaml", "accumulation": "run.yaml"}
-    resolved = resolve("zero1", world_size=2, global_batch=64, micro_batch=2, accumulation=3, sources=sources)
+    resolved = resolve(Request("zero1", world_size=2, global_batch=64, micro_batch=2, accumulation=3,
+                               sources=sources))
     assert resolved.batch == Batch(12, 2, 3, 2)
     assert "global_batch 64 of preset small" in " ".join(resolved.notes)
 
 
 def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
-    resolved = resolve("zero2", world_size=2, global_batch=16, accumulation=2, clip=1.0, precision="bf16")
+    resolved = resolve(Request("zero2", world_size=2, global_batch=16, accumulation=2, clip=1.0, precision="bf16"))
     run_dir = RunDir(tmp_path)
     resolved.write(run_dir)
     assert json.loads(run_dir.deepspeed.read_text()) == resolved.deepspeed
@@ -237,44 +238,45 @@ def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
 
 
 def test_ddp_leaves_no_deepspeed_file(tmp_path: Path) -> None:
-    resolve("ddp", world_size=2).write(RunDir(tmp_path))
+    resolve(Request("ddp", world_size=2)).write(RunDir(tmp_path))
     assert not RunDir(tmp_path).deepspeed.exists()
 
 
 def test_buckets_follow_from_the_model_and_what_the_user_says_stays(write) -> None:
     small, large = get_model_config("tiny-gpt2", vocab_size=256), get_model_config("llama3-1b")
     size = parameter_count(small)
-    assert zero_of(resolve("zero2", world_size=2, model=small)) == (size, size, None, None)
-    resolved = resolve("zero3", world_size=2, model=large)
+    assert zero_of(resolve(Request("zero2", world_size=2, model=small))) == (size, size, None, None)
+    resolved = resolve(Request("zero3", world_size=2, model=large))
     reduce, gather, prefetch, persists = zero_of(resolved)
     assert (reduce, gather, persists) == (50_000_000, None, 100_000)
     assert prefetch == 50_000_000  # a block has 61 million
     assert "stage3_prefetch_bucket_size" in resolved.explain()
-    divided = zero_of(resolve("tp2_zero3", world_size=4, model=large))
+    divided = zero_of(resolve(Request("tp2_zero3", world_size=4, model=large)))
     assert divided[2] < prefetch
     # What tensor parallelism leaves whole is in the bucket as well; of a pipeline the largest stage.
     for name in ("tp2_zero1", "pp2", "3d"):
-        resolved = resolve(name, world_size=8, model=small)
+        resolved = resolve(Request(name, world_size=8, model=small))
         held = [held_parameters(resolved.layout, small, stage) for stage in range(resolved.layout.pp)]
         assert zero_of(resolved)[:2] == (max(held), max(held))
         assert size / resolved.layout.tp / resolved.layout.pp < max(held) < size
     wide = get_model_config("tiny-gpt2", vocab_size=256, n_embd=40_000, n_head=4)
-    assert zero_of(resolve("zero3", world_size=2, model=wide))[3] == 4 * 40_000
+    assert zero_of(resolve(Request("zero3", world_size=2, model=wide)))[3] == 4 * 40_000
     mine = write({"zero_optimization": {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": 0}})
-    resolved = resolve(mine, world_size=2, model=large)
+    resolved = resolve(Request(mine, world_size=2, model=large))
     assert zero_of(resolved) == (7, None, 0, 100_000)
     assert "reduce_bucket_size" not in resolved.explain()
 
 
 def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(write) -> None:
     def copying(source: str, device: str = "cpu") -> tuple[bool | None, ...]:
-        zero = resolve(source, world_size=2, device=device).deepspeed["zero_optimization"]
+        zero = resolve(Request(source, world_size=2, device=device)).deepspeed["zero_optimization"]
         return zero.get("reduce_scatter"), zero.get("contiguous_gradients")
 
     assert copying("zero1") == copying("zero2") == (False, None)
     assert copying("zero3") == (None, False)
     assert copying("zero2", "cuda") == copying("zero3", "cuda") == (None, None)
-    assert re.search(r"^reduce_scatter +false +\w", resolve("zero1", world_size=2, device="cpu").explain(), re.M)
+    assert re.search(r"^reduce_scatter +false +\w", resolve(Request("zero1", world_size=2,
+                                                                    device="cpu")).explain(), re.M)
     assert copying(write({"zero_optimization": {"stage": 3, "contiguous_gradients": True}})) == (None, True)
     # Reduced to its owner alone a gradient is really scattered; all-reduced, stage 3 needs its bucket.
     owners = {"stage": 2, "use_multi_rank_bucket_allreduce": False}

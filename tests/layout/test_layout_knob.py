@@ -17,7 +17,7 @@ from ezpz_llm.layout import ds_config, suggest
 from ezpz_llm.layout.knobs import KNOBS, knob_rows
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import held_parameters, memory_per_rank
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.config import MODELS
 
 TINY = MODELS["tiny-gpt2"]
@@ -29,7 +29,7 @@ def zeropp(tmp_path: Path):
     def zeropp(world_size: int, **given: int) -> Resolved:
         path = tmp_path / "zeropp.json"
         path.write_text(json.dumps(HPZ2))
-        return resolve(str(path), world_size=world_size, model=TINY, **given)
+        return resolve(Request(str(path), world_size=world_size, model=TINY, **given))
     return zeropp
 
 
@@ -43,7 +43,7 @@ def test_the_check_names_the_option_and_refuses_groups_that_do_not_divide(zeropp
 
 
 def test_the_second_copy_is_memory_and_its_gathers_are_traffic(zeropp) -> None:
-    resolved, zero3 = zeropp(8, accumulation=2), resolve("zero3", world_size=8, model=TINY, accumulation=2)
+    resolved, zero3 = zeropp(8, accumulation=2), resolve(Request("zero3", world_size=8, model=TINY, accumulation=2))
     held = held_parameters(zero3.layout, TINY, 0)
     more = {part.kind: part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)}
     assert more.pop("secondary") == 4 * held // 2

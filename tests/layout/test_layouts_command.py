@@ -22,7 +22,7 @@ from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.suggest import shipped_layouts
 from ezpz_llm.layouts import main
 from ezpz_llm.model.config import MODELS
@@ -50,8 +50,8 @@ def resolved(typed: str, model: str, world: int) -> Resolved:
     words = shlex.split(typed)
     given = {name.lstrip("-"): value for name, value in zip(words[::2], words[1::2], strict=True)}
     name = given.pop("ds-config")
-    return resolve(name, world_size=world, model=MODELS[model], accumulation=8,
-                   **{degree: int(value) for degree, value in given.items()})
+    return resolve(Request(name, world_size=world, model=MODELS[model], accumulation=8,
+                           **{degree: int(value) for degree, value in given.items()}))
 
 
 def test_what_it_says_is_legal_is_planned_and_what_it_refuses_is_not(

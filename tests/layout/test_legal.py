@@ -19,7 +19,7 @@ from ezpz_llm.layout import constraints, ops
 from ezpz_llm.layout.batch import solve_batch
 from ezpz_llm.layout.constraints import Case, validate
 from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.resolve import Resolved, resolve
+from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.suggest import (
     alternatives,
     as_cli_flags,
@@ -139,14 +139,14 @@ def test_stage_0_under_a_pipeline_becomes_stage_1() -> None:
     layout, notes, problem = validate(Case(Layout("zero0", "deepspeed", ZeroOptions(0), pp=2), 2, TINY))
     assert (layout.zero.stage, problem) == (1, None)
     assert "stage 1 in place of 0" in notes[0]
-    resolved = resolve("zero0", world_size=2, pp=2, global_batch=64, model=TINY)
+    resolved = resolve(Request("zero0", world_size=2, pp=2, global_batch=64, model=TINY))
     assert resolved.deepspeed["zero_optimization"]["stage"] == 1
     assert resolved.notes == notes
 
 
 def test_a_pipeline_with_few_micro_batches_is_told_of_its_bubble() -> None:
     def notes(accumulation: int) -> tuple[str, ...]:
-        return resolve("pp2", world_size=4, accumulation=accumulation, pp=4, model=TINY).notes
+        return resolve(Request("pp2", world_size=4, accumulation=accumulation, pp=4, model=TINY)).notes
 
     assert "idle 75% of the time with 1 micro" in notes(1)[0]
     assert "--gradient-accumulation-steps 16 would make it 16%" in notes(1)[0]
@@ -228,7 +228,7 @@ def own(tmp_path: Path):
     def own(values: dict[str, Any], world_size: int = 4, **given: Any) -> Resolved:
         path = tmp_path / "mine.json"
         path.write_text(json.dumps(values))
-        return resolve(str(path), world_size=world_size, accumulation=8, model=TINY, **given)
+        return resolve(Request(str(path), world_size=world_size, accumulation=8, model=TINY, **given))
     return own
 
 
