@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,12 +15,9 @@ from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
 from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import broadcast, together
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.base import Engine
-
+from ezpz_llm.engine.base import Engine
 
 Accept = Callable[[Path, dict[str, Any]], None]
 """Raises a UserError for a checkpoint, and its state, that the run cannot go on from."""

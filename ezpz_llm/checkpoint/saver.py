@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -21,14 +21,12 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.writer import Shard, complete_folder, facts, read_shard, write_shard
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import broadcast, gather, together
 from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.engine.base import Engine
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.rundir import RunDir
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.base import Engine
 
 # A copy of a rank's part of the state in host memory, which can be written while training changes the state.
 _ALIGN = 64

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,10 @@ import torch
 from ezpz_llm import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
 from ezpz_llm.checkpoint.manifest import INDEX, STATE, FileRecord, describe, publish, shard_name, write_manifest
+from ezpz_llm.dist import Dist
+from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import EngineState, owned
 from ezpz_llm.rundir import write_json
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.base import Engine
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """What a rank wrote: its file, and (parameter name, piece) for what is in it."""

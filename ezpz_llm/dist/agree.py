@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as torch_dist
 
 from ezpz_llm.base.errors import UserError
@@ -29,6 +30,18 @@ def all_gather(dist: Dist, value: Any) -> list[Any]:
     values = [value] * dist.world_size
     if dist.world_size > 1:
         torch_dist.all_gather_object(values, value)
+    return values
+
+
+def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
+    """`values` summed over all ranks, or as `op` says, on this rank's device; a single rank's as they are.
+
+    Collective.
+    """
+    if dist.world_size == 1:
+        return values
+    values = values.to(dist.device)
+    torch_dist.all_reduce(values, op=op)
     return values
 
 

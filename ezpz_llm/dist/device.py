@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 
 def choose_device(asked: str | None, info: RankInfo) -> torch.device:

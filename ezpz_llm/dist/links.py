@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.setup import Dist
 
 _BYTES = 2 ** 20
@@ -47,18 +48,12 @@ def measure_links(dist: Dist, host: str) -> list[dict[str, Any]]:
                 for sender, receiver in ((i, j), (j, i)):
                     own += _send(dist, buffer, firsts, names[sender], names[receiver])
         dist.barrier()
-    gathered: list[Any] = [None] * dist.world_size
-    torch.distributed.all_gather_object(gathered, [asdict(link) for link in own])
-    return [link for found in gathered for link in found]
+    return [link for found in all_gather(dist, [asdict(link) for link in own]) for link in found]
 
 
 def _first_ranks(dist: Dist, host: str) -> dict[str, int]:
-    hosts: list[Any] = [None] * dist.world_size
-    if dist.world_size == 1:
-        return {host: 0}
-    torch.distributed.all_gather_object(hosts, host)
     firsts: dict[str, int] = {}
-    for rank, name in enumerate(hosts):
+    for rank, name in enumerate(all_gather(dist, host)):
         firsts.setdefault(name, rank)
     return firsts
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ezpz_llm.dist import Dist
 from ezpz_llm.engine.gradients import NonFiniteStepSkipper
+from ezpz_llm.engine.optimizer_state import EngineState
 from ezpz_llm.engine.precision import LossScale
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.optimizer_state import EngineState
-    from ezpz_llm.layout.resolve import Resolved
+from ezpz_llm.layout.resolve import Resolved
 
 Span = Callable[[str], AbstractContextManager[None]]
 """Times what happens inside: "forward", "backward" or "optimizer"."""

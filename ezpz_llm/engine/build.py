@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine import sequence_parallel
 from ezpz_llm.engine.base import Engine
@@ -23,9 +24,6 @@ from ezpz_llm.model.init import init_weights, load_values
 from ezpz_llm.model.parameters import Box, Placement, check_parameters, place, placement_of
 from ezpz_llm.model.partition import stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
@@ -25,9 +26,6 @@ from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import placement_of, size
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 class DeepSpeedEngine(MicroStepEngine):

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice, TorchState, cut, raw
+from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.model.parameters import placement_of
-
-if TYPE_CHECKING:
-    from ezpz_llm.engine.precision import LossScale
 
 
 def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | None) -> EngineState:

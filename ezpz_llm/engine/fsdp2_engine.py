@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist import Dist
 from ezpz_llm.engine.gradients import divided_norm_and_clip
 from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice
+from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.gpt import Block
 from ezpz_llm.model.parameters import whole
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.engine.precision import LossScale
 
 
 class Fsdp2Engine(TorchEngine):

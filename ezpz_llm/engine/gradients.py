@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.dist.private_names import foreach_div_, foreach_norm
 from ezpz_llm.engine.group_norms import GroupNorms
+from ezpz_llm.engine.optimizer_state import EngineState
 from ezpz_llm.model.parameters import placement_of
-
-if TYPE_CHECKING:
-    from ezpz_llm.engine.optimizer_state import EngineState
 
 
 def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.private_names import foreach_norm
+from ezpz_llm.engine.optimizer_state import EngineState, Slice
 from ezpz_llm.model.parameters import decays
-
-if TYPE_CHECKING:
-    from ezpz_llm.engine.optimizer_state import EngineState, Slice
 
 GROUPS = ("decayed", "others")
 """Matrices and embeddings, which decay; biases and norms, which do not."""

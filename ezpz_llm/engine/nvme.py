@@ -15,15 +15,13 @@ import tempfile
 import weakref
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import together
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ezpz_llm.dist import Dist
 
 _LOCK, _ROOM = "lock", "room"
 _FILES = {"optimizer": 16, "param": 4}

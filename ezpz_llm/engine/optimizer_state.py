@@ -7,16 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer
 from ezpz_llm.model.parameters import Box, Placement, placement_of
 
-if TYPE_CHECKING:
-    from ezpz_llm.engine.precision import LossScale
 
 @dataclass(frozen=True)
 class Slice:

@@ -11,11 +11,13 @@ import io
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, redirect_stdout
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
@@ -24,11 +26,7 @@ from ezpz_llm.engine.optimizer_state import EngineState, make_optimizer, set_lr
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.model.pipeline import PipelineStage
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
-    from ezpz_llm.dist.mesh import Mesh
-    from ezpz_llm.rundir import RunDir
+from ezpz_llm.rundir import RunDir
 
 _PHASES = {"ForwardPass": "forward", "BackwardPass": "backward",
            "ReduceTiedGrads": "optimizer", "ReduceGrads": "optimizer", "OptimizerStep": "optimizer"}

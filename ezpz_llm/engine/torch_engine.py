@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import EngineState, TorchState, make_optimizer, set_lr
 from ezpz_llm.layout.resolve import Resolved
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 class TorchEngine(MicroStepEngine):

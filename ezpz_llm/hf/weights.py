@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,14 +22,12 @@ from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import together
 from ezpz_llm.hf.config import Stored, stored_tensors
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ROWS_AT_ONCE = 8192

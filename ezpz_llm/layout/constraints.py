@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.layout.knobs import KNOBS, Case, Problem, Repair, Rule
+from ezpz_llm.layout.knobs import KNOBS, Case, Found, Problem, Repair, Rule
 from ezpz_llm.layout.layout import Layout
 
 
@@ -23,7 +23,7 @@ def validate(case: Case) -> tuple[Layout, tuple[str, ...], Problem | None]:
     """
     notes: list[str] = []
     for rule in RULES:
-        found = rule(case)
+        found = next(rule(case), None)
         if isinstance(found, Problem):
             return case.layout, tuple(notes), found
         if found is not None:
@@ -32,114 +32,102 @@ def validate(case: Case) -> tuple[Layout, tuple[str, ...], Problem | None]:
     return case.layout, tuple(notes), None
 
 
-def check_world_size(case: Case) -> Problem | None:
+def check_world_size(case: Case) -> Found:
     """The ranks must be divisible into groups of tp x pp x sp."""
     layout = case.layout
     others = layout.tp * layout.pp * layout.sp
-    if case.world_size % others == 0:
-        return None
-    return Problem(f"{case.world_size} ranks cannot be divided into groups of tp {layout.tp} x pp {layout.pp} x "
-                   f"sp {layout.sp} = {others}", ("ranks", *_above_one(layout)), ("ranks", "tp", "pp", "sp"))
+    if case.world_size % others:
+        yield Problem(f"{case.world_size} ranks cannot be divided into groups of tp {layout.tp} x pp {layout.pp} x "
+                      f"sp {layout.sp} = {others}", ("ranks", *_above_one(layout)), ("ranks", "tp", "pp", "sp"))
 
 
-def check_engine(case: Case) -> Problem | None:
+def check_engine(case: Case) -> Found:
     """Torch's engines have no pipeline, and fully_shard is not combined with tensor parallel."""
     layout = case.layout
     if layout.pp > 1 and layout.engine != "deepspeed":
-        return Problem(f"engine {layout.engine} has no pipeline: DeepSpeed's runs the stages", ("engine", "pp"),
-                       ("engine", "pp"))
+        yield Problem(f"engine {layout.engine} has no pipeline: DeepSpeed's runs the stages", ("engine", "pp"),
+                      ("engine", "pp"))
     if layout.tp > 1 and layout.engine == "fsdp2":
-        return Problem("fsdp2 divides whole layers over all ranks, and tensor parallel divides each layer: the two "
-                       "are not combined here", ("engine", "tp"), ("engine", "tp"))
-    return None
+        yield Problem("fsdp2 divides whole layers over all ranks, and tensor parallel divides each layer: the two "
+                      "are not combined here", ("engine", "tp"), ("engine", "tp"))
 
 
-def check_pipeline_stage(case: Case) -> Problem | Repair | None:
+def check_pipeline_stage(case: Case) -> Found:
     """A pipeline takes ZeRO stage 1 without offload."""
     layout = case.layout
     if layout.pp == 1:
-        return None
+        return
     if layout.zero.stage in (2, 3):
-        return Problem(f"a pipeline keeps whole gradients until its last micro batch: ZeRO stage "
-                       f"{layout.zero.stage}, which divides them, is refused by DeepSpeed",
-                       ("stage", "pp"), ("stage", "pp"))
+        yield Problem(f"a pipeline keeps whole gradients until its last micro batch: ZeRO stage "
+                      f"{layout.zero.stage}, which divides them, is refused by DeepSpeed",
+                      ("stage", "pp"), ("stage", "pp"))
     if layout.zero.offload_optimizer is not None:
-        return Problem("a pipeline's optimizer steps on the device: it is not offloaded here",
-                       ("offload_optimizer", "pp"), ("offload", "pp"))
+        yield Problem("a pipeline's optimizer steps on the device: it is not offloaded here",
+                      ("offload_optimizer", "pp"), ("offload", "pp"))
     if layout.zero.stage == 0:
-        return Repair(layout.with_zero(stage=1),
-                      "ZeRO stage 1 in place of 0: under a pipeline DeepSpeed's stage 0 clips each stage by a norm "
-                      "of its own")
-    return None
+        yield Repair(layout.with_zero(stage=1),
+                     "ZeRO stage 1 in place of 0: under a pipeline DeepSpeed's stage 0 clips each stage by a norm "
+                     "of its own")
 
 
-def check_pipeline_sequences(case: Case) -> Problem | None:
+def check_pipeline_sequences(case: Case) -> Found:
     """Pipeline and sequence parallel are not combined."""
-    if case.layout.pp == 1 or case.layout.sp == 1:
-        return None
-    return Problem("pipeline stages pass on whole sequences: pipeline and sequence parallel are not combined here",
-                   ("pp", "sp"), ("sp", "pp"))
+    if case.layout.pp > 1 and case.layout.sp > 1:
+        yield Problem("pipeline stages pass on whole sequences: pipeline and sequence parallel are not combined "
+                      "here", ("pp", "sp"), ("sp", "pp"))
 
 
-def check_heads(case: Case) -> Problem | None:
+def check_heads(case: Case) -> Found:
     """Attention heads, and key/value heads, must be divisible by tp x sp."""
     layout, model = case.layout, case.model
     parts = layout.tp * layout.sp
-    if model is None or parts == 1:
-        return None
     by = " x ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "sp") if getattr(layout, name) > 1)
-    for kind, count in (("attention heads", model.n_head), ("key/value heads", model.n_kv_head)):
+    for kind, count in () if model is None else (("attention heads", model.n_head),
+                                                 ("key/value heads", model.n_kv_head)):
         if count % parts:
-            return Problem(f"{count} {kind} cannot be divided by {by}{f' = {parts}' if 'x' in by else ''}",
-                           _above_one(layout, "tp", "sp"), ("tp", "sp"))
-    return None
+            yield Problem(f"{count} {kind} cannot be divided by {by}{f' = {parts}' if 'x' in by else ''}",
+                          _above_one(layout, "tp", "sp"), ("tp", "sp"))
 
 
-def check_widths(case: Case) -> Problem | None:
+def check_widths(case: Case) -> Found:
     """The MLP's width and the rows of the vocabulary must be divisible by tp."""
     tp, model = case.layout.tp, case.model
-    if model is None or tp == 1:
-        return None
-    if model.intermediate_size % tp:
-        return Problem(f"the MLP's width of {model.intermediate_size} cannot be divided by tp {tp}", ("tp",),
-                       ("tp",))
-    if model.padded_vocab_size % tp:
+    if model is not None and model.intermediate_size % tp:
+        yield Problem(f"the MLP's width of {model.intermediate_size} cannot be divided by tp {tp}", ("tp",),
+                      ("tp",))
+    if model is not None and model.padded_vocab_size % tp:
         # Not padded in silence: more rows are another model, to its softmax and to its checkpoints.
-        return Problem(f"the vocabulary of {model.padded_vocab_size} rows cannot be divided by tp {tp}", ("tp",),
-                       ("tp", "vocab_multiple"))
-    return None
+        yield Problem(f"the vocabulary of {model.padded_vocab_size} rows cannot be divided by tp {tp}", ("tp",),
+                      ("tp", "vocab_multiple"))
 
 
-def check_pipeline_depth(case: Case) -> Problem | None:
+def check_pipeline_depth(case: Case) -> Found:
     """A model needs a block for each pipeline stage."""
-    if case.model is None or case.layout.pp <= case.model.n_layer:
-        return None
-    return Problem(f"{case.model.n_layer} blocks cannot be divided among {case.layout.pp} pipeline stages", ("pp",),
-                   ("pp", "n_layer"))
+    if case.model is not None and case.layout.pp > case.model.n_layer:
+        yield Problem(f"{case.model.n_layer} blocks cannot be divided among {case.layout.pp} pipeline stages",
+                      ("pp",), ("pp", "n_layer"))
 
 
-def check_context(case: Case) -> Problem | None:
+def check_context(case: Case) -> Found:
     """The sequence length must be divisible by sp."""
     sp, model = case.layout.sp, case.model
-    if model is None or model.block_size % sp == 0:
-        return None
-    return Problem(f"sequences of {model.block_size} tokens cannot be divided by sp {sp}", ("sp",),
-                   ("sp", "block_size"))
+    if model is not None and model.block_size % sp:
+        yield Problem(f"sequences of {model.block_size} tokens cannot be divided by sp {sp}", ("sp",),
+                      ("sp", "block_size"))
 
 
-def check_pipeline_bubble(case: Case) -> Repair | None:
+def check_pipeline_bubble(case: Case) -> Found:
     """Fewer micro batches than stages leave a pipeline idle: a note, with the number that helps."""
     stages = case.layout.pp
     if stages == 1 or case.batch is None:
-        return None
+        return
     micro_batches = case.batch(case.layout.dp_size(case.world_size)).accumulation
-    if micro_batches >= stages:
-        return None
-    bubble = (stages - 1) / (micro_batches + stages - 1)
-    return Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {micro_batches} micro "
-                               f"batch(es) a step: (p - 1)/(m + p - 1); "
-                               f"--gradient-accumulation-steps {4 * stages} would make it "
-                               f"{(stages - 1) / (5 * stages - 1):.0%}")
+    if micro_batches < stages:
+        bubble = (stages - 1) / (micro_batches + stages - 1)
+        yield Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {micro_batches} "
+                                  f"micro batch(es) a step: (p - 1)/(m + p - 1); "
+                                  f"--gradient-accumulation-steps {4 * stages} would make it "
+                                  f"{(stages - 1) / (5 * stages - 1):.0%}")
 
 
 RULES: tuple[Rule, ...] = (

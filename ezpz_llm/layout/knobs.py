@@ -5,7 +5,7 @@ A new knob is a field of `ZeroOptions`, read in `read_layout`, and one row of `K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,7 +53,9 @@ class Repair:
     note: str
 
 
-Rule = Callable[[Case], Problem | Repair | None]
+Found = Iterator[Problem | Repair]
+Rule = Callable[[Case], Found]
+"""What it finds wrong with a case; the first counts."""
 
 
 @dataclass(frozen=True)
@@ -112,102 +114,92 @@ class Knob:
 
 
 # Rules.
-def check_zero_stage(case: Case) -> Problem | None:
+def check_zero_stage(case: Case) -> Found:
     """Only DeepSpeed's engine has ZeRO stages."""
     layout = case.layout
-    if layout.engine == "deepspeed" or not layout.zero.stage:
-        return None
-    return Problem(f"engine {layout.engine} has no ZeRO stage {layout.zero.stage}", ("engine", "stage"),
-                   ("engine", "stage"))
+    if layout.engine != "deepspeed" and layout.zero.stage:
+        yield Problem(f"engine {layout.engine} has no ZeRO stage {layout.zero.stage}", ("engine", "stage"),
+                      ("engine", "stage"))
 
 
-def check_offload_optimizer(case: Case) -> Problem | None:
+def check_offload_optimizer(case: Case) -> Found:
     """Offload of the optimizer needs ZeRO stage 1, to NVMe stage 3."""
     place = case.layout.zero.offload_optimizer
     # Below stage 3 DeepSpeed uses host memory for "nvme" and does not say so.
     return _check_offload(case.layout, "offload_optimizer", place, 3 if place == "nvme" else 1)
 
 
-def check_offload_param(case: Case) -> Problem | None:
+def check_offload_param(case: Case) -> Found:
     """Offload of parameters needs ZeRO stage 3."""
     return _check_offload(case.layout, "offload_param", case.layout.zero.offload_param, 3)
 
 
-def _check_offload(layout: Layout, what: str, place: str | None, least: int) -> Problem | None:
-    if place is None:
-        return None
-    if layout.engine != "deepspeed":
-        return Problem(f"engine {layout.engine} offloads nothing, {what} is DeepSpeed's", ("engine", what),
-                       ("offload", "engine"))
-    if (layout.zero.stage or 0) < least:
-        return Problem(f"{what} {'to NVMe ' if place == 'nvme' else ''}needs ZeRO stage {least}"
-                       f"{' or more' if least < 3 else ''}; this is stage {layout.zero.stage or 0}",
-                       ("stage", what), ("stage", "offload"))
-    return None
+def _check_offload(layout: Layout, what: str, place: str | None, least: int) -> Found:
+    if place is not None and layout.engine != "deepspeed":
+        yield Problem(f"engine {layout.engine} offloads nothing, {what} is DeepSpeed's", ("engine", what),
+                      ("offload", "engine"))
+    if place is not None and (layout.zero.stage or 0) < least:
+        yield Problem(f"{what} {'to NVMe ' if place == 'nvme' else ''}needs ZeRO stage {least}"
+                      f"{' or more' if least < 3 else ''}; this is stage {layout.zero.stage or 0}",
+                      ("stage", what), ("stage", "offload"))
 
 
-def check_tiled_stage(case: Case) -> Problem | None:
+def check_tiled_stage(case: Case) -> Found:
     """Tiled layers need ZeRO stage 3 without tensor parallel."""
     layout = case.layout
-    if not layout.zero.tiled:
-        return None
-    if layout.engine != "deepspeed" or layout.zero.stage != 3:
-        return Problem("tiles save memory where parameters are gathered layer by layer: they need ZeRO stage 3",
-                       ("tiled", "stage"), ("stage", "tiled"))
-    if layout.tp > 1:
-        return Problem("tiled layers are not divided over tensor-parallel ranks as well", ("tiled", "tp"),
-                       ("tp", "tiled"))
-    return None
+    if layout.zero.tiled and (layout.engine != "deepspeed" or layout.zero.stage != 3):
+        yield Problem("tiles save memory where parameters are gathered layer by layer: they need ZeRO stage 3",
+                      ("tiled", "stage"), ("stage", "tiled"))
+    if layout.zero.tiled and layout.tp > 1:
+        yield Problem("tiled layers are not divided over tensor-parallel ranks as well", ("tiled", "tp"),
+                      ("tp", "tiled"))
 
 
-def check_tiled_names(case: Case) -> Problem | None:
+def check_tiled_names(case: Case) -> Found:
     """Only the linear layers that a block has can be tiled."""
     names = [name for name, *_ in case.layout.zero.tiled]
     for name in names:
         if name not in LINEAR_LAYERS:
-            return Problem(f"tiled names {name!r}, and the linear layers of a block are "
-                           f"{', '.join(LINEAR_LAYERS)}", ("tiled",), ("tiled",))
+            yield Problem(f"tiled names {name!r}, and the linear layers of a block are "
+                          f"{', '.join(LINEAR_LAYERS)}", ("tiled",), ("tiled",))
     if case.model is not None and names == ["mlp.c_gate"] and case.model.mlp != "swiglu":
-        return Problem("tiled names only mlp.c_gate, and the MLP of this model has no gate", ("tiled",), ("tiled",))
-    return None
+        yield Problem("tiled names only mlp.c_gate, and the MLP of this model has no gate", ("tiled",), ("tiled",))
 
 
-def check_tiled_sizes(case: Case) -> Problem | None:
+def check_tiled_sizes(case: Case) -> Found:
     """A layer has at most one tile for each of its inputs and outputs."""
     model = case.model
     if model is None:
-        return None
+        return
     attention, mlp = model.n_embd + 2 * model.kv_width, model.intermediate_size
     sizes = dict(zip(LINEAR_LAYERS, ((model.n_embd, attention), (model.n_embd, model.n_embd), (model.n_embd, mlp),
                                      (model.n_embd, mlp), (mlp, model.n_embd)), strict=True))
     for name, *parts in case.layout.zero.tiled:
         for number, size, side in zip(parts, sizes[name], ("in", "out"), strict=True):
             if number > size:
-                return Problem(f"{name} cannot be cut into {number} tiles along its {side}put of {size}",
-                               ("tiled",), ("tiled",))
-    return None
+                yield Problem(f"{name} cannot be cut into {number} tiles along its {side}put of {size}",
+                              ("tiled",), ("tiled",))
 
 
-def check_hpz(case: Case) -> Problem | Repair | None:
+def check_hpz(case: Case) -> Found:
     """hpZ needs ZeRO stage 3 without tensor parallel, and a partition that divides the ranks."""
     layout, size = case.layout, case.layout.zero.hpz_partition_size
     if size == 1:
-        return None
+        return
     if layout.engine != "deepspeed" or layout.zero.stage != 3:
-        return Repair(layout.with_zero(hpz_partition_size=1),
-                      f"zero_hpz_partition_size {size} does nothing here: it partitions the second copy of the "
-                      "parameters that ZeRO stage 3 of DeepSpeed's engine makes")
+        yield Repair(layout.with_zero(hpz_partition_size=1),
+                     f"zero_hpz_partition_size {size} does nothing here: it partitions the second copy of the "
+                     "parameters that ZeRO stage 3 of DeepSpeed's engine makes")
     if layout.tp > 1:
         # DeepSpeed forms the groups of neighbouring ranks, which hold parts of other weights under tp.
-        return Problem(f"zero_hpz_partition_size is {size}, with tp {layout.tp}: DeepSpeed's second partition is "
-                       "over neighbouring ranks, which hold parts of other weights then",
-                       ("zero_hpz_partition_size", "tp"), ("tp", "hpz"))
+        yield Problem(f"zero_hpz_partition_size is {size}, with tp {layout.tp}: DeepSpeed's second partition is "
+                      "over neighbouring ranks, which hold parts of other weights then",
+                      ("zero_hpz_partition_size", "tp"), ("tp", "hpz"))
     peers = layout.dp_size(case.world_size) * layout.sp
     if peers % min(size, peers):
-        return Problem(f"zero_hpz_partition_size {size} does not divide the {peers} ranks that share the "
-                       "parameters; it is the number of ranks of a node", ("zero_hpz_partition_size", "ranks"),
-                       ("hpz", "ranks"))
-    return None
+        yield Problem(f"zero_hpz_partition_size {size} does not divide the {peers} ranks that share the "
+                      "parameters; it is the number of ranks of a node", ("zero_hpz_partition_size", "ranks"),
+                      ("hpz", "ranks"))
 
 
 # Memory terms.

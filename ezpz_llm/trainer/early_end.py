@@ -6,14 +6,13 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ReduceOp
 
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import reduce
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -79,11 +78,8 @@ class EarlyEnd:
         gap = now - self._asked_at
         self._longest_gap_s = max(self._longest_gap_s, gap)
         step_s = gap / (1 if self._asked_after is None else step - self._asked_after)
-        wish = torch.tensor([float(self._signal), float(self._is_over()), float(busy), step_s],
-                            device=self._dist.device)
-        if self._dist.world_size > 1:
-            torch.distributed.all_reduce(wish, op=torch.distributed.ReduceOp.MAX)
-        number, over, anyone_busy, slowest_step_s = wish.tolist()
+        wish = torch.tensor([float(self._signal), float(self._is_over()), float(busy), step_s])
+        number, over, anyone_busy, slowest_step_s = reduce(self._dist, wish, ReduceOp.MAX).tolist()
         self._asked_at, self._asked_after = now, step
         self._ask_after = step + max(1, int(_ASK_EVERY_S / max(slowest_step_s, 1e-6)))
         why = None

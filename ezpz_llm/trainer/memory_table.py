@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import reduce
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
 from ezpz_llm.engine.precision import DTYPES
@@ -64,11 +65,8 @@ class MemoryWatch:
         parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
         held: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*(found[kind] for kind in held), peak, reserved or 0, _host_peak()],
-                               dtype=torch.int64, device=dist.device)
-        if dist.world_size > 1:
-            torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
-        *states, peak, most_reserved, host_peak = numbers.tolist()
+        numbers = torch.tensor([*(found[kind] for kind in held), peak, reserved or 0, _host_peak()])
+        *states, peak, most_reserved, host_peak = reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
         measured: dict[str, int] = dict(zip(held, states, strict=True))
         expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in held}
         if dist.device.type in ("cuda", "xpu"):

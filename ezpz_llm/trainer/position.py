@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ezpz_llm.data.order import mix
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import reduce
 
 _WORD = 1 << 64
 
@@ -45,16 +44,9 @@ class Position:
 
     def agree(self, dist: Dist) -> Position:
         """The same position with the hash of all ranks' samples. Collective."""
-        total = self.own
-        if dist.world_size > 1:
-            import torch
-
-            # As signed words, which wrap around as the unsigned ones do.
-            words = np.array([self.own], np.uint64).view(np.int64)
-            everyone = torch.from_numpy(words).to(dist.device)
-            torch.distributed.all_reduce(everyone)
-            total = int(everyone.item()) % _WORD
-        return Position(self.consumed, (self.agreed + total) % _WORD)
+        # As signed words, which wrap around as the unsigned ones do.
+        own = torch.from_numpy(np.array([self.own], np.uint64).view(np.int64))
+        return Position(self.consumed, (self.agreed + int(reduce(dist, own).item())) % _WORD)
 
     @property
     def sample_hash(self) -> str:

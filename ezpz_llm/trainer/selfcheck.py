@@ -9,6 +9,7 @@ import torch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import all_gather, reduce
 from ezpz_llm.engine.group_norms import GroupNorms
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_counts, initial_std
@@ -66,20 +67,14 @@ class SelfChecks:
         for found, norms in stepped.gradients:
             seen.index_add_(0, torch.tensor([place[name] for name in found], device=dist.device),
                             (norms != 0).to(seen))
-        if dist.world_size > 1:
-            torch.distributed.all_reduce(seen)
-        return check_reached([name for name, count in zip(names, seen.tolist(), strict=True) if not count],
+        counts = reduce(dist, seen).tolist()
+        return check_reached([name for name, count in zip(names, counts, strict=True) if not count],
                              is_new=self._first and not self._loaded)
 
     def _optimizer(self, stepped: GroupNorms, dist: Dist) -> str:
         seen = torch.tensor([*stepped.elements, float(stepped.unknown_parameters)], dtype=torch.float64)
-        if dist.world_size > 1:
-            seen = seen.to(dist.device)
-            torch.distributed.all_reduce(seen)
-        *elements, unknown_parameters = (round(number) for number in seen.tolist())
-        everyone = [stepped.decays] * dist.world_size
-        if dist.world_size > 1:
-            torch.distributed.all_gather_object(everyone, stepped.decays)
+        *elements, unknown_parameters = (round(number) for number in reduce(dist, seen).tolist())
+        everyone = all_gather(dist, stepped.decays)
         decays: list[set[float]] = [set().union(*(one[group] for one in everyone)) for group in (0, 1)]
         return check_stepped(self._model, elements, unknown_parameters, decays, self._config.weight_decay)
 
