@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ezpz_llm.checkpoint.manifest import Damaged
-from ezpz_llm.checkpoint.retention import Keep, find, prune
+from ezpz_llm.checkpoint.manifest import Damaged, Keep, find, prune
 
 __all__ = ["Damaged", "Keep", "NotWritten", "Saved", "Saver", "find", "load", "load_newest", "prune", "save"]
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
-from ezpz_llm.engine.deepspeed_engine import mark_divided
+from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.deepspeed_state import deepspeed_state
 from ezpz_llm.engine.optimizer_state import EngineState, make_optimizer, set_lr
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_shapes

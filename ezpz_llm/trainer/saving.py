@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm import checkpoint
-from ezpz_llm.checkpoint.retention import candidates
+from ezpz_llm.checkpoint.manifest import candidates
 from ezpz_llm.launch.variables import SAVING
 from ezpz_llm.rundir import RunDir, read_record, update_record
 from ezpz_llm.trainer.plan import check_state

@@ -10,7 +10,7 @@ import torch
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import all_gather, reduce
-from ezpz_llm.engine.group_norms import GroupNorms
+from ezpz_llm.engine.gradients import GroupNorms
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.init import decay_counts, initial_std
 from ezpz_llm.model.parameters import parameter_shapes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.engine import group_norms, torch_engine
+from ezpz_llm.engine import gradients, torch_engine
 from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import Pass, activation_bytes, block_bytes
@@ -71,12 +71,12 @@ def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
 
 def test_an_optimizer_that_forgets_a_tensor_ends_the_run(tmp_path, monkeypatch):
     """A tensor that is frozen by mistake has no gradient, and no optimizer steps it."""
-    inner = group_norms.GroupNorms._pieces
+    inner = gradients.GroupNorms._pieces
 
     def without_last(self, parameter, group):
         return [] if parameter is group["params"][-1] else inner(self, parameter, group)
 
-    monkeypatch.setattr(group_norms.GroupNorms, "_pieces", without_last)
+    monkeypatch.setattr(gradients.GroupNorms, "_pieces", without_last)
     monkeypatch.setattr(selfcheck, "check_reached", lambda without, is_new: [])
     with pytest.raises(UserError, match="the optimizer steps 104,448 parameters that decay"):
         train(tmp_path / "run", "--steps", "2")
