@@ -16,8 +16,17 @@ from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
 from ezpz_llm.certify.injected_faults import find_fault
-from ezpz_llm.certify.reference import Reference, compare, read_reference, seed_checkpoint
-from ezpz_llm.certify.training import Trajectory, make_engine, own_rows, release, train
+from ezpz_llm.certify.reference import (
+    Reference,
+    Trajectory,
+    compare,
+    make_engine,
+    own_rows,
+    read_reference,
+    release,
+    seed_checkpoint,
+    train,
+)
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.engine.base import Engine

@@ -15,7 +15,7 @@ from ezpz_llm.base.errors import unknown
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:
-    from ezpz_llm.certify.training import Rows
+    from ezpz_llm.certify.reference import Rows
     from ezpz_llm.dist import Dist
     from ezpz_llm.engine.base import Engine
 

@@ -1,4 +1,4 @@
-"""The embedding table, tied or not, and the vocabulary sharded over tensor-parallel ranks.
+"""The embedding table, tied or not, and which rows of a vocabulary that is divided over ranks lie on one.
 
 Shapes: B sequences, T tokens, N any number of tokens, C width, V padded vocabulary, R ranks. Rank r has tokens
 r V/R up to (r + 1) V/R.
@@ -14,26 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
-
-from ezpz_llm.model.tp_collectives import reduce_from_tp_region
-
-
-class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank has some vocabulary rows.
-
-    Exact: of the ranks' parts of a sum all but one are zero.
-    """
-
-    def __init__(self, rows: int, width: int, group: ProcessGroup | None, rank: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
-        self.group, self.first = group, rank * rows
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T) to activations (B, T, C)."""
-        index, inside = own_rows(tokens, self.first, len(self.weight))
-        rows = functional.embedding(index, self.weight)
-        return reduce_from_tp_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ After Shoeybi et al. 2019 (arXiv:1909.08053): in each block attention's heads an
 divided, so that attention and MLP communicate once each, in the forward pass at their end, in the backward pass at
 their start. The vocabulary is divided too, and no rank has whole logits in training or validation.
 
-Symbols: C width, C_kv width of all keys, V padded vocabulary, R ranks.
+Symbols: B sequences, T tokens, C width, C_kv width of all keys, V padded vocabulary, R ranks. Rank r has tokens
+r V/R up to (r + 1) V/R.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.embedding import Columns, VocabularyEmbedding
+from ezpz_llm.model.embedding import Columns, own_rows
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import (
@@ -35,7 +36,6 @@ from ezpz_llm.model.parameters import (
     placement_of,
     whole,
 )
-from ezpz_llm.model.tp_collectives import copy_to_tp_region, join_last, reduce_from_tp_region, summed
 
 REGIONS = ("attn", "mlp", "lm_head")
 """Modules that get whole activations and compute with divided layers."""
@@ -52,6 +52,24 @@ class Share:
         """This part of a range."""
         each = (stop - start) // self.size
         return start + self.rank * each, start + (self.rank + 1) * each
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of which this rank has some vocabulary rows.
+
+    Exact: of the ranks' parts of a sum all but one are zero.
+    """
+
+    def __init__(self, rows: int, width: int, group: ProcessGroup | None, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.group, self.first = group, rank * rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, T) to activations (B, T, C)."""
+        index, inside = own_rows(tokens, self.first, len(self.weight))
+        rows = functional.embedding(index, self.weight)
+        return reduce_from_tp_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
 
 
 class RowParallelLinear(nn.Linear):
@@ -213,3 +231,62 @@ def _side_by_side(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _place_whole(name: str, parameter: nn.Parameter, share: Share) -> None:
     shape = tuple(parameter.shape)
     place(parameter, Placement(name, shape, (whole(shape),), primary=share.rank == 0))
+
+
+# Sums over the ranks that share a layer, and how gradients pass them.
+#
+# A region of a sharded model is entered with activations that are the same on every rank and left with a sum of the
+# ranks' parts, which is the same again. Of these two, one communicates in the forward pass and the other in the
+# backward pass.
+#
+# Sums are made in fp32 whatever the dtype of the parts, as gradients are. Every part has been rounded once, like
+# the product that a single process makes; a sum in bf16 would round again at each hop of a ring, and the more the
+# more ranks there are. The price is twice the bytes of a bf16 sum in the forward pass. In the backward pass
+# activations are fp32 here anyhow: what enters a region comes from a norm.
+#
+# `group` is the ranks' process group; None is the whole world, as in torch.
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.group).to(grad.dtype), None
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.dtype = x.dtype
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def summed(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' tensors, in fp32."""
+    # A copy also of fp32: neither a saved activation nor a gradient in flight may change.
+    total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=group)
+    return total
+
+
+def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same activation; its gradient is the sum of the ranks' gradients."""
+    return _SumBackward.apply(x, group)
+
+
+def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of the ranks' parts, in fp32; each part has the sum's gradient."""
+    return _SumForward.apply(x, group)
+
+
+def join_last(x: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
+    """The ranks' parts side by side along the last dimension. Has no gradient."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, x.detach().contiguous(), group=group)
+    return torch.cat(parts, dim=-1)

@@ -21,9 +21,8 @@ from ezpz_llm.rundir import read_lines
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import resume_from_checkpoint, start
-from ezpz_llm.trainer.saving import save
 from ezpz_llm.trainer.session import Position, Session, WallClock
-from ezpz_llm.trainer.step_hooks import flush
+from ezpz_llm.trainer.step_hooks import flush, save
 
 
 def take_steps(session: Session, count: int) -> dict[str, Any]:
