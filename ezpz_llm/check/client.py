@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import os
 import random
 import re
 import signal
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import IO, Any, TypedDict, cast
 
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
 from ezpz_llm.base.frames import Frames
@@ -25,9 +24,9 @@ from ezpz_llm.base.outside import parse_json, read_json
 from ezpz_llm.base.schema import as_type
 from ezpz_llm.check.facts.host import environment_facts, host_facts, versions
 from ezpz_llm.check.facts.network import is_about_network, network_facts, read_network
-from ezpz_llm.check.measure import LAST
+from ezpz_llm.check.judge.gathered import MPI, NETWORK
 from ezpz_llm.check.report import report_path
-from ezpz_llm.check.server import FIRST_WORDS_S, Place, candidate_ports
+from ezpz_llm.check.server import CLOCK, FACTS, FIRST_WORDS_S, Place, candidate_ports
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.rundir import RunDir, write_json
 
@@ -157,29 +156,32 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
 
 def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
     """Tell rank 0 this rank's facts and answer it, until it says that it is over, or is gone."""
-    sending = threading.Lock()
+    sending, measuring = threading.Lock(), Measuring(env)
 
-    def send(message: Mapping[str, Any]) -> None:
+    def answer(question: Mapping[str, Any]) -> None:
+        stage = question["ask"]
+        if stage == FACTS:
+            found: Mapping[str, Any] = gather_facts(info, env)
+        elif stage.startswith(CLOCK):
+            found = {"time": time.time()}
+        elif stage == NETWORK:
+            found = measuring.network()
+        else:
+            found = measuring.answer(question)
         with sending, contextlib.suppress(OSError):
-            connection.socket.sendall(connection.frames.pack(message))
+            connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": found}))
 
-    def answer(stage: str, found: Mapping[str, Any]) -> None:
-        send({"stage": stage, "answer": found})
+    def begin(question: Mapping[str, Any]) -> None:
+        # Each in a thread: facts and measuring may hang, and rank 0 asks for other things meanwhile.
+        threading.Thread(target=answer, args=(question,), daemon=True).start()
 
-    measuring = Measuring(env, answer)
-    # In a thread: facts may hang, and rank 0 asks for other things meanwhile.
-    threading.Thread(target=lambda: send({"facts": gather_facts(info, env)}), daemon=True).start()
+    begin({"ask": FACTS})
     try:
         while data := connection.socket.recv(1 << 16):
-            for message in connection.frames.feed(data):
-                if message["ask"] == "end":
+            for question in connection.frames.feed(data):
+                if question["ask"] == "end":
                     return
-                if message["ask"].startswith("clock"):
-                    answer(message["ask"], {"time": time.time()})
-                elif message["ask"] == "network":
-                    answer("network", measuring.network())
-                else:
-                    measuring.ask(message)
+                begin(question)
     except (OSError, ValueError):
         return
     finally:
@@ -193,37 +195,39 @@ _LAST_LINES = 6
 
 
 class Measuring:
-    """Starts `ezpz_llm.check.measure`, passes questions to it and its answers to `answer(stage, answer)`."""
+    """Starts `ezpz_llm.check.measure` and asks it one question at a time."""
 
-    def __init__(self, env: Mapping[str, str], answer: Callable[[str, Mapping[str, Any]], None]) -> None:
-        self._answer = answer
-        self._open_stages: list[str] = []
-        self._lock = threading.Lock()
+    def __init__(self, env: Mapping[str, str]) -> None:
         self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self._network: list[str] = []
-        read_end, write_end = os.pipe()
-        os.set_inheritable(write_end, True)
         # Descriptors stay open: MPI needs the one that its launcher gave to the rank.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ezpz_llm.check.measure", str(write_end)], env=_talkative(env),
-            close_fds=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        os.close(write_end)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._questions, self._output = self._process.stdin, self._process.stdout
+        self._process = subprocess.Popen([sys.executable, "-m", "ezpz_llm.check.measure"], env=_talkative(env),
+                                         close_fds=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE)
+        self._questions, self._answers, self._output = cast(
+            "tuple[IO[bytes], IO[bytes], IO[bytes]]",
+            (self._process.stdin, self._process.stdout, self._process.stderr))
         self._words = threading.Thread(target=self._listen, daemon=True)
         self._words.start()
-        threading.Thread(target=self._pass_on, args=(read_end,), daemon=True).start()
 
-    def ask(self, question: Mapping[str, Any]) -> None:
-        """Have it answered, sooner or later; at once where the process has ended."""
-        with self._lock:
-            self._open_stages.append(question["ask"])
-        try:
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """What the process answers, sooner or later; how it ended, where it has."""
+        line = b""
+        with contextlib.suppress(OSError):
             self._questions.write(json.dumps(question).encode() + b"\n")
             self._questions.flush()
-        except OSError:
-            self._give_up()
+            line = self._answers.readline()
+        if line:
+            if question["ask"] == MPI:
+                # Until the process has ended in order MPI is not over, and to MPICH's launcher a rank that ends
+                # before has failed.
+                self._process.wait()
+            return parse_json(line, "the measuring process")
+        self._words.join(1.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return {"error": f"the measuring process {_how(self._process.returncode)}: "
+                         f"{' | '.join(self._last) or 'it said nothing'}"}
 
     def network(self) -> dict[str, str]:
         """What the communication library said about the network it chose."""
@@ -245,29 +249,6 @@ class Measuring:
                 self._network.append(text)
             elif text:
                 self._last.append(text)
-
-    def _pass_on(self, read_end: int) -> None:
-        with os.fdopen(read_end, "rb") as answers:
-            for line in answers:
-                message = parse_json(line, "the measuring process")
-                with self._lock:
-                    self._open_stages.remove(message["stage"])
-                if message["stage"] == LAST:
-                    # Until the process has ended in order MPI is not over, and to MPICH's launcher a rank that ends
-                    # before has failed.
-                    self._process.wait()
-                self._answer(message["stage"], message["answer"])
-        self._give_up()
-
-    def _give_up(self) -> None:
-        self._words.join(1.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        with self._lock:
-            stages, self._open_stages = self._open_stages, []
-        for stage in stages:
-            self._answer(stage, {"error": f"the measuring process {_how(self._process.returncode)}: "
-                                          f"{' | '.join(self._last) or 'it said nothing'}"})
 
 
 def _how(code: int | None) -> str:

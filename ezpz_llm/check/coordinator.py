@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ezpz_llm.base import grouped
@@ -18,18 +19,19 @@ from ezpz_llm.check.judge import Gathered, judge
 from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.judge.hosts import LOST, STUCK
 from ezpz_llm.check.report import Report, as_text, report_path, write_report
-from ezpz_llm.check.server import CLOCK, Board, Member, Place
+from ezpz_llm.check.server import CLOCK, FACTS, Board, Member, Place
 from ezpz_llm.launch.addresses import is_loopback
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.sites import find_site
 from ezpz_llm.rundir import RunDir, read_record
 
 # Shares of the time limit by which each stage is over, and the most seconds that a short one may take.
-_FACTS, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
+_TOLD, _READY, _MEASURED, _MPI = 0.40, 0.65, 0.90, 0.96
 _CLOCKS_S, _COMPUTE_S, _REDUCE_S, _NETWORK_S = 2.0, 8.0, 10.0, 3.0
 _FIRST_REDUCE_S = 25.0
 """For the first all-reduce between devices: NCCL and oneCCL load libraries then, on a cold file system slowly."""
-_DISMISS_S = 2.0
+_END_WITHIN_S = 4.0
+"""For this rank's own thread, once the report is given."""
 _LOOK_FOR_UNREACHED_S = 1.0
 
 
@@ -43,14 +45,12 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Pl
     place = Place(board.address, board.port, rendezvous.secret)
     own = threading.Thread(target=_take_part, args=(place, info, env, began + limit_s), daemon=True)
     own.start()
-    leading = _Lead(board, info, env, run_dir, began, limit_s)
-    gathered = leading.gather()
-    findings = judge(gathered)
-    report = Report(gathered, findings, time.monotonic() - began)
+    gathered = _Lead(board, info, env, run_dir, began, limit_s).gather()
+    report = Report(gathered, judge(gathered), time.monotonic() - began)
     show(as_text(report))
     write_report(run_dir, report)
-    board.dismiss(_DISMISS_S)
-    own.join(_DISMISS_S + 2.0)
+    board.dismiss()
+    own.join(_END_WITHIN_S)
     code = 0 if report.is_fit else EXIT_PREFLIGHT
     if own.is_alive():
         # A thread that hangs in the kernel would keep an orderly exit waiting.
@@ -65,61 +65,60 @@ def _take_part(place: Place, info: RankInfo, env: Mapping[str, str], until: floa
         converse(connection, info, env)
 
 
+@dataclass
 class _Lead:
     """The stages, one after the other."""
 
-    def __init__(self, board: Board, info: RankInfo, env: Mapping[str, str], run_dir: RunDir, began: float,
-                 limit_s: float) -> None:
-        self._board = board
-        self._info = info
-        self._env = env
-        self._run_dir = run_dir
-        self._began = began
-        self._limit_s = limit_s
-        self._hosts = planned_hosts(run_dir, info.world_size)
-        self._clocks: dict[str, tuple[float, float]] = {}
+    board: Board
+    info: RankInfo
+    env: Mapping[str, str]
+    run_dir: RunDir
+    began: float
+    limit_s: float
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def gather(self) -> Gathered:
         """All facts that come in time."""
-        board = self._board
-        board.wait(self._by(_FACTS), self._all_are_in())
-        waited_s = time.monotonic() - self._began
+        board = self.board
+        board.wait(self._by(_TOLD), self._all_are_in())
+        waited_s = time.monotonic() - self.began
         members = list(board.members)
         if len({member.rank for member in members}) == len(members):
             self._measure(members)
         ordered = sorted(board.members, key=lambda member: member.rank)
         # Under torchrun the port is its agent's, as it should be; on one node under launch our ranks do without it.
-        on_node = run_secret(self._env) is not None and is_loopback(self._env.get("MASTER_ADDR", ""))
-        port_error = None if on_node or self._info.source.startswith("torchrun") else board.port_error
-        return Gathered(self._info.world_size, [self._facts(member) for member in ordered], self._hosts,
-                        read_unreached(self._run_dir.path), port_error, site_network(self._env), waited_s)
+        on_node = run_secret(self.env) is not None and is_loopback(self.env.get("MASTER_ADDR", ""))
+        port_error = None if on_node or self.info.source.startswith("torchrun") else board.port_error
+        return Gathered(self.info.world_size, [self._facts(member) for member in ordered],
+                        planned_hosts(self.run_dir, self.info.world_size), read_unreached(self.run_dir.path),
+                        port_error, site_network(self.env), waited_s)
 
     def _by(self, share: float, within_s: float = float("inf")) -> float:
-        return min(self._began + share * self._limit_s, time.monotonic() + within_s)
+        return min(self.began + share * self.limit_s, time.monotonic() + within_s)
 
     def _all_are_in(self) -> Callable[[], bool]:
         """Has every rank told its facts, or why it cannot?"""
         next_look = time.monotonic() + _LOOK_FOR_UNREACHED_S
-        told = self._board.accounted
+        told = self.board.accounted
 
         def done() -> bool:
             nonlocal next_look
             began = time.monotonic()
-            if len(told) >= self._info.world_size:
+            if len(told) >= self.info.world_size:
                 return True
             if began < next_look:
                 return False
-            unreached = [one for one in read_unreached(self._run_dir.path) if one["rank"] not in told]
+            unreached = [one for one in read_unreached(self.run_dir.path) if one["rank"] not in told]
             # Many files on a slow file system: the ranks that do come must not wait for that.
             ended = time.monotonic()
             next_look = ended + max(_LOOK_FOR_UNREACHED_S, 5 * (ended - began))
-            return len(told) + sum(one["ranks_there"] for one in unreached) >= self._info.world_size
+            return len(told) + sum(one["ranks_there"] for one in unreached) >= self.info.world_size
 
         return done
 
     def _measure(self, members: Sequence[Member]) -> None:
-        board = self._board
-        told = [member for member in members if member.facts is not None]
+        board = self.board
+        told = [member for member in members if FACTS in member.replies]
         board.ask(READY, {member: {"serve": member.rank == 0} for member in told}, self._by(_READY))
         self._compare_clocks({member.host: member for member in reversed(told)}.values())
         board.ask(COMPUTE, {member: {} for member in _able(told)}, self._by(_MEASURED, _COMPUTE_S))
@@ -131,7 +130,7 @@ class _Lead:
         # Starting MPI is collective: it would only hang without those who cannot take part. torchrun's ranks are
         # none of MPI's.
         able = _able(told)
-        if len(able) == self._info.world_size > 1 and not self._info.source.startswith("torchrun"):
+        if len(able) == self.info.world_size > 1 and not self.info.source.startswith("torchrun"):
             board.ask(MPI, {member: {} for member in able}, self._by(_MPI))
 
     def _compare_clocks(self, members: Iterable[Member]) -> None:
@@ -140,8 +139,8 @@ class _Lead:
         for member in members:
             if time.monotonic() > until:
                 return
-            if (clock := self._board.clock_of(member, until)) is not None:
-                self._clocks[member.host] = clock
+            if (clock := self.board.clock_of(member, until)) is not None:
+                self.clocks[member.host] = clock
 
     def _reduce(self, told: Sequence[Member], store: str | list[Any]) -> None:
         stages = [(NODE, node_groups(_places(_able(told))))]
@@ -156,15 +155,14 @@ class _Lead:
                     questions |= {able[rank]: {"group": name, "index": index, "size": len(group), "store": store}
                                   for index, rank in enumerate(group)}
             within_s = _FIRST_REDUCE_S if on_devices and number == 0 else _REDUCE_S
-            self._board.ask(stage, questions, self._by(_MEASURED, within_s))
+            self.board.ask(stage, questions, self._by(_MEASURED, within_s))
 
     def _facts(self, member: Member) -> dict[str, Any]:
-        """What came of a rank; its answers leave out when they came."""
-        stages = {stage: {name: value for name, value in answer.items() if name != "received"}
-                  for stage, answer in member.replies.items() if not stage.startswith(CLOCK)}
-        facts = {"rank": member.rank, "host": member.host, **(member.facts or {}), "stages": stages}
-        if member.host in self._clocks:
-            facts["clock"] = list(self._clocks[member.host])
+        """What came of a rank."""
+        stages = {stage: answer for stage, answer in member.replies.items() if not stage.startswith((CLOCK, FACTS))}
+        facts = {"rank": member.rank, "host": member.host, **member.replies.get(FACTS, {}), "stages": stages}
+        if member.host in self.clocks:
+            facts["clock"] = list(self.clocks[member.host])
         if member.lost_in is not None:
             facts[LOST] = member.lost_in
         elif member.stuck_in is not None:
@@ -174,7 +172,7 @@ class _Lead:
 
 def _able(members: Sequence[Member]) -> list[Member]:
     """Those who can be asked to measure: there, with a device, and not still at something else."""
-    return [member for member in members if member.lost_in is None and not member.is_busy
+    return [member for member in members if member.lost_in is None and member.stuck_in is None
             and "error" not in member.replies.get(READY, {"error": ""})]
 
 

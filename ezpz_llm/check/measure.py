@@ -1,6 +1,6 @@
-"""The measuring process of a rank: answers questions from its standard input with lines on a given descriptor.
+"""The measuring process of a rank: answers each line of its standard input with a line on its standard output.
 
-Its own output is what the communication libraries say; `client.py`, which starts it, reads that too.
+What the communication libraries print goes to standard error; `client.py`, which starts it, reads that too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from typing import Any
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.check.facts.host import first_line
 from ezpz_llm.check.facts.network import addresses
+from ezpz_llm.check.judge.gathered import MPI
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
-
-LAST = "mpi"
-"""The question after which the process ends by itself."""
 
 _WINDOWS, _WINDOW_S = 3, 0.25
 _CPU_MATRIX, _ACCELERATOR_MATRIX = 384, 4096
@@ -214,9 +212,12 @@ class Worker:
         synchronize(self._device)
 
 
-def main(answers: int) -> None:
-    """Answer until there are no more questions."""
+def main() -> None:
+    """Answer until there are no more questions, or MPI, the last of them, is over."""
     die_with_parent(signal.SIGKILL)
+    # What anybody prints, C libraries among them, must not come between the answers.
+    answers = os.dup(1)
+    os.dup2(2, 1)
     worker = Worker()
     for line in sys.stdin:
         question = parse_json(line, "the rank")
@@ -225,13 +226,13 @@ def main(answers: int) -> None:
             answer = worker.answer(question)
         except Exception as error:  # whatever is wrong here is what the others want to know
             answer, failed = {"error": f"{type(error).__name__}: {first_line(str(error)) or ''}"}, True
-        os.write(answers, json.dumps({"stage": question["ask"], "answer": answer}).encode() + b"\n")
+        os.write(answers, json.dumps(answer).encode() + b"\n")
         if failed:
             worker.failed(question)
-        if question["ask"] == LAST:
+        if question["ask"] == MPI:
             break
     worker.end()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

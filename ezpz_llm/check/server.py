@@ -87,6 +87,8 @@ def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:
     return found
 
 
+FACTS = "facts"
+"""The stage that each rank answers unasked: all that it can tell without torch."""
 CLOCK = "clock"
 """Stages in which a rank is asked for its time begin with this."""
 
@@ -102,18 +104,11 @@ class Member:
     connection: socket.socket
     frames: Frames
     prove_by: float
-    unsent: bytes = b""
     rank: int = -1
     host: str = ""
-    facts: dict[str, Any] | None = None
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     lost_in: str | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Has it not yet answered something that it was asked?"""
-        return self.stuck_in is not None
 
     @property
     def stuck_in(self) -> str | None:
@@ -156,13 +151,10 @@ class Board:
             left = until - time.monotonic()
             if left <= 0:
                 return False
-            for key, events in self._selector.select(min(left, 0.5)):
+            for key, _ in self._selector.select(min(left, 0.5)):
                 if key.data is None:
                     self._accept()
-                    continue
-                if events & selectors.EVENT_WRITE:
-                    self._flush(key.data)
-                if events & selectors.EVENT_READ:
+                else:
                     self._read(key.data)
             self._drop_unproven()
         return True
@@ -173,7 +165,7 @@ class Board:
         self._waiting_for = {member for member in questions if member.lost_in is None}
         for member in tuple(self._waiting_for):
             member.asked.append(stage)
-            self._send(member, {"ask": stage, **questions[member]})
+            self._send(member, member.frames.pack({"ask": stage, **questions[member]}))
         self.wait(until, lambda: not self._waiting_for)
 
     def clock_of(self, member: Member, until: float) -> tuple[float, float] | None:
@@ -185,21 +177,17 @@ class Board:
             self.ask(stage, {member: {}}, min(until, time.monotonic() + 1))
             if (answer := member.replies.get(stage)) is None:
                 return found
-            half = (answer["received"] - sent) / 2
+            half = (time.time() - sent) / 2
             if found is None or half < found[1]:
                 found = (answer["time"] - sent - half, half)
         return found
 
-    def dismiss(self, within_s: float) -> None:
+    def dismiss(self) -> None:
         """Tell everybody that it is over, and close."""
-        self._stage = "the end"
         for member in self.members:
             if member.lost_in is None:
-                self._send(member, {"ask": "end"})
-        self.wait(time.monotonic() + within_s,
-                  lambda: not any(member.unsent and member.lost_in is None for member in self.members))
-        for member in self.members:
-            member.connection.close()
+                self._send(member, member.frames.pack({"ask": "end"}))
+                member.connection.close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -210,8 +198,7 @@ class Board:
             member = Member(connection, Frames(self._secret, serves=True), time.monotonic() + FIRST_WORDS_S)
             self._selector.register(connection, selectors.EVENT_READ, member)
             self._unproven[member] = None
-            member.unsent = member.frames.opening
-            self._flush(member)
+            self._send(member, member.frames.opening)
 
     def _drop_unproven(self) -> None:
         """Those who are late, or too many: the oldest come first."""
@@ -229,8 +216,7 @@ class Board:
         except BlockingIOError:
             return
         except Exception:  # whatever one of them sends, it costs that one alone
-            self._lose(member)
-            return
+            data = b""
         if not data:
             self._lose(member)
 
@@ -242,32 +228,22 @@ class Board:
             member.rank = rank
             del self._unproven[member]
             self.members.append(member)
-            self._send(member, {"welcome": rank})
-        elif "facts" in message:
-            member.facts = dict(message["facts"])
-            self.accounted.add(member.rank)
-        elif "stage" in message:
-            member.replies[message["stage"]] = {**message["answer"], "received": time.time()}
-            if message["stage"] == self._stage:
-                self._waiting_for.discard(member)
-
-    def _send(self, member: Member, message: Mapping[str, Any]) -> None:
-        member.unsent += member.frames.pack(message)
-        self._flush(member)
-
-    def _flush(self, member: Member) -> None:
-        if member.lost_in is not None:
+            self._send(member, member.frames.pack({"welcome": rank}))
             return
+        stage = message["stage"]
+        member.replies[stage] = dict(message["answer"])
+        if stage == FACTS:
+            self.accounted.add(member.rank)
+        if stage == self._stage:
+            self._waiting_for.discard(member)
+
+    def _send(self, member: Member, data: bytes) -> None:
+        """Without waiting: the few short frames of a preflight find room in the buffer of any socket."""
         try:
-            while member.unsent:
-                member.unsent = member.unsent[member.connection.send(member.unsent):]
-        except BlockingIOError:
-            pass
+            if member.connection.send(data) < len(data):
+                self._lose(member)
         except OSError:
             self._lose(member)
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
-        self._selector.modify(member.connection, wanted, member)
 
     def _lose(self, member: Member) -> None:
         if member.lost_in is None:

@@ -138,7 +138,7 @@ def _fake_rank(port: int, rank: int) -> socket.socket:
     while not frames.is_open:
         frames.feed(connection.recv(4096))
     connection.sendall(frames.pack({"rank": rank, "host": f"n{rank // 8}"}))
-    connection.sendall(frames.pack({"facts": {"rank": rank, "text": "x" * 3000}}))
+    connection.sendall(frames.pack({"stage": "facts", "answer": {"rank": rank, "text": "x" * 3000}}))
     return connection
 
 
@@ -165,7 +165,7 @@ def test_the_board_takes_a_thousand_ranks_and_no_stranger() -> None:
     board.ask("late", {member: {} for member in board.members}, began + 0.5)
     assert 0.4 < time.monotonic() - began < 5
     assert {member.stuck_in for member in board.members if member.rank != 7} == {"late"}
-    board.dismiss(5)
+    board.dismiss()
     for connection in (*ranks, *strangers):
         connection.close()
 
@@ -208,7 +208,7 @@ def test_the_board_lets_nobody_wait_unproven(monkeypatch: pytest.MonkeyPatch) ->
     rank = threading.Thread(target=lambda: idle.append(_fake_rank(board.port, 3)), daemon=True)
     rank.start()
     assert board.wait(time.monotonic() + 20, lambda: board.accounted == {3})
-    board.dismiss(1)
+    board.dismiss()
 
 
 def test_a_hundred_of_each_attack_cost_the_board_nothing() -> None:
@@ -232,7 +232,7 @@ def test_a_hundred_of_each_attack_cost_the_board_nothing() -> None:
                       and not any(one.is_alive() for one in attackers))
     board.wait(time.monotonic() + 60, lambda: not board._unproven)
     assert [(member.rank, member.host, member.lost_in) for member in board.members] == [(3, "n0", None)]
-    board.dismiss(1)
+    board.dismiss()
     for connection in ranks:
         connection.close()
 

@@ -17,12 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ezpz_llm.launch.devices import MASKS, visible_devices
 from ezpz_llm.rundir import redact
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ONLINE = Path("/sys/devices/system/cpu/online")
-_MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -41,17 +42,13 @@ def host_facts() -> dict[str, Any]:
     }
 
 
-def memory() -> dict[str, int | None]:
+def memory() -> dict[str, int]:
     """Bytes of memory: `total` and `free` (available without swapping), of the host or of a tighter cgroup."""
-    found = {}
-    for line in _text(_MEMORY).splitlines():
-        name, _, value = line.partition(":")
-        found[name] = int(value.split()[0]) * 1024
-    total, free = found.get("MemTotal"), found.get("MemAvailable")
+    found = psutil.virtual_memory()
     limit, used = _cgroup_memory()
-    if limit is not None and total is not None and free is not None and limit < total:
-        total, free = limit, min(free, max(0, limit - used))
-    return {"total": total, "free": free}
+    if limit is None or limit >= found.total:
+        return {"total": found.total, "free": found.available}
+    return {"total": limit, "free": min(found.available, max(0, limit - used))}
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
@@ -166,11 +163,7 @@ def _assigned(path: Path) -> dict[str, str]:
 
 def drivers() -> dict[str, str]:
     """Accelerator makers to the version of the driver that the kernel has loaded."""
-    found = {}
-    for maker, path in _DRIVERS.items():
-        if path.is_file():
-            found[maker] = path.read_text().strip()
-    return found
+    return {maker: version for maker, path in _DRIVERS.items() if (version := _text(path))}
 
 
 def mpi_library() -> str | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import socket
-import struct
 from collections.abc import Mapping, Sequence
-from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 from typing import Any
 
-from ezpz_llm.launch.addresses import address_towards, own_interfaces, resolve
+import psutil
+
+from ezpz_llm.launch.addresses import address_towards, resolve
 
 _NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
 
@@ -39,14 +36,9 @@ def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
 
 def addresses() -> dict[str, list[str]]:
     """Every interface with its addresses, IPv4 first."""
-    found = {name: [address] if address else [] for name, address in own_interfaces().items()}
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return found
-    for words in map(str.split, lines):
-        found.setdefault(words[5], []).append(str(ip_address(bytes.fromhex(words[0]))))
-    return found
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {name: [one.address.partition("%")[0] for one in known if one.family in families]
+            for name, known in psutil.net_if_addrs().items()}
 
 
 def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
@@ -112,40 +104,15 @@ def family(network: str) -> str:
     return "libfabric" if name in _LIBFABRIC else name
 
 
-# Over which interface this process really talks to others: its own established TCP connections.
-_ESTABLISHED = "01"
-
-
 def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = frozenset()) -> list[str]:
-    """The interfaces of this process's connections, those to or from `other_ports` left out."""
-    inodes = _own_inodes()
+    """The interfaces over which this process really talks to others: those of its established TCP connections,
+    without connections to or from `other_ports`."""
+    process = psutil.Process()
+    # Before psutil 6 its name was another.
+    connections = getattr(process, "net_connections", None) or process.connections
     found = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError), open(table) as file:
-            for line in list(file)[1:]:
-                words = line.split()
-                if words[3] != _ESTABLISHED or words[9] not in inodes:
-                    continue
-                (address, port), (_, remote_port) = _endpoint(words[1]), _endpoint(words[2])
-                if {port, remote_port}.isdisjoint(other_ports):
-                    found.add(interface_of(address, own) or address)
+    for one in connections("tcp"):
+        if one.status == psutil.CONN_ESTABLISHED and {one.laddr.port, one.raddr.port}.isdisjoint(other_ports):
+            address = one.laddr.ip.removeprefix("::ffff:")
+            found.add(interface_of(address, own) or address)
     return sorted(found)
-
-
-def _own_inodes() -> set[str]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{name}")):
-                found.add(match[1])
-    return found
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    """`0100007F:1F90` as ("127.0.0.1", 8080); the kernel writes addresses as words of the host's own byte order."""
-    address, _, port = text.partition(":")
-    words = struct.pack(f"={len(address) // 8}I", *(int(address[i:i + 8], 16) for i in range(0, len(address), 8)))
-    if len(words) == 4:
-        return str(IPv4Address(words)), int(port, 16)
-    full = IPv6Address(words)
-    return str(ip_address(str(full.ipv4_mapped or full))), int(port, 16)
