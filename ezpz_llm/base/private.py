@@ -68,20 +68,14 @@ class PrivateFolder:
         Raises:
             FileExistsError: it is.
         """
-        handle = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            _write_all(handle, data)
-        finally:
-            os.close(handle)
+        with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
 
     def overwrite(self, name: str, data: bytes) -> None:
         """Write a file in place, which costs a file system half of what `write` does; a reader may see a part."""
-        handle = self.open(name, os.O_WRONLY | os.O_CREAT)
-        try:
-            _write_all(handle, data)
-            os.ftruncate(handle, len(data))
-        finally:
-            os.close(handle)
+        with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.write(data)
+            file.truncate()
 
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a plain file or a FIFO of ours; a new one has mode 0600."""
@@ -120,11 +114,8 @@ class PrivateFolder:
 
     def touch(self, name: str) -> None:
         """Set a file's time to now; make it if it is not there."""
-        handle = self.open(name, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.utime(handle)
-        finally:
-            os.close(handle)
+        with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            os.utime(file.fileno())
 
     def has(self, name: str) -> bool:
         """Is there a file of ours with that name?"""
@@ -250,11 +241,6 @@ def _plain(name: str) -> str:
     if not name or "/" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not the name of a file in a folder")
     return name
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(handle, data):]
 
 
 # Records in private folders: each a JSON file that stands for one dataclass.

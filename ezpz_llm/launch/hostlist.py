@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS, MOST_RANKS
 
@@ -160,13 +161,10 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 
 def fold_places(hosts: Mapping[int, str]) -> str:
     """{2: "n2", 3: "n2", 6: "n4"} as "ranks 2-3 on n2, rank 6 on n4"; of many hosts the first ones."""
-    by_host: dict[str, list[int]] = {}
-    for rank, host in hosts.items():
-        by_host.setdefault(host, []).append(rank)
-    shown = [f"{rank_ranges(ranks)} on {host}" for host, ranks in list(by_host.items())[:_HOSTS_SHOWN]]
-    if len(by_host) > _HOSTS_SHOWN:
-        rest = [rank for ranks in list(by_host.values())[_HOSTS_SHOWN:] for rank in ranks]
-        shown.append(f"{rank_ranges(rest)} on {len(by_host) - _HOSTS_SHOWN} more hosts")
+    by_host = list(grouped((host, rank) for rank, host in hosts.items()).items())
+    shown = [f"{rank_ranges(ranks)} on {host}" for host, ranks in by_host[:_HOSTS_SHOWN]]
+    if rest := by_host[_HOSTS_SHOWN:]:
+        shown.append(f"{rank_ranges(rank for _, ranks in rest for rank in ranks)} on {len(rest)} more hosts")
     return ", ".join(shown)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Stop
@@ -101,7 +102,8 @@ class HeartbeatMonitor:
         self._hosts = hosts
         self._started = self._looked = started
         self._came: dict[int, tuple[NodeReport, float]] = {}
-        self._missing = dict(hosts)
+        self.missing = dict(hosts)
+        """The ranks that have not come yet, with their hosts."""
 
     def look(self, now: float) -> None:
         """Read what has come since the last look. Time in which we could not look (a file system that hung, a
@@ -116,12 +118,12 @@ class HeartbeatMonitor:
             if before is None or before[0] != report:
                 self._came[report.first_rank] = (report, now)
                 self._note_arrivals(report)
-        if self._missing:
+        if self.missing:
             self._note_traces()
 
     def _note_arrivals(self, report: NodeReport) -> None:
         for rank in report.ranks:
-            self._missing.pop(rank, None)
+            self.missing.pop(rank, None)
         if report.error is not None:
             self._expect_no_reports(report.first_rank)
 
@@ -133,18 +135,13 @@ class HeartbeatMonitor:
                 if match := _TRACE.fullmatch(entry.name):
                     rank = int(match["rank"])
                     if match["kind"] == "rank":
-                        self._missing.pop(rank, None)
+                        self.missing.pop(rank, None)
                     elif rank not in self._came and entry.stat().st_size == 0:
                         self._expect_no_reports(rank)
 
     def _expect_no_reports(self, first_rank: int) -> None:
         host = self._hosts.get(first_rank)
-        self._missing = {rank: its for rank, its in self._missing.items() if its != host}
-
-    @property
-    def missing(self) -> Mapping[int, str]:
-        """The ranks that have not come yet, with their hosts."""
-        return self._missing
+        self.missing = {rank: its for rank, its in self.missing.items() if its != host}
 
     def waited_s(self, now: float) -> float:
         """Seconds since the launcher was started, but for those in which we could not look."""
@@ -241,14 +238,9 @@ def _life(rank: int, one: RankReport, report: NodeReport, age: float, limit_s: f
 
 def as_lines(live: Live) -> list[str]:
     """All ranks, folded by what they are doing."""
-    groups: dict[str, list[RankLife]] = {}
-    for one in live.ranks:
-        groups.setdefault(_doing(one), []).append(one)
-    lines = []
-    for doing, ranks in sorted(groups.items(), key=lambda group: group[1][0].rank):
-        longest = max(one.quiet_s for one in ranks)
-        of = rank_ranges(one.rank for one in ranks)
-        lines.append(f"{of}: {doing}, last sign of life within {longest:.0f} s")
+    groups = grouped((_doing(one), one) for one in sorted(live.ranks, key=lambda one: one.rank))
+    lines = [f"{rank_ranges(one.rank for one in ranks)}: {doing}, last sign of life within "
+             f"{max(one.quiet_s for one in ranks):.0f} s" for doing, ranks in groups.items()]
     lines += [f"{rank_ranges(rank for rank, one in live.ended.items() if one == code)}: ended with code {code}"
               for code in sorted(set(live.ended.values()))]
     if live.missing:

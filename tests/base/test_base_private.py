@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,12 +141,17 @@ def test_work_goes_on_in_the_folder_that_was_opened(tmp_path: Path) -> None:
         assert folder.read("order") == b"1"
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    """Where the file system has no room for the file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with make_private(tmp_path / "f") as folder:
         folder.write("a", b"old")
-        monkeypatch.setattr(os, "write", lambda handle, data: (_ for _ in ()).throw(OSError(28, "full")))
-        with pytest.raises(OSError, match="full"):
-            folder.write("a", b"new")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2, hard))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                folder.write("a", b"new")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert folder.read("a") == b"old"
         assert os.listdir(tmp_path / "f") == ["a"]
 

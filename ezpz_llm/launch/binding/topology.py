@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -44,11 +45,7 @@ class Topology:
     @property
     def sockets(self) -> tuple[tuple[Domain, ...], ...]:
         """The domains of each socket that has a core for ranks."""
-        found: dict[int, list[Domain]] = {}
-        for domain in self.domains:
-            if domain.cores:
-                found.setdefault(domain.socket, []).append(domain)
-        return tuple(map(tuple, found.values()))
+        return tuple(map(tuple, grouped((one.socket, one) for one in self.domains if one.cores).values()))
 
     def domains_of(self, cpus: Collection[int]) -> tuple[Domain, ...]:
         """The domains with one of `cpus`."""

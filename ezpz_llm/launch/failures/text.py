@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ezpz_llm.base import grouped
 from ezpz_llm.launch.failures import log_patterns
 from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
@@ -162,28 +163,15 @@ def _groups(findings: Findings) -> dict[str, list[int]]:
     """The other records by what they tell."""
     cause = findings.cause
     same = _signature(cause, findings.evidence.found[cause.rank]) if cause else None
-    groups: dict[tuple[object, ...], tuple[str, list[int]]] = {}
-    for failure in findings.evidence.failures:
-        if failure is cause:
-            continue
-        finding = findings.evidence.found[failure.rank]
-        signature = _signature(failure, finding)
-        what = "the same" if signature == same else _told(failure, finding)
-        groups.setdefault(signature, (what, []))[1].append(failure.rank)
-    told = _of_reports(findings)
-    for what, ranks in groups.values():
-        told.setdefault(what, []).extend(ranks)
-    return told
-
-
-def _of_reports(findings: Findings) -> dict[str, list[int]]:
-    """Ranks that failed and left it to their nodes to say so: in a large world, those that others ended."""
+    groups = grouped((_signature(one, findings.evidence.found[one.rank]), one)
+                     for one in findings.evidence.failures if one is not cause)
+    of_records = [("the same" if signature == same else _told(alike[0], findings.evidence.found[alike[0].rank]),
+                   one.rank) for signature, alike in groups.items() for one in alike]
+    # In a large world ranks that others ended leave it to their nodes to say so.
     recorded = {failure.rank for failure in findings.evidence.failures}
-    told: dict[str, list[int]] = {}
-    for rank, report in findings.reports.items():
-        if report.ended and rank not in recorded:
-            told.setdefault(f"exit code {report.ended}, as their nodes report", []).append(rank)
-    return told
+    of_reports = [(f"exit code {report.ended}, as their nodes report", rank)
+                  for rank, report in findings.reports.items() if report.ended and rank not in recorded]
+    return grouped([*of_reports, *of_records])
 
 
 def _signature(failure: Failure, finding: Finding) -> tuple[object, ...]:
@@ -212,9 +200,7 @@ def _absent(findings: Findings) -> list[str]:
            for found in findings.evidence.log_matches):
         # MPI_Abort ends all ranks before they can leave a record: that none did says nothing.
         return []
-    by_host: dict[str, list[int]] = {}
-    for rank in findings.evidence.absent:
-        by_host.setdefault(_host(findings, rank), []).append(rank)
+    by_host = grouped((_host(findings, rank), rank) for rank in findings.evidence.absent)
     return [f"no record: {rank_ranges(ranks)} on {host}, {_last_heard(findings, ranks[0])}"
             for host, ranks in list(by_host.items())[:_OTHERS_SHOWN]]
 

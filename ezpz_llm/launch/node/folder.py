@@ -195,12 +195,8 @@ def _folders_of(run_id: str) -> Iterator[PrivateFolder]:
 
 
 def _wake(folder: PrivateFolder) -> None:
-    with contextlib.suppress(OSError):
-        handle = folder.open(_WAKE, os.O_WRONLY)
-        try:
-            os.write(handle, b"!")
-        finally:
-            os.close(handle)
+    with contextlib.suppress(OSError), os.fdopen(folder.open(_WAKE, os.O_WRONLY), "wb") as fifo:
+        fifo.write(b"!")
 
 
 def _agent_lives(folder: PrivateFolder) -> bool:

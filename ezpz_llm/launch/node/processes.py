@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ezpz_llm.base import grouped
 from ezpz_llm.base.outside import system_text
 from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 
@@ -164,9 +165,7 @@ def everyone(is_own_only: bool = False) -> dict[int, Seen]:
 def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] = ()) -> set[Kin]:
     """The living descendants of the `roots`, and the roots themselves. What is `spared` is left out with all below
     it, but for a root, of which only itself is."""
-    children: dict[int, list[int]] = {}
-    for pid, one in seen.items():
-        children.setdefault(one.parent, []).append(pid)
+    children = grouped((one.parent, pid) for pid, one in seen.items())
     known = {root.pid for root in roots if root.pid in seen and seen[root.pid].start == root.start}
     ahead = list(known)
     while ahead:
