@@ -13,7 +13,7 @@ import shlex
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,81 @@ def first_json(text: str, at: int) -> tuple[Any, int]:
     if text.count("[", at, end) + text.count("{", at, end) > MOST_DEPTH:
         _check_depth(value, "")
     return value, end
+
+
+_PART = 1 << 18
+_BETWEEN = re.compile(r"[\s,]*")
+_KEY = re.compile(r'[\s,{]*("(?:[^"\\]|\\.)*")\s*:\s*|[\s,{]*\}')
+_CUT_SHORT = "it ends before its end"
+
+
+class JsonText:
+    """JSON text of any length that is read part by part, of which one value at a time is held.
+
+    Every method raises ValueError where the text is not JSON, or not whole.
+
+    Args:
+        read: returns the next characters, as many as asked for; fewer at the end only.
+        most: characters of one value.
+    """
+
+    def __init__(self, read: Callable[[int], str], most: float = float("inf")) -> None:
+        self._read, self._most = read, most
+        self._text, self._at = "", 0
+
+    def key(self) -> str | None:
+        """The name of the object's next member; None at its end."""
+        while (found := _KEY.match(self._text, self._at)) is None or found.end() == len(self._text):
+            if not self._more():
+                if found is None:
+                    raise ValueError(_CUT_SHORT)
+                break
+        self._at = found.end()
+        return None if found[1] is None else first_json(found[1], 0)[0]
+
+    def value(self) -> Any:
+        """The next value, which ends before the text does."""
+        while True:
+            try:
+                value, end = first_json(self._text, self._at)
+                if end < len(self._text):
+                    self._at = end
+                    return value
+                wrong = ValueError(_CUT_SHORT)
+            except ValueError as error:
+                wrong = error
+            if len(self._text) - self._at > self._most or not self._more():
+                raise wrong
+
+    def items(self) -> Iterator[Any]:
+        """The values of the list that comes next."""
+        if self._next() != "[":
+            raise ValueError("it is not a list")
+        self._at += 1
+        while self._next() != "]":
+            yield self.value()
+        self._at += 1
+
+    def end(self) -> None:
+        """Check that nothing but blanks follows."""
+        while not self._text[self._at:].strip():
+            if not self._more():
+                return
+        raise ValueError("more follows it")
+
+    def _next(self) -> str:
+        while (found := _BETWEEN.match(self._text, self._at)) is None or found.end() == len(self._text):
+            if not self._more():
+                raise ValueError(_CUT_SHORT)
+        self._at = found.end()
+        return self._text[self._at]
+
+    def _more(self) -> bool:
+        # As much again as is left, so that a long value is not decoded from its beginning too often.
+        left = self._text[self._at:]
+        part = self._read(max(_PART, len(left)))
+        self._text, self._at = left + part, 0
+        return bool(part)
 
 
 def file_in(folder: Path, name: Any, where: str) -> Path:

@@ -60,13 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     add.set_defaults(run=_prepare)
 
-    add = commands.add_parser("verify", help="check the sha256 of every shard of a folder")
-    add.add_argument("folder", type=Path, metavar="DIR")
-    add.set_defaults(run=_verify)
-
-    add = commands.add_parser("show", help="what a folder of shards holds")
-    add.add_argument("folder", type=Path, metavar="DIR")
-    add.set_defaults(run=_show)
+    for name, run, what in (("verify", _verify, "check the sha256 of every shard of a folder"),
+                            ("show", _show, "what a folder of shards holds")):
+        add = commands.add_parser(name, help=what)
+        add.add_argument("folder", type=Path, metavar="DIR")
+        add.set_defaults(run=run)
 
     add = commands.add_parser("tokenizer", help="provide the file that the gpt2 tokenizer needs")
     add.add_argument("name", choices=["gpt2"])

@@ -21,9 +21,8 @@ import numpy as np
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.corpora import cached_folder
-from ezpz_llm.data.downloads import reading
+from ezpz_llm.data.downloads import progress, reading, say
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
-from ezpz_llm.data.progress import progress, say
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, to_entry
 from ezpz_llm.rundir import write_json

@@ -7,20 +7,124 @@ no documents is refused by its name.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from ezpz_llm.base.errors import UserError, import_package, require_package
-from ezpz_llm.base.outside import first_json, parse_json
+from ezpz_llm.base.outside import JsonText, parse_json
 from ezpz_llm.data.downloads import reading
-from ezpz_llm.data.unpack import GZIP, ZSTD, Packing, open_unpacked
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A way to pack a file.
+
+    Attributes:
+        new: makes what unpacks one member of such a file (`decompress`, `eof`, `unused_data`).
+        unpack: the command that unpacks a file.
+    """
+
+    name: str
+    new: Callable[[], Any]
+    unpack: str
+
+
+GZIP = Packing("gzip", lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), "gunzip")
+ZSTD = Packing("zstd", lambda: import_package("zstandard", "reading zstd", "data")
+               .ZstdDecompressor().decompressobj(), "zstd -d")
+
+
+class Stream:
+    """A file's content from its beginning. `taken` is how many bytes of the file itself were read for it."""
+
+    def __init__(self, path: Path, file: BinaryIO, packing: Packing | None) -> None:
+        self.taken = 0
+        self._path, self._file, self._packing = path, file, packing
+        self._member: Any = None
+        self._ready = b""
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes; fewer at the end only.
+
+        Raises:
+            UserError: what is packed is damaged or cut short.
+        """
+        if self._packing is None:
+            block = self._file.read(size)
+            self.taken += len(block)
+            return block
+        parts, missing = [], size
+        while missing and (self._ready or self._fill(self._packing)):
+            part, self._ready = self._ready[:missing], self._ready[missing:]
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def skip(self, size: int) -> None:
+        """Go on as if `size` bytes had been read."""
+        if self._packing is None:
+            self._file.seek(size, 1)
+            self.taken += size
+            return
+        while size > 0 and (block := self.read(min(size, 16 * _AT_ONCE))):
+            size -= len(block)
+
+    def _fill(self, packing: Packing) -> bool:
+        """Unpack more; False at the end."""
+        while not self._ready:
+            packed = self._file.read(_AT_ONCE)
+            self.taken += len(packed)
+            if not packed:
+                if self._member is not None:
+                    raise self._damaged(packing, "it is cut short")
+                return False
+            try:
+                self._ready = b"".join(self._unpacked(packing, packed))
+            except UserError:
+                raise
+            except Exception as error:  # zlib.error, and zstandard's, which may not be there to name
+                raise self._damaged(packing, str(error)) from None
+        return True
+
+    def _unpacked(self, packing: Packing, packed: bytes) -> Iterator[bytes]:
+        while packed:
+            if self._member is None:
+                packed = packed.lstrip(b"\0")  # padding between members
+                if not packed:
+                    return
+                self._member = packing.new()
+            yield self._member.decompress(packed)
+            packed = b""
+            if self._member.eof:
+                packed, self._member = self._member.unused_data, None
+
+    def _damaged(self, packing: Packing, why: str) -> UserError:
+        return UserError(f"this file, packed by {packing.name}, is damaged: {why}", where=str(self._path),
+                         instead="copy or fetch it again")
+
+
+@contextlib.contextmanager
+def open_unpacked(path: Path, packing: Packing | None) -> Iterator[Stream]:
+    """Open a file to read its content.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with reading(path), path.open("rb") as file:
+        yield Stream(path, file, packing)
+
+
+# What the content of the files tells.
 BOM = b"\xef\xbb\xbf"
 _PACKED_NAMES = (".gz", ".zst", ".zstd")
 _HEAD = 1 << 16
@@ -153,81 +257,53 @@ def _refused(path: Path, what: str, instead: str) -> UserError:
 
 
 # The objects of one JSON array, in order, a bounded part of the file at a time.
-_BLOCK = 1 << 18
-_SPACE = " \t\r\n"
-
-
 def read_array(path: Path, packing: Packing | None, first: int, size: int, key: str) -> Iterator[Documents]:
     """The member `key` of each object from number `first` on, in parts of about `size` bytes.
 
     Raises:
         UserError: not a whole array in UTF-8.
     """
-    texts: list[str | UserError | None] = []
-    held = taken = 0
-    for number, item, read in _items(path, packing):
-        if number < first:
-            taken = read
-            continue
-        text = item.get(key) if isinstance(item, dict) else None
-        texts.append(text if isinstance(text, str) else None)
-        held += len(text) if isinstance(text, str) else 0
-        if held >= size:
-            yield Documents(str(path), number + 1 - len(texts), texts, read - taken, "item")
-            texts, held, taken = [], 0, read
-    if texts:
-        yield Documents(str(path), number + 1 - len(texts), texts, path.stat().st_size - taken, "item")
-
-
-def _items(path: Path, packing: Packing | None) -> Iterator[tuple[int, Any, int]]:
-    """Each item with its number, and the bytes of the file that were read by then."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-
-    def wrong(what: str) -> UserError:
-        return UserError(f"not a whole JSON array in UTF-8: {what}", where=f"{path}, item {number}",
-                         instead='copy or fetch it again, or write it as lines like {"text": "…"}')
-
+    number, taken, begin = 0, 0, first
     with open_unpacked(path, packing) as stream:
-        number, ended, text = 0, False, ""
+        def read(size: int) -> str:
+            data = stream.read(size)
+            return decoder.decode(data, final=len(data) < size)
 
-        def more(left: str, block: int = _BLOCK) -> str:
-            nonlocal ended
-            data = stream.read(block)
-            ended = len(data) < block
-            try:
-                return left + decoder.decode(data, ended)
-            except UnicodeDecodeError as error:
-                raise wrong(str(error)) from None
+        text = JsonText(read)
 
-        text = more("").lstrip(_SPACE).removeprefix("[")
-        place = 0
-        while True:
-            while place < len(text) and text[place] in _SPACE + ",":
-                place += 1
-            if place == len(text) and not ended:
-                text, place = more(""), 0
-                continue
-            if text[place:place + 1] == "]":
-                break
-            try:
-                item, end = first_json(text, place)
-                if end == len(text) and not ended:
-                    raise ValueError("it may go on")
-            except ValueError as error:
-                if ended:
-                    raise wrong(str(error)) from None
-                # As much again, so that a long item is not decoded from its beginning too often.
-                text, place = more(text[place:], max(_BLOCK, len(text) - place)), 0
-                continue
-            place = end
-            yield number, item, stream.taken
-            number += 1
-        rest = text[place + 1:]
-        while not rest.strip(_SPACE):
-            if ended:
-                return
-            rest = more("")
-        raise wrong("more follows it")
+        def members() -> Iterator[Any]:
+            nonlocal number, taken
+            for item in text.items():
+                if number < first:
+                    taken = stream.taken
+                else:
+                    yield item.get(key) if isinstance(item, dict) else None
+                number += 1
+            text.end()
+
+        try:
+            for texts in gathered(members(), size):
+                yield Documents(str(path), begin, texts, stream.taken - taken, "item")
+                begin, taken = begin + len(texts), stream.taken
+        except ValueError as error:
+            raise UserError(f"not a whole JSON array in UTF-8: {error}", where=f"{path}, item {number}",
+                            instead='copy or fetch it again, or write it as lines like {"text": "…"}') from None
+
+
+def gathered(found: Iterable[Any], size: int) -> Iterator[list[str | UserError | None]]:
+    """Texts of together about `size` characters; None in place of what is no text."""
+    texts: list[str | UserError | None] = []
+    held = 0
+    for text in found:
+        is_text = isinstance(text, str)
+        texts.append(text if is_text else None)
+        held += len(text) if is_text else 0
+        if held >= size:
+            yield texts
+            texts, held = [], 0
+    if texts:
+        yield texts
 
 
 # The rows of a parquet file, in order, a bounded part at a time (pyarrow, the extra `data`).

@@ -17,7 +17,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError, require_package
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.data.atomic_dir import Interrupted
-from ezpz_llm.data.formats import TEXT, Documents
+from ezpz_llm.data.formats import TEXT, Documents, gathered
 
 PREFIX = "hf:"
 LIBRARY = ("datasets", "reading a data set of the hub", "data")
@@ -108,22 +108,12 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
         number = state["documents"] if state else 0
         if state:
             stream.load_state_dict(state["stream"])
-        texts: list[str | UserError | None] = []
-        held = 0
-
-        def take() -> tuple[Documents, dict[str, Any]]:
-            after = {"documents": number + len(texts), "stream": stream.state_dict()}
-            return Documents(dataset.words, number, texts, held), after
-
         with contextlib.closing(iter(stream)) as rows:
-            for row in rows:
-                texts.append(row[key])
-                held += len((row[key] or "").encode("utf-8", "surrogatepass"))
-                if held >= size:
-                    yield take()
-                    number, texts, held = number + len(texts), [], 0
-        if texts:
-            yield take()
+            for texts in gathered((row[key] for row in rows), size):
+                held = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts if isinstance(text, str))
+                documents = Documents(dataset.words, number, texts, held)
+                number += len(texts)
+                yield documents, {"documents": number, "stream": stream.state_dict()}
 
 
 @contextlib.contextmanager

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ezpz_llm.base.errors import UserError, require_package
 from ezpz_llm.data.atomic_dir import building
-from ezpz_llm.data.corpora import Options, Request, make_request, prepared_folder
-from ezpz_llm.data.downloads import writing
+from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
+from ezpz_llm.data.downloads import say, writing
 from ezpz_llm.data.foreign import find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
-from ezpz_llm.data.manifest import MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
-from ezpz_llm.data.mixing import check_same_tokenizer, find_mixture, mixture_folder, write_mixture
-from ezpz_llm.data.progress import say
+from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
+from ezpz_llm.data.order import BLOCK, shares
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import TokenData
-from ezpz_llm.data.tokenize_corpus import make
+from ezpz_llm.data.tokenize_corpus import entropy, make
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
+from ezpz_llm.rundir import write_json
 
 # Below this a further process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
@@ -67,20 +73,9 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
         mixture, fingerprint = mixture_folder(prepared)
         return _made(mixture, fingerprint, progress,
                      lambda hidden: write_mixture(corpus, prepared, fingerprint, hidden))
-    choice = None if tokenizer is None else choose(tokenizer)
-    if folder := prepared_folder(corpus):
-        _check_no_choice(corpus, options)
-        return _of_choice(folder, choice)
-    if shards := find_foreign(corpus, choice):
-        _check_no_choice(corpus, options)
-        return _of_choice(_made(shards.index, shards.fingerprint, progress,
-                                lambda hidden: index_shards(shards, hidden, progress)), choice)
-    request = _known(make_request(corpus, options))
-    if not _ready(request, download):
-        workers = workers or _default_workers(request)
-        _made(request.folder, request.fingerprint, progress,
-              lambda hidden: make(request, hidden, workers, progress))
-    return request.folder
+    folder = _single(corpus, options, check=False, workers=workers, download=download, show=progress)
+    assert folder is not None
+    return folder
 
 
 def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
@@ -94,8 +89,8 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
         UserError: as `prepare`, for all that shows without reading the text; a truncated shard; too few tokens.
     """
     parts = find_mixture(corpus) or [(corpus, 1.0)]
-    folders = [_check_one(part, tokenizer, TEXT if len(parts) > 1 and _is_prepared(part) else text_key)
-               for part, _ in parts]
+    keys = [TEXT if len(parts) > 1 and _is_prepared(part) else text_key for part, _ in parts]
+    folders = [_single(part, Options(tokenizer, text_key=key)) for (part, _), key in zip(parts, keys, strict=True)]
     opened = [TokenData.open(folder) for folder in folders if folder]
     if len(opened) > 1:
         check_same_tokenizer(opened)
@@ -110,21 +105,28 @@ def _is_prepared(corpus: str) -> bool:
     return prepared_folder(corpus) is not None or find_foreign(corpus, None) is not None
 
 
-def _check_one(corpus: str, tokenizer: str | None, text_key: str) -> Path | None:
-    """The folder of a corpus that is prepared already."""
-    options = Options(tokenizer, text_key=text_key)
-    choice = None if tokenizer is None else choose(tokenizer)
-    if folder := prepared_folder(corpus):
+def _single(corpus: str, options: Options, *, check: bool = True, workers: int | None = None,
+            download: bool = False, show: bool = False) -> Path | None:
+    """The folder of a corpus that is not mixed; with `check` none is made, and None stands for one to be made."""
+    choice = None if options.tokenizer is None else choose(options.tokenizer)
+    folder = prepared_folder(corpus)
+    shards = None if folder else find_foreign(corpus, choice)
+    if folder or shards:
         _check_no_choice(corpus, options)
+    if shards:
+        if check and not _finished(shards.index, shards.fingerprint):
+            return None
+        folder = _made(shards.index, shards.fingerprint, show, lambda hidden: index_shards(shards, hidden, show))
+    if folder:
         return _of_choice(folder, choice)
-    if shards := find_foreign(corpus, choice):
-        _check_no_choice(corpus, options)
-        return _of_choice(shards.index, choice) if _finished(shards.index, shards.fingerprint) else None
     request = _known(make_request(corpus, options))
-    if _ready(request, download=False, most=_FILES_CHECKED):
-        return request.folder
-    _check_place(request.folder)
-    return None
+    if not _ready(request, download, _FILES_CHECKED if check else None):
+        if check:
+            _check_place(request.folder)
+            return None
+        _made(request.folder, request.fingerprint, show,
+              lambda hidden: make(request, hidden, workers or _default_workers(request), show))
+    return request.folder
 
 
 def _check_place(folder: Path) -> None:
@@ -180,39 +182,36 @@ def _known(request: Request) -> Request:
 
 def _finished(folder: Path, fingerprint: str) -> bool:
     """True if the folder stands complete; UserError if something else is in its place."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    found = "something else is here"
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest["request"] == fingerprint:
             check_entry(manifest["tokenizer"], str(folder / MANIFEST))
             return True
         found = "other shards are here: of another corpus, tokenizer or split, or of files that have changed"
-    elif folder.is_dir() and not any(folder.iterdir()):
-        return False
-    elif folder.exists():
-        found = "something else is here"
-    else:
-        return False
     raise UserError(found, where=str(folder), instead="name another folder with --out, or remove this one first")
 
 
-def _ready(request: Request, download: bool, most: int | None = None) -> bool:
+def _ready(request: Request, download: bool, most: int | None) -> bool:
     """True if there is nothing to do; else that what the work needs is there is made sure of.
 
     Args:
         most: of how many files the formats are looked at; None for all.
     """
-    ready = _finished(request.folder, request.fingerprint)
-    if not ready and request.tokenizer.name == "gpt2":
+    if _finished(request.folder, request.fingerprint):
+        return True
+    if request.tokenizer.name == "gpt2":
         GPT2_VOCAB.find()
-    if not ready and not request.corpus.plain:
-        for file in request.corpus.files[:most]:
-            find_format(file.path)
-    if not ready and request.corpus.dataset is not None:
+    for file in () if request.corpus.plain else request.corpus.files[:most]:
+        find_format(file.path)
+    if request.corpus.dataset is not None:
         require_package(*LIBRARY)
         if request.corpus.is_remote and not download:
             raise UserError(f"{request.corpus.words} is not prepared on this machine", where=str(request.folder),
                             instead=f"prepare it once, where there is internet: {request.command}")
-    return ready
+    return False
 
 
 def _default_workers(request: Request) -> int:
@@ -220,3 +219,94 @@ def _default_workers(request: Request) -> int:
     if request.corpus.dataset is not None:
         return cores
     return max(1, min(cores, request.corpus.size // _BYTES_PER_WORKER))
+
+
+# `--corpus A=0.7,B=0.3`: a folder of the cache whose manifest names the parts and their weights.
+_PART = re.compile(r"(?P<corpus>.+)=(?P<weight>[0-9.]+(e-?[0-9]+)?)")
+
+
+def find_mixture(words: str) -> list[tuple[str, float]] | None:
+    """The corpora and weights that `words` name, two or more; None if they name a single corpus.
+
+    Raises:
+        UserError: a corpus is named twice, or a weight is too small.
+    """
+    if "," not in words or os.path.exists(words):  # also False for what is too long for a path
+        return None
+    matches = [_PART.fullmatch(part.strip()) for part in words.split(",")]
+    if not all(matches):
+        return None
+    try:
+        found = [(match["corpus"], float(match["weight"])) for match in matches if match]
+    except ValueError as error:
+        raise UserError(f"a weight is not a number: {error}", where=words, instead="such as A=0.7,B=0.3") from error
+    names = [name for name, _ in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name} is mixed with itself", where=words, instead="name each corpus once")
+    shares(names, [weight for _, weight in found])
+    return found
+
+
+def mixture_folder(parts: Sequence[tuple[Path, float]]) -> tuple[Path, str]:
+    """The folder of the cache for a mixture of prepared folders, and its fingerprint."""
+    known = [[str(folder), TokenData.open(folder).fingerprint, weight] for folder, weight in parts]
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, "mixture", known]).encode()).hexdigest()
+    return cached_folder("mixture", fingerprint), fingerprint
+
+
+def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: str, folder: Path) -> None:
+    """Write the manifest of a mixture into `folder`.
+
+    Raises:
+        UserError: the parts' tokens are not of one tokenizer.
+    """
+    opened = [TokenData.open(part) for part, _ in parts]
+    check_same_tokenizer(opened)
+    weights = [weight for _, weight in parts]
+    counted = shares([str(part) for part, _ in parts], weights)
+    histogram = np.zeros(opened[0].vocab_size)
+    for data, count in zip(opened, counted, strict=True):
+        if not (data.folder / COUNTS).is_file():
+            raise UserError("this folder was prepared by a version that did not count its tokens",
+                            where=str(data.folder), instead="remove it, and prepare it again")
+        try:
+            counts = np.load(data.folder / COUNTS)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"the counts of its tokens cannot be read: {error}", where=str(data.folder / COUNTS),
+                            instead="remove the folder, and prepare it again") from error
+        histogram += counts / counts.sum() * count / BLOCK
+    manifests = [data.manifest for data in opened]
+    first = manifests[0]
+    write_json(folder / MANIFEST, {
+        "format": FORMAT,
+        "request": fingerprint,
+        "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", words]),
+        "source": {"corpus": words, **{key: sum(one["source"][key] for one in manifests)
+                                       for key in ("files", "bytes")}},
+        "parts": [{"folder": str(part), "weight": weight} for part, weight in parts],
+        **{key: first[key] for key in ("tokenizer", "vocab_size", "end_of_text", "dtype")},
+        **{key: sum(one[key] for one in manifests) for key in ("documents", "tokens")},
+        "unigram_entropy": entropy(histogram),
+        "splits": {name: {"tokens": sum(one["splits"][name]["tokens"] for one in manifests), "shards": []}
+                   for name in first["splits"]},
+    })
+
+
+def check_same_tokenizer(parts: Sequence[TokenData]) -> None:
+    """That the parts can be mixed.
+
+    Raises:
+        UserError: their ids mean different text, or one of them is a mixture itself.
+    """
+    first = parts[0]
+    for data in parts:
+        if data.parts:
+            raise UserError("a mixture cannot be part of another", where=str(data.folder),
+                            instead="name its parts, each with its weight")
+        if data.manifest["tokenizer"]["fingerprint"] != first.manifest["tokenizer"]["fingerprint"]:
+            names = [part.manifest["tokenizer"]["name"] for part in (first, data)]
+            which = f"{names[0]} and {names[1]}" if names[0] != names[1] else f"two different tables of {names[0]}"
+            raise UserError(f"the parts of a mixture must have one tokenizer; these have {which}",
+                            where=f"{first.folder} and {data.folder}",
+                            instead="prepare them with the same one: --tokenizer bytes, or gpt2")

@@ -16,10 +16,19 @@ from typing import Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.data.corpora import Corpus, SourceFile
-from ezpz_llm.data.formats import BOM, TEXT, Documents, Format, find_format, looks_like_text, read_array, read_rows
+from ezpz_llm.data.formats import (
+    BOM,
+    TEXT,
+    Documents,
+    Format,
+    find_format,
+    looks_like_text,
+    open_unpacked,
+    read_array,
+    read_rows,
+)
 from ezpz_llm.data.hub import read_dataset
 from ezpz_llm.data.tokenizers import whole_characters
-from ezpz_llm.data.unpack import open_unpacked
 
 PIECE_BYTES = 4 << 20
 

@@ -20,12 +20,12 @@ import numpy as np
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL, Interrupted, Journal, clear
 from ezpz_llm.data.corpora import Request
+from ezpz_llm.data.downloads import progress, say
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import resolve_revision
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD, TRAIN, VAL
-from ezpz_llm.data.progress import progress, say
 from ezpz_llm.data.reader import Piece, Reading, Task, tasks, texts
-from ezpz_llm.data.shard_writer import ShardWriter
+from ezpz_llm.data.shards import ShardWriter
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 from ezpz_llm.rundir import write_json
 

@@ -8,16 +8,15 @@ device both are kernels on its streams, and the phase of a kernel is that in whi
 from __future__ import annotations
 
 import gzip
-import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from sys import intern
 from typing import Any, TextIO, TypedDict
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import first_json, shown
+from ezpz_llm.base.outside import JsonText, shown
 from ezpz_llm.base.schema import as_type, whole_number
 from ezpz_llm.explain.events import (
     DEVICE,
@@ -26,7 +25,9 @@ from ezpz_llm.explain.events import (
     MARKS,
     Event,
     Flight,
+    Interval,
     awaited,
+    bridge,
     collective_calls,
     computes,
     device_flights,
@@ -36,8 +37,8 @@ from ezpz_llm.explain.events import (
     named,
     operators,
     phase_of_launches,
+    union,
 )
-from ezpz_llm.explain.intervals import Interval, bridge, union
 from ezpz_llm.observe.history import PHASES
 from ezpz_llm.rundir.schemas import TraceNotes
 
@@ -50,9 +51,6 @@ MOST_CHARACTERS = 4 << 30
 """Of a whole trace, unpacked."""
 _MOST_OF_ONE = 16 << 20
 """Characters of one event, or of another member."""
-_PART = 1 << 20
-_BETWEEN = re.compile(r"[\s,]*")
-_KEY = re.compile(r'[\s,{]*("(?:[^"\\]|\\.)*")\s*:\s*|[\s,{]*\}')
 _NUMBER, _ID = (int, float), (int, str)
 _ARGUMENTS = {"Collective name": str, "In msg nelems": int, "Out msg nelems": int, "dtype": str,
               "Process Group Ranks": str}
@@ -81,7 +79,7 @@ def parse_trace(file: TextIO, where: str) -> dict[str, Any]:
         ValueError: it is no trace.
         UserError: an event is none that a profiler writes, or there are too many.
     """
-    text, events = _Text(file, where), []
+    text, events = JsonText(_limited(file, where), _MOST_OF_ONE), []
     found: dict[str, Any] = {}
     threads: dict[int | str, int | str] = {}
     launches: dict[int | str | None, float] = {}
@@ -129,61 +127,20 @@ def _event(read: dict[str, Any], threads: dict[int | str, int | str], where: str
                           args=known or event.args)
 
 
-class _Text:
-    """The text of a file, of which one value at a time is held."""
+def _limited(file: TextIO, where: str) -> Callable[[int], str]:
+    """Return a function that reads the next characters of a trace, up to MOST_CHARACTERS."""
+    left = MOST_CHARACTERS
 
-    def __init__(self, file: TextIO, where: str) -> None:
-        self._file, self._where = file, where
-        self._text, self._at, self._read = "", 0, 0
-
-    def key(self) -> str | None:
-        """The name of the object's next member; None at its end."""
-        while (found := _KEY.match(self._text, self._at)) is None or found.end() == len(self._text):
-            if not self._more():
-                if found is None:
-                    raise ValueError("it ends before its end")
-                break
-        self._at = found.end()
-        return None if found[1] is None else first_json(found[1], 0)[0]
-
-    def value(self) -> Any:
-        """The next value, which ends before the text does."""
-        while True:
-            try:
-                value, end = first_json(self._text, self._at)
-                if end < len(self._text):
-                    self._at = end
-                    return value
-            except ValueError:
-                if len(self._text) - self._at > _MOST_OF_ONE:
-                    raise
-            if not self._more():
-                raise ValueError("it ends before its end")
-
-    def items(self) -> Iterator[Any]:
-        """The values of the list that comes next."""
-        if self._next() != "[":
-            raise ValueError("its events are not a list")
-        self._at += 1
-        while self._next() != "]":
-            yield self.value()
-        self._at += 1
-
-    def _next(self) -> str:
-        while (found := _BETWEEN.match(self._text, self._at)) is None or found.end() == len(self._text):
-            if not self._more():
-                raise ValueError("it ends before its end")
-        self._at = found.end()
-        return self._text[self._at]
-
-    def _more(self) -> bool:
-        part = self._file.read(_PART)
-        self._read += len(part)
-        if self._read > MOST_CHARACTERS:
-            raise UserError(f"this trace is larger than {MOST_CHARACTERS >> 30} GiB, unpacked", where=self._where,
+    def read(size: int) -> str:
+        nonlocal left
+        part = file.read(size)
+        left -= len(part)
+        if left < 0:
+            raise UserError(f"this trace is larger than {MOST_CHARACTERS >> 30} GiB, unpacked", where=where,
                             instead=_FEWER)
-        self._text, self._at = self._text[self._at:] + part, 0
-        return bool(part)
+        return part
+
+    return read
 
 
 BETWEEN = ("evaluation", "logging", "sampling", "checkpoints")

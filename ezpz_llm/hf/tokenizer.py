@@ -14,7 +14,7 @@ from ezpz_llm.base.outside import read_bytes
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
-from ezpz_llm.data.mixing import find_mixture
+from ezpz_llm.data.prepare import find_mixture
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import (
     END_OF_TEXT,

@@ -26,8 +26,7 @@ from ezpz_llm.data.corpora import find_corpus
 from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.reader import tasks, texts
-from ezpz_llm.data.shard_writer import ShardWriter
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.shards import ShardWriter, TokenData
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizers import GPT2_FINGERPRINT
 
