@@ -90,7 +90,7 @@ def as_dataclass(cls: type[T], value: Any, where: str, *, drop_unknown: bool = F
     Raises:
         UserError: naming the key, what it holds, and what it must be.
     """
-    return _dataclass(cls, value, where, "", drop_unknown)
+    return _object(cls, value, where, "", drop_unknown)
 
 
 def as_type(kind: Any, value: Any, where: str, key: str = "") -> Any:
@@ -123,52 +123,35 @@ def _typed(kind: Any, value: Any, where: str, key: str, drop: bool) -> Any:
         key_kind, kind_of = inside or (Any, Any)
         return {_key(key_kind, name, where, key): _typed(kind_of, member, where, _under(key, name), drop)
                 for name, member in value.items()}
-    if is_typeddict(kind):
-        return _members(kind, value, where, key, drop)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return _dataclass(kind, value, where, key, drop)
+    if is_typeddict(kind) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return _object(kind, value, where, key, drop)
     return _plain(kind, value, where, key)
 
 
-def _dataclass(cls: type, value: Any, where: str, key: str, drop: bool) -> Any:
+def _object(cls: Any, value: Any, where: str, key: str, drop: bool) -> Any:
     if not isinstance(value, dict):
         raise _wrong(key, value, "an object", where)
-    fields = _fields(cls)
+    fields, is_open = _fields(cls), is_typeddict(cls)
     for name in value:
-        if name not in fields and not drop:
+        if name not in fields and not (drop or is_open):
             near = nearest(str(name), fields)
             raise UserError(f"unknown key {shown(_under(key, name))}", where=where,
                             instead=f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}")
-    found = {}
+    found = dict(value) if is_open else {}
     for name, (kind, is_required) in fields.items():
         if name in value:
             found[name] = _typed(kind, value[name], where, _under(key, name), drop)
         elif is_required:
             raise UserError(f"{_under(key, name)} is missing", where=where)
-    return cls(**found)
-
-
-def _members(kind: Any, value: Any, where: str, key: str, drop: bool) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong(key, value, "an object", where)
-    kinds = _hints(kind)
-    for name in kind.__required_keys__:
-        if name not in value:
-            raise UserError(f"{_under(key, name)} is missing", where=where)
-    return {name: _typed(kinds[name], member, where, _under(key, name), drop) if name in kinds else member
-            for name, member in value.items()}
+    return found if is_open else cls(**found)
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-@functools.cache
-def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
+def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
     """Each field's type, and whether it must be there."""
-    kinds = _hints(cls)
-    none = dataclasses.MISSING
+    kinds, none = get_type_hints(cls, include_extras=True), dataclasses.MISSING
+    if is_typeddict(cls):
+        return {name: (kind, name in cls.__required_keys__) for name, kind in kinds.items()}
     return {field.name: (kinds[field.name], field.default is none and field.default_factory is none)
             for field in dataclasses.fields(cls) if field.init}
 

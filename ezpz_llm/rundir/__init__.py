@@ -6,11 +6,12 @@ from ezpz_llm.rundir.files import (
     read_json,
     read_layout,
     read_lines,
+    read_record,
+    update_record,
     write_atomic,
     write_json,
 )
 from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir, default_run_dir, newest_run
-from ezpz_llm.rundir.record import read_record, update_record
 from ezpz_llm.rundir.secrets import redact
 from ezpz_llm.rundir.side_files import SideFiles
 

@@ -23,6 +23,16 @@ metrics is the umask's to say, and nobody else may write there, since a link in 
 through."""
 
 
+class _Inside:
+    """A file or folder of a run directory, as an attribute of RunDir that is its path."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __get__(self, run_dir: RunDir, kind: type[RunDir] | None = None) -> Path:
+        return run_dir.path.joinpath(*self._names)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """One run's directory.
@@ -35,26 +45,32 @@ class RunDir:
 
     path: Path
 
+    record = _Inside("run.json")
+    metrics = _Inside("metrics.jsonl")
+    plots = _Inside("plots")
+    profile = _Inside("profile")
+    checkpoints = _Inside("checkpoints")
+    offloaded = _Inside("nvme")
+    """What ranks keep in files instead of memory, a folder each, while the run lasts."""
+    errors = _Inside("errors")
+    job_script = _Inside("job.sh")
+    """What the scheduler was given, where the run was submitted."""
+    layout = _Inside("layout.json")
+    """Our resolved layout (see engine/)."""
+    deepspeed = _Inside("deepspeed.json")
+    """Exactly what DeepSpeed was given; absent for an engine that is not DeepSpeed's."""
+    heartbeat = _Inside("heartbeat")
+    """Reports of the nodes."""
+    control = _Inside("control")
+    """Orders to the agents of the nodes."""
+    launcher_log = _Inside("logs", "launcher.log")
+    """What the launcher itself and rank 0 wrote to standard error."""
+    post_mortem = _Inside("postmortem.txt")
+
     def __post_init__(self) -> None:
         if not is_one_line(str(self.path)):
             raise UserError("the name of a run directory has control characters", where=str(self.path),
                             instead="another name (--run-dir)")
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
 
     def trace(self, rank: int) -> Path:
         """A rank's trace of some of its steps."""
@@ -64,48 +80,15 @@ class RunDir:
         """The times of a rank's steps with and without collectives."""
         return self.profile / f"counterfactual-rank{rank:04d}.json"
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def tracker(self, name: str) -> Path:
         """Where one of the trackers that the run feeds writes."""
         return self.path / "trackers" / name
-
-    @property
-    def offloaded(self) -> Path:
-        """What ranks keep in files instead of memory, a folder each, while the run lasts."""
-        return self.path / "nvme"
-
-    @property
-    def errors(self) -> Path:
-        return self.path / "errors"
-
-    @property
-    def job_script(self) -> Path:
-        """What the scheduler was given, where the run was submitted."""
-        return self.path / "job.sh"
-
-    @property
-    def layout(self) -> Path:
-        """Our resolved layout (see engine/)."""
-        return self.path / "layout.json"
-
-    @property
-    def deepspeed(self) -> Path:
-        """Exactly what DeepSpeed was given; absent for an engine that is not DeepSpeed's."""
-        return self.path / "deepspeed.json"
 
     def rank_log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank{rank:04d}.log"
 
     def rank_error(self, rank: int) -> Path:
         return self.errors / f"rank{rank:04d}.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Reports of the nodes."""
-        return self.path / "heartbeat"
 
     def rank_heartbeat(self, rank: int) -> Path:
         return self.heartbeat / f"rank{rank:04d}"
@@ -115,23 +98,9 @@ class RunDir:
         placed."""
         return self.heartbeat / f"node{first_rank:04d}.json"
 
-    @property
-    def control(self) -> Path:
-        """Orders to the agents of the nodes."""
-        return self.path / "control"
-
     def rank_stacks(self, rank: int) -> Path:
         """The stacks of a rank, written when they were last asked for."""
         return self.path / "stacks" / f"rank{rank:04d}.txt"
-
-    @property
-    def launcher_log(self) -> Path:
-        """What the launcher itself and rank 0 wrote to standard error."""
-        return self.path / "logs" / "launcher.log"
-
-    @property
-    def post_mortem(self) -> Path:
-        return self.path / "postmortem.txt"
 
     @property
     def preflight(self) -> RunDir:
