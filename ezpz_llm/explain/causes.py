@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base import grouped
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.explain.split import HOST, RankSplit, Split
-from ezpz_llm.explain.waits import slow_link
+from ezpz_llm.explain.split import HOST, RankSplit, Split, slow_link
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
@@ -57,8 +55,8 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
     if split is not None:
         steps = sum(rank.step_s * rank.steps for rank in split.ranks) / len(split.ranks)
         scale = wall["training"] / steps
-        for kind, what, seconds, advice in [*_waiting(split, run), *_within(split, run, deepspeed)]:
-            found.append((kind, what, seconds * scale, advice))
+        found = [(kind, what, seconds * scale, advice)
+                 for kind, what, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
     found += _between(wall, run)
     causes = [Cause(kind, what, seconds, seconds / whole, tuple(advice)) for kind, what, seconds, advice in found
               if seconds > 0]
@@ -71,7 +69,8 @@ def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float
     blamed = {rank.rank: sum(other.waited_for.get(rank.rank, 0.0) for other in split.ranks) / count
               for rank in split.ranks}
     waited = sum(blamed.values())
-    slow, found = split.straggler, []
+    slow = split.straggler
+    found: list[tuple[str, str, float, list[str]]] = []
     others = [rank for rank in split.ranks if rank is not slow]
     saved = 0.0
     if others and waited:
@@ -81,12 +80,9 @@ def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float
             saved = (slow.own_s - max(rank.own_s for rank in others)) * slow.steps
             what, advice = _slow_rank(slow, others)
             found.append(("slow_rank", what, saved, advice))
-    left = max(0.0, waited - saved)
-    if run["layout"].pp > 1:
-        found.append(("bubble", "stages of the pipeline wait for each other", left, against_waiting(run)))
-    else:
-        found.append(("waiting", "ranks wait for each other by turns, in collectives", left, against_waiting(run)))
-    return found
+    kind, what = (("bubble", "stages of the pipeline wait for each other") if run["layout"].pp > 1 else
+                  ("waiting", "ranks wait for each other by turns, in collectives"))
+    return [*found, (kind, what, max(0.0, waited - saved), against_waiting(run))]
 
 
 def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]]:
@@ -113,7 +109,7 @@ def _within(split: Split, run: Mapping[str, Any],
             deepspeed: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
     """Causes within steps other than computing and waiting."""
     found, count = [], len(split.ranks)
-    by_label = grouped((exposed.label, exposed) for rank in split.ranks for exposed in rank.exposed)
+    by_label = {label: [one for _, one in members] for label, members in split.by_label.items()}
     slow = slow_link(split.ranks[0].notes.get("links") or ())
     lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
     crossing = {label for label, members in by_label.items() if any(map(split.crosses_hosts, members))}

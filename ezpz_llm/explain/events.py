@@ -1,18 +1,84 @@
-"""Events of a torch.profiler trace: which compute, which communicate, and when (the Chrome trace format)."""
+"""Events of a torch.profiler trace: which compute, which communicate, and when (the Chrome trace format); and
+arithmetic on sets of times."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ezpz_llm.base import grouped
-from ezpz_llm.explain.intervals import Interval, subtract, union
+
+# Sets of times: sorted lists of disjoint half-open intervals (start, end).
+Interval = tuple[float, float]
 
 
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Any intervals, overlapping and in any order, as a set. Empty ones are dropped."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
+    """The part of a set that lies between two times."""
+    if end <= start:
+        return []
+    first = bisect_right(intervals, start, key=lambda one: one[1])
+    last = bisect_left(intervals, end, key=lambda one: one[0])
+    return [(max(a, start), min(b, end)) for a, b in intervals[first:last]]
+
+
+def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Difference of two sets."""
+    found, j = [], 0
+    for start, end in one:
+        while j < len(other) and other[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(other) and other[k][0] < end:
+            if start < other[k][0]:
+                found.append((start, other[k][0]))
+            start = max(start, other[k][1])
+            k += 1
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Intersection of two sets."""
+    return subtract(one, subtract(one, other))
+
+
+def bridge(intervals: Sequence[Interval], gap: float, apart: Sequence[float] = ()) -> list[Interval]:
+    """A set without its gaps shorter than `gap`, but for those in which one of the times `apart` (sorted) lies."""
+    found: list[Interval] = []
+    for start, end in intervals:
+        if found and start - found[-1][1] < gap:
+            before = found[-1][1]
+            if bisect_left(apart, before) == bisect_right(apart, start):
+                found[-1] = (found[-1][0], end)
+                continue
+        found.append((start, end))
+    return found
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """The length of a set."""
+    return sum(end - start for start, end in intervals)
+
+
+# Events of a trace, in such times.
 class Event(NamedTuple):
     """One event with a duration: times in microseconds. A device's work has the `correlation` of its launch on the
     host; `args` are those of its other arguments that are looked at."""
@@ -27,9 +93,6 @@ class Event(NamedTuple):
 
 
 Span = Callable[[Event], Interval]
-
-CALL = 1
-"""Index of a call's time; the kind comes before it."""
 
 _OPERATORS = "cpu_op"
 _C10D = "c10d::"
@@ -135,26 +198,21 @@ def operators(events: Sequence[Event], main: int | str, span: Span) -> list[Inte
     found: list[Interval] = []
     for thread, own in threads.items():
         if thread == main or any(event.name.startswith(_AUTOGRAD) for event in own):
-            found += [span(event) for event in own if computes(event)]
-            found += _leaves([event for event in own if not computes(event)], own, span)
+            begins = sorted(event.ts for event in own)
+            found += [span(event) for event in own if computes(event) or _is_leaf(event, begins)]
     return union(found)
 
 
-def _leaves(candidates: Sequence[Event], events: Sequence[Event], span: Span) -> Iterator[Interval]:
-    """Those that communicate not, and have nothing inside."""
-    begins = sorted(event.ts for event in events)
-    for event in candidates:
-        if not event.name.startswith(_COMMUNICATES):
-            inside = bisect_left(begins, event.ts + event.dur) - bisect_left(begins, event.ts)
-            if inside == 1:
-                yield span(event)
+def _is_leaf(event: Event, begins: Sequence[float]) -> bool:
+    """True if the event communicates not, and none of those that begin then is inside it."""
+    inside = bisect_left(begins, event.ts + event.dur) - bisect_left(begins, event.ts)
+    return inside == 1 and not event.name.startswith(_COMMUNICATES)
 
 
 def collective_calls(events: Sequence[Event], main: int | str, span: Span) -> list[tuple[str, Interval]]:
     """Kind and time of every call of a collective, in order."""
-    found = [(kind_of(event.name.removeprefix(_C10D)), span(event)) for event in events
-             if event.cat == _OPERATORS and event.name.startswith(_C10D)]
-    return sorted(found, key=lambda one: one[CALL])
+    return sorted(((kind_of(event.name.removeprefix(_C10D)), span(event)) for event in events
+                   if event.cat == _OPERATORS and event.name.startswith(_C10D)), key=lambda one: one[1])
 
 
 def host_flights(calls: Sequence[tuple[str, Interval]], marks: Sequence[Event], span: Span) -> list[Flight]:
@@ -222,11 +280,8 @@ def _ranks(written: str) -> tuple[int, ...]:
 def device_work(events: Sequence[Event], launched: Callable[[Event], float],
                 span: Span) -> list[tuple[Interval, float]]:
     """Device kernels other than communication, each with the time of its launch on the CPU."""
-    found = []
-    for event in events:
-        if event.cat in DEVICE and not _COMMUNICATION.search(event.name):
-            found.append((span(event), launched(event)))
-    return found
+    return [(span(event), launched(event)) for event in events
+            if event.cat in DEVICE and not _COMMUNICATION.search(event.name)]
 
 
 def phase_of_launches(work: Sequence[tuple[Interval, float]], phases: dict[str, list[Interval]],

@@ -9,9 +9,8 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "environment": ("run_environment",),
     "metrics": ("MetricsLog",),
-    "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops"),
+    "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot", "wants_colour"),
     "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
     "summary": ("Summary", "final_text", "summarise", "where_time_went"),

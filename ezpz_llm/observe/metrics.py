@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,6 +35,16 @@ class Measured(Protocol):
 
     def describe(self, totals: list[Any], grad_norm: float | None) -> dict[str, float]:
         """The members of a step's line that follow from the sums over all ranks."""
+
+
+@dataclass
+class _Step:
+    """A finished step that waits to be written: `values` has this rank's loss and norm, `figures` the rest."""
+
+    lr: float
+    values: torch.Tensor
+    measured: Measured | None
+    figures: dict[str, float | None] = field(default_factory=dict)
 
 
 class MetricsLog:
@@ -61,11 +72,7 @@ class MetricsLog:
         self._work = work
         self._first_step = first_step
         self._flush_every = flush_every
-        self._pending: list[tuple[int, float]] = []
-        self._values: list[torch.Tensor] = []
-        self._measured: dict[int, Measured] = {}
-        self._validations: dict[int, tuple[float, int]] = {}
-        self._figures: dict[int, dict[str, float]] = {}
+        self._pending: dict[int, _Step] = {}
         # Of each of this rank's steps: in data and forward; in backward besides; and until the optimizer's phase.
         self._before_collectives, self._busy, self._span = array("d"), array("d"), array("d")
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
@@ -81,11 +88,8 @@ class MetricsLog:
         Args:
             measured: what else was found on all ranks in this step.
         """
-        if measured is not None:
-            self._measured[step] = measured
-        self._pending.append((step, lr))
         norm = grad_norm.detach().to(loss.device, non_blocking=True)
-        self._values.append(torch.stack((loss.detach().float(), norm.float())))
+        self._pending[step] = _Step(lr, torch.stack((loss.detach().float(), norm.float())), measured)
 
     def record_validation(self, step: int, val_loss: float, val_tokens: int) -> None:
         """Put a validation result on the line of `step`.
@@ -93,18 +97,18 @@ class MetricsLog:
         Raises:
             ValueError: the step was not recorded, or its line is written already.
         """
-        if all(step != pending for pending, _ in self._pending):
+        if step not in self._pending:
             raise ValueError(f"validation of step {step}, which is not waiting to be written")
-        self._validations[step] = (val_loss, val_tokens)
+        self.record_task(step, val_tokens=val_tokens, val_loss=val_loss if finite(val_loss) else None)
 
-    def record_task(self, step: int, **figures: float) -> None:
+    def record_task(self, step: int, **figures: float | None) -> None:
         """Put further results of an evaluation on the line of `step`, which is recorded and not yet written."""
-        self._figures[step] = figures
+        self._pending[step].figures.update(figures)
 
     @property
     def due(self) -> bool:
         """True if the last recorded step is one to flush after."""
-        return bool(self._pending) and self.is_due(self._pending[-1][0])
+        return bool(self._pending) and self.is_due(max(self._pending))
 
     def is_due(self, step: int) -> bool:
         """True if `step` is one to flush after."""
@@ -134,9 +138,8 @@ class MetricsLog:
             raise ValueError(f"{len(self._pending)} steps were recorded, {len(times)} were timed")
         if not self._pending:
             return
-        values = self._reduce()
-        lines = [self._line(step, lr, loss, norm, time) for (step, lr), (loss, norm), time
-                 in zip(self._pending, values, times, strict=True)]
+        lines = [self._line(step, recorded, loss, norm, time) for (step, recorded), (loss, norm), time
+                 in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
         for line in lines if look else ():
             look(line)
@@ -145,8 +148,7 @@ class MetricsLog:
             self._before_collectives.append(phases["data"] + phases["forward"])
             self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
             self._span.append(time.step_time_s - phases["optimizer"])
-        self._measured = {}
-        self._pending, self._values, self._validations = [], [], {}
+        self._pending = {}
         if not self._dist.is_main:
             return
         self._dist.side.append(self._run_dir.metrics, lines)
@@ -160,13 +162,14 @@ class MetricsLog:
 
     def _add_measured(self, lines: list[dict[str, Any]]) -> None:
         """Put what was measured besides on the lines of its steps, summed over ranks in one collective."""
-        if not self._measured:
+        measured = {step: one.measured for step, one in self._pending.items() if one.measured is not None}
+        if not measured:
             return
-        sums = torch.stack([found.sums for found in self._measured.values()])
+        sums = torch.stack([found.sums for found in measured.values()])
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(sums)
         by_step = {line["step"]: line for line in lines}
-        for (step, found), values in zip(self._measured.items(), sums.tolist(), strict=True):
+        for (step, found), values in zip(measured.items(), sums.tolist(), strict=True):
             by_step[step].update(found.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
@@ -184,19 +187,19 @@ class MetricsLog:
         peers hold are parts that average to the loss. Sums are in double precision, where a sum of floats is exact
         and so does not depend on the order in which a backend adds.
         """
-        stacked = torch.stack(self._values)
+        stacked = torch.stack([recorded.values for recorded in self._pending.values()])
         if self._dist.world_size == 1:
             return stacked.tolist()
         stacked = stacked.double()
         torch.distributed.all_reduce(stacked)
         return (stacked / self._dist.world_size).tolist()
 
-    def _line(self, step: int, lr: float, loss: float, grad_norm: float, times: StepTimes) -> dict[str, Any]:
+    def _line(self, step: int, recorded: _Step, loss: float, grad_norm: float, times: StepTimes) -> dict[str, Any]:
         rates = self._work.rates(times.step_time_s)
         line: dict[str, Any] = {
             "step": step,
             "loss": loss if finite(loss) else None,
-            "lr": lr,
+            "lr": recorded.lr,
             "grad_norm": grad_norm if finite(grad_norm) else None,
             "step_time_s": times.step_time_s,
             "tokens_per_second": rates.tokens_per_second,
@@ -205,11 +208,7 @@ class MetricsLog:
         }
         if rates.mfu is not None:
             self._add_mfu(line, rates.mfu)
-        if step in self._validations:
-            val_loss, line["val_tokens"] = self._validations[step]
-            line["val_loss"] = val_loss if finite(val_loss) else None
-        line.update(self._figures.pop(step, {}))
-        return line
+        return {**line, **recorded.figures}
 
     def _add_mfu(self, line: dict[str, Any], mfu: float) -> None:
         """An MFU above 1 is left out and reported once: some part of it must be wrong."""

@@ -1,4 +1,4 @@
-"""Matmul peak of a device: as its vendor states it (an unknown device has none), and as measured here.
+"""Environment of a run; matmul peak of a device, as its vendor states it (an unknown one has none) and as measured.
 
 Where a vendor prints the rate with structured sparsity, half of it is the dense rate. Names are those that torch
 reports. A device that reports another number of compute units than the stated part (a MIG slice, a partition, a
@@ -7,16 +7,24 @@ special edition) has no stated peak either.
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import socket
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import synchronize
+from ezpz_llm.rundir import redact
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -150,12 +158,7 @@ def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
     """
     dist.barrier()
     flops, size = fastest_product(dist.device, _DTYPES.get(precision, torch.float32))
-    rates = [flops]
-    if dist.world_size > 1:
-        found = torch.zeros(dist.world_size, device=dist.device)
-        found[dist.rank] = flops
-        torch.distributed.all_reduce(found)
-        rates = found.tolist()
+    rates = all_gather(dist, flops)
     slowest = min(range(len(rates)), key=rates.__getitem__)
     return Ceiling(statistics.median(rates), precision, size, slowest, rates[slowest])
 
@@ -209,3 +212,56 @@ def _burst(factors: Factors, products: int) -> float:
         torch.mm(left, right, out=product)
     synchronize(left.device)
     return time.perf_counter() - began
+
+
+# Environment of a run (machine, versions, threads) for run.json.
+_PACKAGES = ("ezpz_llm", "torch", "deepspeed", "numpy", "mpi4py", "tiktoken", "safetensors")
+
+_VARIABLES = ("OMP_", "MKL_", "KMP_", "NCCL_", "RCCL_", "CCL_", "FI_", "UCX_", "MPICH_", "I_MPI_", "OMPI_MCA_",
+              "GLOO_", "DS_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+              "HIP_VISIBLE_DEVICES", "ZE_", "ONEAPI_DEVICE_SELECTOR", "EZPZ_LLM_")
+"""Beginnings of the names of variables that change how fast or how a run computes."""
+
+
+def run_environment(dist: Dist) -> dict[str, Any]:
+    """Versions, hosts, device, launcher and the variables that bear on speed; secrets redacted. A collective."""
+    return redact({
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "platform": platform.platform(),
+        "hosts": list(dict.fromkeys(all_gather(dist, socket.gethostname()))),
+        "world_size": dist.world_size,
+        "rank_source": dist.info.source,
+        "backend": dist.backend,
+        "device": _device(dist.device),
+        "threads": torch.get_num_threads(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+    })
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__  # with the build (+cpu, +cu128), which the package's metadata may lack
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    described: dict[str, Any] = {"type": device.type, "cpus": len(os.sched_getaffinity(0))}
+    if DEVICES[device.type].own:
+        module = torch.get_device_module(device)
+        described["name"] = module.get_device_name(device)
+        described["memory_bytes"] = module.get_device_properties(device).total_memory
+    else:
+        described["name"] = _processor()
+    return described
+
+
+def _processor() -> str:
+    """The CPU's model name where Linux tells it (Arm kernels do not), else the architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -9,7 +9,8 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from functools import partial
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -109,12 +110,7 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
     if not drawn:
         return f"{heading}: nothing to draw\n"
 
-    # plotext cuts plots to 80x22 where there is no terminal, unless told not to; and it keeps one figure for all.
-    plotext.terminal.limit(False, False)
-    figure = plotext.figure
-    figure.clear()
-    figure.plot_size(width, height)
-    figure.title(heading)
+    figure = _figure(heading, width, height)
     for curve, x, y in drawn:
         symbol = curve.mark or "braille"
         marker = symbol if curve.colour < 0 else plotext.marker(symbol, pixel=curve.colour)
@@ -122,28 +118,36 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
         if curve.is_line:
             signal.lines()
         figure.draw(signal)
-    for axis, values in (("x", [value for _, x, _ in drawn for value in x]),
-                         ("y", [value for _, _, y in drawn for value in y])):
-        ticks = round_ticks(min(values), max(values))
-        figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
-    text = figure.build().string(colorless=not colour)
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return _figure_text(figure, colour, x=[value for _, x, _ in drawn for value in x],
+                        y=[value for _, _, y in drawn for value in y])
 
 
 def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = _DEFAULT_WIDTH, *,
               colour: bool = False) -> str:
     """Horizontal bars of named values, the first on top, as text that ends in a newline."""
+    figure = _figure(title, width, 2 * len(bars) + 3)
+    names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
+    figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
+    return _figure_text(figure, colour, x=[0.0, *(value for value in values if value > 0)])
+
+
+def _figure(title: str, width: int, height: int) -> Any:
     import plotext
 
+    # plotext cuts plots to 80x22 where there is no terminal, unless told not to; and it keeps one figure for all.
     plotext.terminal.limit(False, False)
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(width, 2 * len(bars) + 3)
+    figure.plot_size(width, height)
     figure.title(title)
-    names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
-    figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
-    ticks = round_ticks(0.0, max(*values, 0.0))
-    figure.ruler("x").ticks(ticks, [f"{tick:.6g}" for tick in ticks])
+    return figure
+
+
+def _figure_text(figure: Any, colour: bool, **axes: Sequence[float]) -> str:
+    """The drawn figure, with round ticks on the axes whose values are given."""
+    for axis, values in axes.items():
+        ticks = round_ticks(min(values), max(values))
+        figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
     text = figure.build().string(colorless=not colour)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
@@ -163,26 +167,18 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False,
     evaluated = rows[np.isfinite(rows.column("val_loss"))]
     timed = steady(rows)
     validation = ("validation", evaluated.steps, evaluated.column("val_loss")) if len(evaluated) else None
-
-    def draw_loss(colour: bool) -> str:
-        return series_plot(rows.steps, rows.column("loss"), "loss", "step", "nats/token", width, colour=colour,
-                           label="training", points=validation)
-
-    def draw_timed(metric: str, title: str, unit: str, scale: float) -> Callable[[bool], str]:
-        return lambda colour: series_plot(timed.steps, timed.column(metric) * scale, title, "step", unit, width,
-                                          colour=colour, reduce=np.median)
-
-    drawings: dict[str, Callable[[bool], str]] = {
-        "loss": draw_loss,
-        "step_time_s": draw_timed("step_time_s", "step time", "ms", 1e3),
-        "tokens_per_second": draw_timed("tokens_per_second", "tokens/s", "", 1.0),
+    draw = partial(series_plot, xlabel="step", width=width)
+    drawings = {
+        "loss": partial(draw, rows.steps, rows.column("loss"), "loss", ylabel="nats/token", label="training",
+                        points=validation),
+        "step_time_s": partial(draw, timed.steps, timed.column("step_time_s") * 1e3, "step time", ylabel="ms",
+                               reduce=np.median),
+        "tokens_per_second": partial(draw, timed.steps, timed.column("tokens_per_second"), "tokens/s", ylabel="",
+                                     reduce=np.median),
     }
-    shown = []
     for metric, draw in drawings.items():
-        plain = draw(False)
-        side.write(run_dir.plots / f"{metric}.txt", plain)
-        shown.append(draw(True) if colour else plain)
-    return "\n".join(shown)
+        side.write(run_dir.plots / f"{metric}.txt", draw())
+    return "\n".join(draw(colour=colour) for draw in drawings.values())
 
 
 def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ezpz_llm.observe.history import History, Spread, finite, known, last_loss, read_history, spread, steady
-from ezpz_llm.observe.tables import percentages, table
-from ezpz_llm.observe.throughput import StepWork, short_number
+from ezpz_llm.observe.tables import percentages, table, wall_table
+from ezpz_llm.observe.throughput import Rates, StepWork, short_number
 from ezpz_llm.observe.timeline import OTHER, PHASES, Bubble, Straggler
 from ezpz_llm.rundir import RunDir
 
@@ -23,8 +23,9 @@ _COMMUNICATION = ("  Communication runs inside backward and optimizer, and insid
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Totals of this process's steps. Times are rank 0's, in seconds, over steady steps only.
+class Summary(Rates):
+    """Totals of this process's steps, and the rates of the median one. Times are rank 0's, in seconds, over steady
+    steps only.
 
     `phase_share` is of the summed step time and adds up to 1; `wall` is the whole run's, by what it was spent on.
     The last loss is the mean over the last tenth of the steps (at most 50); the first is that of the run
@@ -42,12 +43,6 @@ class Summary:
     step_time: Spread
     phase_s: dict[str, Spread]
     phase_share: dict[str, float]
-    tokens_per_second: float
-    tokens_per_second_per_device: float
-    flops_per_second_per_device: float | None
-    mfu: float | None
-    mfu_causal: float | None
-    ceiling_share: float | None
     wall: dict[str, float]
     straggler: Straggler | None
     bubble: Bubble | None
@@ -90,7 +85,6 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     step_times = timed.column("step_time_s")
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
-    rates = work.rates(step_time.median)
     # The loss of an evaluation may be NaN; that it was made is known by its tokens.
     evaluated = rows[np.isfinite(rows.column("val_tokens"))]
     return Summary(
@@ -105,12 +99,7 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
         step_time=step_time,
         phase_s={phase: spread(seconds) for phase, seconds in phases.items()},
         phase_share={phase: float(np.sum(seconds) / np.sum(step_times)) for phase, seconds in phases.items()},
-        tokens_per_second=rates.tokens_per_second,
-        tokens_per_second_per_device=rates.tokens_per_second_per_device,
-        flops_per_second_per_device=rates.flops_per_second_per_device,
-        mfu=rates.mfu,
-        mfu_causal=rates.mfu_causal,
-        ceiling_share=rates.ceiling_share,
+        **asdict(work.rates(step_time.median)),
         wall=dict(wall),
         straggler=straggler,
         bubble=bubble,
@@ -132,11 +121,7 @@ def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) ->
                  f"median over ranks {slow.median_s * 1e3:.1f} ms.\n")
     if summary.bubble is not None:
         text += _bubble(summary.bubble)
-    names, seconds = list(summary.wall), list(summary.wall.values())
-    rows = [[name, f"{value:.1f}", share] for name, value, share
-            in zip(names, seconds, percentages(seconds), strict=True)]
-    return text + "\n" + table("Where the wall time went", ("", "seconds", "share"), rows,
-                               footer=("run", f"{sum(seconds):.1f}", "100.0 %"), rich=rich)
+    return text + "\n" + wall_table("Where the wall time went", summary.wall, rich=rich)
 
 
 def _bubble(bubble: Bubble) -> str:

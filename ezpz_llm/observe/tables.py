@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ezpz_llm.base.errors import cleaned
 
@@ -34,6 +34,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     text = io.StringIO()
     Console(file=text, force_terminal=True, width=width).print(drawn)
     return f"{title}\n{text.getvalue()}"
+
+
+def wall_table(title: str, wall: Mapping[str, float], *, rich: bool = False) -> str:
+    """A table of seconds of a run by what they were spent on, with their shares and their sum."""
+    rows = [[name, f"{seconds:.1f}", share] for (name, seconds), share
+            in zip(wall.items(), percentages(list(wall.values())), strict=True)]
+    return table(title, ("", "seconds", "share"), rows, footer=("run", f"{sum(wall.values()):.1f}", "100.0 %"),
+                 rich=rich)
 
 
 def percentages(parts: Sequence[float]) -> list[str]:

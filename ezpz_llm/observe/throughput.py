@@ -20,13 +20,12 @@ class Rates:
     causal mask leaves, and `ceiling_share` their fraction of what matrix products alone reached on the device.
     """
 
-    sequences_per_second: float
     tokens_per_second: float
     tokens_per_second_per_device: float
-    flops_per_second_per_device: float | None = None
-    mfu: float | None = None
-    mfu_causal: float | None = None
-    ceiling_share: float | None = None
+    flops_per_second_per_device: float | None
+    mfu: float | None
+    mfu_causal: float | None
+    ceiling_share: float | None
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class StepWork:
         causal = None if self.causal_flops_per_token is None else per_device * self.causal_flops_per_token
         peak = None if self.peak is None else self.peak.flops
         ceiling = None if self.ceiling is None else self.ceiling.flops
-        return Rates(self.sequences / step_time_s, tokens_per_second, per_device, flops, _share(flops, peak),
-                     _share(causal, peak), _share(flops, ceiling))
+        return Rates(tokens_per_second, per_device, flops, _share(flops, peak), _share(causal, peak),
+                     _share(flops, ceiling))
 
 
 def _share(flops: float | None, of: float | None) -> float | None:
@@ -97,44 +96,37 @@ class Progress:
 
     def show(self, lines: Sequence[dict[str, Any]]) -> None:
         """Print what the metrics lines of a flush have to say."""
-        if not self._legend_shown:
-            self._legend_shown = True
-            print(self._legend(), flush=True)
         for line in lines:
             self._times.append(line["step_time_s"])
             if line is lines[-1] or "val_loss" in line:
-                print(self._format(line), flush=True)
+                columns = self._columns(line)
+                if not self._legend_shown:
+                    self._legend_shown = True
+                    print("  ".join(name.rjust(width) for name, width, _ in columns), flush=True)
+                print("  ".join(cell.rjust(width) for _, width, cell in columns).rstrip(), flush=True)
                 self._times.clear()
 
-    def _legend(self) -> str:
-        names = ["step".rjust(self._step_width), "loss".rjust(8), "lr".rjust(8), "grad norm", "ms/step".rjust(8),
-                 "tok/s".rjust(7), "tok/s/dev"]
-        if self._work.peak is not None:
-            names.append("MFU".rjust(6))
-        return "  ".join([*names, "val loss"])
-
-    def _format(self, line: dict[str, Any]) -> str:
+    def _columns(self, line: dict[str, Any]) -> list[tuple[str, int, str]]:
+        """Name, width and text of each column."""
         seconds = statistics.median(self._times)
         rates = self._work.rates(seconds)
-        cells = [
-            f"{line['step']}/{self._total_steps}".rjust(self._step_width),
-            _fixed(line["loss"], 8, 4),
-            f"{line['lr']:.2e}".rjust(8),
-            _fixed(line["grad_norm"], 9, 3),
-            f"{seconds * 1e3:.1f}".rjust(8),
-            short_number(rates.tokens_per_second).rjust(7),
-            short_number(rates.tokens_per_second_per_device).rjust(9),
+        mfu = "" if rates.mfu is None else f"{rates.mfu:.1%}" if rates.mfu <= 1 else "error"
+        return [
+            ("step", self._step_width, f"{line['step']}/{self._total_steps}"),
+            ("loss", 8, _fixed(line["loss"], 8, 4)),
+            ("lr", 8, f"{line['lr']:.2e}"),
+            ("grad norm", 9, _fixed(line["grad_norm"], 9, 3)),
+            ("ms/step", 8, f"{seconds * 1e3:.1f}"),
+            ("tok/s", 7, short_number(rates.tokens_per_second)),
+            ("tok/s/dev", 9, short_number(rates.tokens_per_second_per_device)),
+            *([("MFU", 6, mfu)] if self._work.peak is not None else []),
+            ("val loss", 8, _fixed(line["val_loss"], 8, 4) if "val_loss" in line else ""),
         ]
-        if rates.mfu is not None:
-            cells.append((f"{rates.mfu:.1%}" if rates.mfu <= 1 else "error").rjust(6))
-        if "val_loss" in line:
-            cells.append(_fixed(line["val_loss"], 8, 4))
-        return "  ".join(cells)
 
 
 def _fixed(value: float | None, width: int, digits: int) -> str:
     if value is None:
-        return "inf/nan".rjust(width)
+        return "inf/nan"
     # A value too large for its column (an exploding norm) keeps its order of magnitude instead of its decimals.
     text = f"{value:.{digits}f}"
-    return (text if len(text) <= width else f"{value:.2e}").rjust(width)
+    return text if len(text) <= width else f"{value:.2e}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.device import synchronize
 from ezpz_llm.observe.history import OTHER, PHASES, steady
 
@@ -32,38 +33,6 @@ class StepTimes:
     phases: dict[str, float]
 
 
-class _HostClock:
-    """Marks are readings of the host's clock."""
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return end - start
-
-    def release(self, marks: list[Any]) -> None:
-        """Numbers need no recycling."""
-
-
-class _DeviceClock(_HostClock):
-    """Marks are timing events on the device's current stream, used again once they were read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        self._free: list[Any] = []
-
-    def mark(self) -> Any:
-        event = self._free.pop() if self._free else self._module.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1e3
-
-    def release(self, marks: list[Any]) -> None:
-        self._free += marks
-
-
 class StepTimeline:
     """Times the phases of training steps on one rank.
 
@@ -73,7 +42,6 @@ class StepTimeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
         self._started: float | None = None
         self._inside: str | None = None
         self._spans: list[tuple[str, Any, Any]] = []
@@ -97,12 +65,12 @@ class StepTimeline:
         if self._started is None or self._inside is not None:
             raise RuntimeError(f"span {phase!r} inside {self._inside!r}, or outside a step")
         self._inside = phase
-        start = self._clock.mark()
+        start = self._mark()
         try:
             with torch.profiler.record_function(phase):
                 yield
         finally:
-            self._spans.append((phase, start, self._clock.mark()))
+            self._spans.append((phase, start, self._mark()))
             self._inside = None
 
     def end_step(self) -> None:
@@ -122,11 +90,18 @@ class StepTimeline:
         steps, self._steps = self._steps, []
         return [self._resolve(seconds, spans) for seconds, spans in steps]
 
+    def _mark(self) -> Any:
+        """A reading of the host's clock; on a device an event on its current stream, which takes a microsecond."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
+
     def _resolve(self, step_time_s: float, spans: list[tuple[str, Any, Any]]) -> StepTimes:
         phases = dict.fromkeys(PHASES, 0.0)
         for phase, start, end in spans:
-            phases[phase] += self._clock.seconds(start, end)
-            self._clock.release([start, end])
+            phases[phase] += end - start if self._device.type == "cpu" else start.elapsed_time(end) / 1e3
         phases[OTHER] = step_time_s - sum(phases.values())
         return StepTimes(step_time_s, phases)
 
@@ -193,9 +168,6 @@ def slowest_rank(dist: Dist, before_collectives: Sequence[float]) -> Straggler |
     """
     if dist.world_size == 1 or not before_collectives:
         return None
-    medians = torch.zeros(dist.world_size, device=dist.device)
-    medians[dist.rank] = statistics.median(steady(before_collectives))
-    torch.distributed.all_reduce(medians)
-    seconds = medians.tolist()
+    seconds = all_gather(dist, statistics.median(steady(before_collectives)))
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     return Straggler(slowest, seconds[slowest], statistics.median(seconds))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.report.charts import Axis, Series, bars, chart, table
-from ezpz_llm.report.document import items, page, views, written_by
+from ezpz_llm.report.document import Axis, Series, bars, chart, items, page, table, views, written_by
 from ezpz_llm.rundir.secrets import redact_words
 from ezpz_llm.scaling.efficiency import Curve, Measured
 from ezpz_llm.scaling.findings import Extrapolation, Findings

@@ -10,7 +10,7 @@ import sys
 
 from places import HELPERS
 
-from ezpz_llm.explain.waits import slow_link
+from ezpz_llm.explain.split import slow_link
 
 RANKS = HELPERS / "link_ranks.py"
 

@@ -12,8 +12,7 @@ from made_up_traces import MadeUp, of_all
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
-from ezpz_llm.explain.split import split_traces
-from ezpz_llm.explain.waits import slow_link
+from ezpz_llm.explain.split import slow_link, split_traces
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config

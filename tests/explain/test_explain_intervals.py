@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ezpz_llm.explain.intervals import bridge, intersect, subtract, total, union, within
+from ezpz_llm.explain.events import bridge, intersect, subtract, total, union, within
 
 ANY = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda one: (one[0], one[0] + one[1])),
                max_size=12)

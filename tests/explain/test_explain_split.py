@@ -9,9 +9,9 @@ import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.explain.__main__ import collectives_text
 from ezpz_llm.explain.events import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
-from ezpz_llm.explain.text import collectives_text
 from ezpz_llm.observe.traffic import call_traffic
 from ezpz_llm.rundir import RunDir
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from ezpz_llm.certify.case import textbook
 from ezpz_llm.explain.diagnosis import described
-from ezpz_llm.explain.intervals import subtract, total, union
-from ezpz_llm.explain.split import owned
+from ezpz_llm.explain.events import subtract, total, union
+from ezpz_llm.explain.split import PAIRED, owned, waits
 from ezpz_llm.explain.trace import RankTrace, read_trace
-from ezpz_llm.explain.waits import PAIRED, waits
 from ezpz_llm.observe.traffic import NOTHING, Traffic, call_traffic, measured, textbook_bytes
 from ezpz_llm.rundir import RunDir, read_record
 

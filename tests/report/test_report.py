@@ -18,8 +18,7 @@ from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.report.__main__ import main, report_text
-from ezpz_llm.report.charts import Axis, Series, chart
-from ezpz_llm.report.document import report_page
+from ezpz_llm.report.document import Axis, Series, chart, report_page
 from ezpz_llm.report.runs import differences, load_runs, verdict
 from ezpz_llm.rundir import RunDir, append_line, write_json
 
