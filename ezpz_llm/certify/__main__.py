@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.base.errors import UserError, run_command
 from ezpz_llm.certify.cases import Work, parser, plan
-from ezpz_llm.certify.lead import results
+from ezpz_llm.certify.lead import lead, results
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -33,8 +33,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
-    from ezpz_llm.certify.lead import lead
-
     run_dir = RunDir((options.run_dir or default_run_dir("certify").path).absolute()).create()
     if results(run_dir.path):
         raise UserError("the run directory holds another certify's results", where=str(run_dir.path),

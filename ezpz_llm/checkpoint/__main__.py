@@ -83,7 +83,7 @@ def _export(options: argparse.Namespace) -> int:
     source = find_source(options.source, "SOURCE")
     if not options.shard_gb > 0:
         raise UserError(f"a file of weights gets {options.shard_gb} GB", where="--shard-gb", instead="more than 0")
-    from ezpz_llm.hf.export import export
+    from ezpz_llm.hf.weights import export
 
     done = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
                   shard_bytes=int(options.shard_gb * 1e9))

@@ -100,10 +100,9 @@ def complete_folder(partial: Path, shapes: dict[str, tuple[int, ...]], kinds: Se
 # The random states of this process, as tensors: torch's, the device's, Python's and numpy's.
 def capture(device: torch.device) -> dict[str, torch.Tensor]:
     """All random states, by name."""
-    version, words, gauss = random.getstate()
-    del version  # 3 in every Python since 3.2
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    del kind  # MT19937: what numpy's global generator is, unless a program replaced it
+    _, words, gauss = random.getstate()  # the version, which is 3 in every Python since 3.2
+    # The kind is MT19937: what numpy's global generator is, unless a program replaced it.
+    _, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,10 @@ from ezpz_llm.model.init import init_weights, load_values
 from ezpz_llm.model.parameters import Box, Placement, check_parameters, place, placement_of
 from ezpz_llm.model.partition import stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
+
+_ENGINES = {"ddp": ("torch_engine", "TorchEngine"), "fsdp2": ("fsdp2_engine", "Fsdp2Engine"),
+            "pipeline": ("pipeline_engine", "PipelineEngine"), "deepspeed": ("deepspeed_engine", "DeepSpeedEngine")}
+"""Module and class, imported where they are used: fully_shard, and DeepSpeed, take a second."""
 
 
 def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],
@@ -49,21 +54,8 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     autocast_forward(model, dist.device, resolved.precision)
     groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
     adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
-    if resolved.layout.engine == "ddp":
-        from ezpz_llm.engine.torch_engine import TorchEngine
-
-        return TorchEngine(model, resolved, dist, groups, adam)
-    if resolved.layout.engine == "fsdp2":
-        from ezpz_llm.engine.fsdp2_engine import Fsdp2Engine
-
-        return Fsdp2Engine(model, resolved, dist, groups, adam)
-    if resolved.layout.pp > 1:
-        from ezpz_llm.engine.pipeline_engine import PipelineEngine
-
-        return PipelineEngine(model, resolved, dist, groups, adam)
-    from ezpz_llm.engine.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(model, resolved, dist, groups, adam)
+    module, name = _ENGINES["pipeline" if resolved.layout.pp > 1 else resolved.layout.engine]
+    return getattr(importlib.import_module(f"ezpz_llm.engine.{module}"), name)(model, resolved, dist, groups, adam)
 
 
 # The part of a model that a rank computes under its layout, with its initial weights.

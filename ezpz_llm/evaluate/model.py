@@ -85,9 +85,7 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
 
     if source.kind == "hf":
         # Without padding where that is possible, so that a loss is the published model's.
-        model = replace(model, vocab_multiple=1)
-        tp = options.tp or resolved_for(None).layout.tp
-        model = replace(model, vocab_multiple=tp)
+        model = replace(model, vocab_multiple=options.tp or resolved_for(None).layout.tp)
     return ModelPlan(source, model, resolved_for(model))
 
 

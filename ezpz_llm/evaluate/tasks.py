@@ -181,7 +181,7 @@ def _folder(source: Source, dist: Dist) -> Path:
     """The model as a folder for transformers: exported into the run directory where it is not one already."""
     if source.kind == "hf":
         return source.folder
-    from ezpz_llm.hf.export import export
+    from ezpz_llm.hf.weights import export
 
     exported = export(source, dist.run_dir.path / "hf")
     if exported.notes:

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -29,9 +28,7 @@ from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.launch.variables import BUILDING
-
-if TYPE_CHECKING:
-    from ezpz_llm.layout.layout import Layout
+from ezpz_llm.layout.layout import Layout
 
 OPS = {"cpu_adam": "CPUAdamBuilder", "pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
 """The ops that the shipped layouts need, with the name of DeepSpeed's builder; each after those it is built on."""

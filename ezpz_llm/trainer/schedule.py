@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ezpz_llm.trainer.config import RunConfig
+from ezpz_llm.trainer.config import RunConfig
 
 DEEPSPEEDS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 ENDLESS = ("constant", "WarmupLR")

@@ -317,9 +317,7 @@ def _roll_back(session: Session, where: str | Path, why: str) -> None:
     if session.dist.is_main:
         print(f"warning: {why}\n  back from step {reached} to the checkpoint of step {session.step}; the "
               f"{passed_over} samples since then are skipped", file=sys.stderr, flush=True)
-        session.dist.side.attempt("the rollback in run.json", lambda: _record_rollback(session.dist.run_dir, {
-            "from_step": reached, "to_step": session.step, "samples_passed_over": passed_over, "why": why}))
-
-
-def _record_rollback(run_dir: RunDir, rollback: dict[str, Any]) -> None:
-    update_record(run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback])
+        run_dir, rollback = session.dist.run_dir, {"from_step": reached, "to_step": session.step,
+                                                   "samples_passed_over": passed_over, "why": why}
+        session.dist.side.attempt("the rollback in run.json", lambda: update_record(
+            run_dir, rollbacks=[*read_record(run_dir).get("rollbacks", []), rollback]))

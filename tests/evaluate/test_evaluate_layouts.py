@@ -22,8 +22,8 @@ from places import HELPERS
 from torch.nn import functional
 
 from ezpz_llm.evaluate.validation import sample
-from ezpz_llm.hf.export import export
 from ezpz_llm.hf.source import find_source
+from ezpz_llm.hf.weights import export
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)

@@ -20,10 +20,9 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.hf import config
 from ezpz_llm.hf.config import from_hf, stored_tensors, to_hf
-from ezpz_llm.hf.export import export
 from ezpz_llm.hf.source import adapted, find_source
 from ezpz_llm.hf.tokenizer import FileTokenizer, write_tokenizer
-from ezpz_llm.hf.weights import open_weights
+from ezpz_llm.hf.weights import export, open_weights
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
