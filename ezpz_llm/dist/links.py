@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.setup import Dist
+from ezpz_llm.rundir.schemas import Link
 
 _BYTES = 2 ** 20
 _TIMES = 3
 
 
-@dataclass(frozen=True)
-class Link:
-    """`rate` in bytes a second, from one host to another, one message after the other."""
-
-    sender: str
-    receiver: str
-    rate: float
-
-
-def measure_links(dist: Dist, host: str) -> list[dict[str, Any]]:
+def measure_links(dist: Dist, host: str) -> list[Link]:
     """Each host with the next one, in both directions, the last with the first; the same list on all ranks.
 
     Neighbouring pairs take turns, so that no host sends or receives twice at a time. Empty on a single host.
@@ -48,7 +38,7 @@ def measure_links(dist: Dist, host: str) -> list[dict[str, Any]]:
                 for sender, receiver in ((i, j), (j, i)):
                     own += _send(dist, buffer, firsts, names[sender], names[receiver])
         dist.barrier()
-    return [link for found in all_gather(dist, [asdict(link) for link in own]) for link in found]
+    return [link for found in all_gather(dist, own) for link in found]
 
 
 def _first_ranks(dist: Dist, host: str) -> dict[str, int]:
@@ -75,4 +65,4 @@ def _send(dist: Dist, buffer: torch.Tensor, firsts: dict[str, int], sender: str,
         torch.distributed.recv(buffer, source)
         buffer[-1].item()  # on a device the message has come when this has
         best = min(best, time.perf_counter() - began)
-    return [] if dist.rank == source else [Link(sender, receiver, _BYTES / best)]
+    return [] if dist.rank == source else [Link(sender=sender, receiver=receiver, rate=_BYTES / best)]

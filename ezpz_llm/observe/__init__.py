@@ -5,8 +5,7 @@ What needs torch is imported when it is first asked for, so that tables and plot
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ezpz_llm.base import lazy
 
 _MODULES = {
     "metrics": ("MetricsLog",),
@@ -22,8 +21,4 @@ _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [*_LAZY]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy(__name__, _LAZY)
