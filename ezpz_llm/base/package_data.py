@@ -1,4 +1,4 @@
-"""Where the project's own data files are, the one cache outside the run directory, what other packages add.
+"""Where the project's own data files are, the one cache outside the run directory, what other packages are and add.
 
 Data files (`ds_configs/`, `launchers/`, `jobs/`) lie at the repository root in an editable install and under
 `ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files,
@@ -71,3 +71,12 @@ def entry_points(group: str) -> list[Any]:
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
         return []
     return [point.load() for point in import_module("importlib.metadata").entry_points(group=group)]
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None without it."""
+    metadata = import_module("importlib.metadata")
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

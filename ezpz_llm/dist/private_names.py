@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.package_data import installed
 
 _DEEPSPEED = {
     "deepspeed.ops": ["__compatible_ops__"],
@@ -96,13 +97,9 @@ def _sets_in(code: CodeType, name: str) -> bool:
 
 def _gone(module: str, name: str) -> UserError:
     package = module.partition(".")[0]
-    try:
-        installed = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        installed = "of unknown version"
-    tested = _tested(package)
-    return UserError(f"{package} {installed} has no {module}.{name}, which ezpz_llm uses", where=sys.executable,
-                     instead=f"pip install '{tested}', the range that it is tested with")
+    version = installed(package) or "of unknown version"
+    return UserError(f"{package} {version} has no {module}.{name}, which ezpz_llm uses", where=sys.executable,
+                     instead=f"pip install '{_tested(package)}', the range that it is tested with")
 
 
 def _tested(package: str) -> str:

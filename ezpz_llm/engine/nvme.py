@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import together
 
@@ -132,9 +133,6 @@ def _remove(folder: Path, descriptor: int, parent: Path | None) -> None:
 
 
 def _may_lock_all() -> bool:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return False
+    lines = system_text("/proc/self/status").splitlines()
     rights = next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
     return bool(rights >> _CAP_IPC_LOCK & 1)

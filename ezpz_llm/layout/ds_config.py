@@ -14,7 +14,7 @@ from typing import Any, Union
 
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import read_commented_json, read_json
-from ezpz_llm.base.package_data import data_dir, user_path
+from ezpz_llm.base.package_data import data_dir, installed, user_path
 
 # Which keys DeepSpeed takes from a ds_config, and values of which kind.
 Keys = Mapping[str, Union[str, "Keys"]]
@@ -54,14 +54,8 @@ def table() -> Table:
 
 def newer_deepspeed() -> str | None:
     """The installed DeepSpeed's version where it is newer than the table, whose keys it may have added to."""
-    # Imported here: few files have a key that the table has not, and it takes as long as the rest of the check.
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        installed = version("deepspeed")
-    except PackageNotFoundError:
-        return None
-    return installed if _numbers(installed) > _numbers(table().version) else None
+    found = installed("deepspeed")
+    return found if found and _numbers(found) > _numbers(table().version) else None
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import ast
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -25,7 +24,8 @@ from pathlib import Path
 import psutil
 
 from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.package_data import cache_dir
+from ezpz_llm.base.outside import system_text
+from ezpz_llm.base.package_data import cache_dir, installed
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.launch.variables import BUILDING
 from ezpz_llm.layout.layout import Layout
@@ -94,20 +94,18 @@ def refuse_unbuilt(names: Sequence[str], needed_by: str | None = None) -> None:
 
 
 def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    if (found := installed(name)) is None:
         raise UserError(f"{name} is not installed in this Python", where=sys.executable,
-                        instead=f"pip install {name}, or run inside launchers/with-env") from None
+                        instead=f"pip install {name}, or run inside launchers/with-env")
+    return found
 
 
 @functools.cache
 def _processor() -> str:
     """A short hash of the processor's model and instruction sets."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = {line.split(":")[0].strip(): line for line in takewhile(str.strip, file)}
-    except OSError:
+    first = takewhile(str.strip, system_text("/proc/cpuinfo").splitlines(keepends=True))
+    lines = {line.split(":")[0].strip(): line for line in first}
+    if not lines:
         return platform.processor() or "unknown"
     known = "".join(lines.get(key, "") for key in ("model name", "flags", "Features", "CPU part"))
     return hashlib.sha256(known.encode()).hexdigest()[:8]

@@ -15,12 +15,12 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ezpz_llm.base.package_data import installed
 from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import synchronize
@@ -241,10 +241,7 @@ def run_environment(dist: Dist) -> dict[str, Any]:
 def _version(package: str) -> str | None:
     if package == "torch":
         return torch.__version__  # with the build (+cpu, +cu128), which the package's metadata may lack
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return installed(package)
 
 
 def _device(device: torch.device) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ezpz_llm.base.package_data import installed
 from ezpz_llm.launch.devices import MASKS, visible_devices
 from ezpz_llm.rundir import redact
 
@@ -127,14 +127,6 @@ def versions() -> dict[str, str]:
              **{package: installed(package) for package in PACKAGES},
              "kernel": platform.release(), **{f"{name} driver": version for name, version in drivers().items()}}
     return {name: version for name, version in found.items() if version}
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package; None without it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_build() -> dict[str, str]:
