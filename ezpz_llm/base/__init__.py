@@ -3,7 +3,8 @@ library only)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -31,3 +32,14 @@ def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(f"{package}.{places[name]}"), name)
 
     return get
+
+
+def apportioned(parts: Sequence[float], whole: int) -> list[int]:
+    """Whole numbers in proportion to `parts`, by largest remainders: together `whole`."""
+    total = sum(parts)
+    exact = [part / total * whole for part in parts]
+    found = [math.floor(value) for value in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: found[i] - exact[i])
+    for i in by_remainder[:whole - sum(found)]:
+        found[i] += 1
+    return found

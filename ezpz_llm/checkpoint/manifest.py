@@ -6,7 +6,6 @@ A folder with a manifest is complete: everything is written as `.step-….partia
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from ezpz_llm.base.errors import UserError, nearest
 from ezpz_llm.base.outside import file_in
 from ezpz_llm.base.schema import MOST_STEPS, Range, as_type
 from ezpz_llm.rundir import RunDir, write_atomic, write_json
-from ezpz_llm.rundir.files import sweep_checkpoints
+from ezpz_llm.rundir.files import hash_file, sweep_checkpoints
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
 
@@ -228,15 +227,6 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
 def describe(path: Path) -> FileRecord:
     """The manifest's record of a file as it lies on the disk."""
     return FileRecord(path.name, path.stat().st_size, hash_file(path))
-
-
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, as hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_size(folder: Path, record: FileRecord) -> None:

@@ -106,8 +106,12 @@ def _build(hidden: Path, folder: Path, complete: Callable[[], bool]) -> Iterator
             yield None
         else:
             yield hidden
-            renamed = _rename(hidden, folder, complete)
-            if not renamed:
+            try:
+                os.rename(hidden, folder)
+                renamed = True
+            except OSError as error:
+                if error.errno not in _ALREADY_THERE or not complete():
+                    raise
                 (hidden / JOURNAL).unlink(missing_ok=True)
     finally:
         # Once renamed, a hidden folder of this name is another process's.
@@ -122,16 +126,6 @@ def clear(hidden: Path, but: Sequence[str] = ()) -> None:
     for left_over in hidden.iterdir():
         if left_over.name != _LOCK and not left_over.name.endswith(tuple(but)):
             left_over.unlink()
-
-
-def _rename(hidden: Path, folder: Path, complete: Callable[[], bool]) -> bool:
-    try:
-        os.rename(hidden, folder)
-    except OSError as error:
-        if error.errno not in _ALREADY_THERE or not complete():
-            raise
-        return False
-    return True
 
 
 def _discard(hidden: Path) -> None:

@@ -19,7 +19,6 @@ Beside it lies `counts.npy`, int64: how often each id occurs.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import stat
@@ -30,6 +29,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in, read_json
 from ezpz_llm.base.schema import MOST_TOKENS, Range, as_type
 from ezpz_llm.data.downloads import reading
+from ezpz_llm.rundir.files import hash_file
 
 MANIFEST = "manifest.json"
 COUNTS = "counts.npy"
@@ -160,7 +160,8 @@ def verify(folder: Path) -> int:
         return sum(verify(Path(part["folder"])) for part in manifest["parts"])
     shards = [shard for split in manifest["splits"].values() for shard in split["shards"]]
     for shard in shards:
-        found = sha256_of(folder / shard["file"])
+        with reading(folder / shard["file"]):
+            found = hash_file(folder / shard["file"])
         if found != shard["sha256"]:
             raise UserError(f"shard {shard['file']} has sha256 {found}, the manifest says {shard['sha256']}",
                             where=str(folder / shard["file"]), instead=_mend(folder, manifest))
@@ -176,12 +177,3 @@ def _mend(folder: Path, manifest: dict[str, Any]) -> str:
     # Not the command that it has: whoever wrote that could have anything typed.
     return (f"remove the folder and make it again: python3 -m ezpz_llm.data prepare CORPUS … --out {place} "
             '(its manifest has the corpus and options under "command": look before you type them)')
-
-
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file's content, read in blocks."""
-    digest = hashlib.sha256()
-    with reading(path), path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -22,9 +22,8 @@ from ezpz_llm.data.foreign import find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
-from ezpz_llm.data.order import BLOCK, shares
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
-from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.shards import BLOCK, TokenData, shares
 from ezpz_llm.data.tokenize_corpus import entropy, make
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
 from ezpz_llm.rundir import write_json

@@ -17,10 +17,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ezpz_llm.base.errors import unknown
-from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest, sha256_of
-from ezpz_llm.data.order import shares
+from ezpz_llm.base import apportioned
+from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
+from ezpz_llm.rundir.files import hash_file
+
+BLOCK = 4096
+"""Samples of which each stream of a mixture gives a fixed number."""
 
 
 class TokenStream:
@@ -80,6 +84,20 @@ class Mixture:
     def __len__(self) -> int:
         """Tokens over all streams."""
         return sum(map(len, self.streams))
+
+
+def shares(names: Sequence[str], weights: Sequence[float]) -> tuple[int, ...]:
+    """Each weight's number of 4096 samples, by largest remainders.
+
+    Raises:
+        UserError: a weight is not positive, or too small to be given one.
+    """
+    total = float(sum(weights))
+    for name, weight in zip(names, weights, strict=True):
+        if not (weight > 0 and np.isfinite(total) and weight / total * BLOCK >= 1):
+            raise UserError(f"{name} has the weight {weight:g} of {total:g}; the least is 1 in {BLOCK}",
+                            where="--corpus", instead="a larger weight, or leave that part out")
+    return tuple(apportioned(weights, BLOCK))
 
 
 class TokenData:
@@ -194,7 +212,7 @@ class ShardWriter:
                 path = Path(self._file.name)
                 self.close()
                 # Read again, and not hashed on the way: a part shard of an earlier process has its hash so, too.
-                self.hashes.append(sha256_of(path))
+                self.hashes.append(hash_file(path))
 
     def sync(self) -> None:
         """Flush what was written to disk (fsync): a full disk may show only now."""
@@ -255,7 +273,7 @@ class ShardWriter:
         """The split's entry in the manifest."""
         self.close()
         shards = [{"file": path.name, "tokens": tokens,
-                   "sha256": self.hashes[index] if index < len(self.hashes) else sha256_of(path)}
+                   "sha256": self.hashes[index] if index < len(self.hashes) else hash_file(path)}
                   for index, (path, _, tokens) in enumerate(self._shards())]
         return {"tokens": self.tokens, "shards": shards}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from ezpz_llm.base.errors import EXIT_IDLE
-from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE
+from ezpz_llm.rundir.files import RUN_DIR_VARIABLE
 
 
 def launch_words(options: Sequence[str], command: Sequence[str]) -> list[str]:

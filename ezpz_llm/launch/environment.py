@@ -34,7 +34,7 @@ from ezpz_llm.launch.variables import (
     TORCHELASTIC_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.files import RUN_DIR_VARIABLE, RunDir
 
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

@@ -20,7 +20,7 @@ from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeR
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.owner import launch_lives
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 START_S = 60.0
 """What the start of a rank may take beyond the idle limit."""

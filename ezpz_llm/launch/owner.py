@@ -27,7 +27,7 @@ from ezpz_llm.base.private import PrivateFolder, make_private, open_private
 from ezpz_llm.base.schema import Epoch, as_dataclass, whole_number
 from ezpz_llm.launch.node.processes import is_alive, place, started_at
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 BEAT_S = 5.0
 """How often the owner gives a sign of life: one small write."""

@@ -40,8 +40,7 @@ from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
-from ezpz_llm.rundir.files import write_atomic
-from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir, default_run_dir
+from ezpz_llm.rundir.files import RUN_DIR_VARIABLE, RunDir, default_run_dir, write_atomic
 from ezpz_llm.rundir.secrets import redact_words
 
 

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from ezpz_llm.base.errors import cleaned
-from ezpz_llm.rundir.files import ours
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir, ours
 
 
 # What launch itself says on standard error. That nobody reads it (any more) ends nothing.

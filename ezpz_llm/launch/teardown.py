@@ -25,7 +25,7 @@ from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import warn
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 _POLL_S = 0.1
 _AT_ONCE_S = 1.0

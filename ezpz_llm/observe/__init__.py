@@ -12,8 +12,7 @@ _MODULES = {
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot", "wants_colour"),
     "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
-    "summary": ("Summary", "final_text", "summarise", "where_time_went"),
-    "throughput": ("Rates", "StepWork"),
+    "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarise", "where_time_went"),
     "timeline": ("PHASES", "Bubble", "StepTimeline", "StepTimes", "Straggler"),
     "trackers": ("Tracking",),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
+from ezpz_llm.base import apportioned
 from ezpz_llm.base.errors import cleaned
 
 TABLE_WIDTH = 100
@@ -49,15 +50,9 @@ def percentages(parts: Sequence[float]) -> list[str]:
 
     (The largest remainders are rounded up.) Negative parts, a clock's noise around zero, count as they are.
     """
-    total = sum(parts)
-    if not total > 0:
+    if not sum(parts) > 0:
         return ["-"] * len(parts)
-    exact = [1000 * part / total for part in parts]
-    floors = [int(value // 1) for value in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda i: floors[i] - exact[i])
-    for i in by_remainder[: 1000 - sum(floors)]:
-        floors[i] += 1
-    return [f"{tenths / 10:.1f} %" for tenths in floors]
+    return [f"{tenths / 10:.1f} %" for tenths in apportioned(parts, 1000)]
 
 
 def _plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:

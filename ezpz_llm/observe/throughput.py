@@ -1,15 +1,33 @@
-"""Throughput: the work of a step, its rates, and the progress line printed while a run trains."""
+"""Throughput: the work of a step, its rates, the progress line printed while a run trains, and its summary."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ezpz_llm.observe.history import (
+    OTHER,
+    PHASES,
+    History,
+    Spread,
+    finite,
+    known,
+    last_loss,
+    read_history,
+    spread,
+    steady,
+)
+from ezpz_llm.observe.tables import percentages, table, wall_table
+from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
     from ezpz_llm.observe.peaks import Ceiling, Peak
-
+    from ezpz_llm.observe.timeline import Bubble, Straggler
 
 @dataclass(frozen=True)
 class Rates:
@@ -130,3 +148,157 @@ def _fixed(value: float | None, width: int, digits: int) -> str:
     # A value too large for its column (an exploding norm) keeps its order of magnitude instead of its decimals.
     text = f"{value:.{digits}f}"
     return text if len(text) <= width else f"{value:.2e}"
+
+
+# The end of a run in numbers: where the time went, how fast it was, what was learnt, where everything lies.
+EVALUATION_LIMIT = 0.2
+"""The share of wall time in evaluation above which the summary warns."""
+_ENOUGH_TO_LEARN = 20  # steps; fewer may end in warm-up
+
+_COMMUNICATION = ("  Communication runs inside backward and optimizer, and inside forward where layers are\n"
+                  "  divided; these spans do not separate it.\n")
+
+
+@dataclass(frozen=True)
+class Summary(Rates):
+    """Totals of this process's steps, and the rates of the median one. Times are rank 0's, in seconds, over steady
+    steps only.
+
+    `phase_share` is of the summed step time and adds up to 1; `wall` is the whole run's, by what it was spent on.
+    The last loss is the mean over the last tenth of the steps (at most 50); the first is that of the run
+    directory's first line, which for a resumed run may be another process's.
+    """
+
+    steps: int
+    timed_steps: int
+    skipped_steps: int
+    first_loss: float | None
+    last_loss: float | None
+    val_loss: float | None
+    val_step: int | None
+    unigram_entropy: float | None
+    step_time: Spread
+    phase_s: dict[str, Spread]
+    phase_share: dict[str, float]
+    wall: dict[str, float]
+    straggler: Straggler | None
+    bubble: Bubble | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Notes on the numbers."""
+        found = []
+        evaluation = self.wall.get("evaluation", 0.0) / max(sum(self.wall.values()), 1e-9)
+        if evaluation > EVALUATION_LIMIT:
+            found.append(f"evaluation took {evaluation:.0%} of the wall time (larger --eval-every, smaller "
+                         "--eval-tokens)")
+        if self.mfu is not None and self.mfu > 1:
+            found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
+        if self.ceiling_share is not None and self.ceiling_share > 1:
+            found.append(f"the step reached {self.ceiling_share:.2f} of the matrix product ceiling: something else "
+                         "slowed the device down when that was measured")
+        if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)
+                                                   and self.last_loss < self.first_loss):
+            found.append("the loss did not fall: the speed of this run says nothing")
+        return found
+
+
+def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, first_step: int = 0,
+              unigram_entropy: float | None = None, straggler: Straggler | None = None,
+              bubble: Bubble | None = None, history: History | None = None) -> Summary | None:
+    """Summarise the steps after `first_step` from metrics.jsonl; None where this process made no step.
+
+    Args:
+        wall: seconds by what they were spent on, adding up to the run's wall time.
+        unigram_entropy: of the corpus, in nats a token.
+        straggler, bubble: see MetricsLog.
+        history: the run's lines, where they are read already.
+    """
+    history = read_history(run_dir) if history is None else history
+    rows = history[history.steps > first_step]
+    if not len(rows):
+        return None
+    timed = steady(rows)
+    step_times = timed.column("step_time_s")
+    phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
+    step_time = spread(step_times)
+    # The loss of an evaluation may be NaN; that it was made is known by its tokens.
+    evaluated = rows[np.isfinite(rows.column("val_tokens"))]
+    return Summary(
+        steps=int(rows.steps[-1]),
+        timed_steps=len(timed),
+        skipped_steps=int(np.sum(rows.column("skipped") > 0)),
+        first_loss=known(history.column("loss")[0]),
+        last_loss=last_loss(rows),
+        val_loss=known(evaluated.column("val_loss")[-1]) if len(evaluated) else None,
+        val_step=int(evaluated.steps[-1]) if len(evaluated) else None,
+        unigram_entropy=unigram_entropy,
+        step_time=step_time,
+        phase_s={phase: spread(seconds) for phase, seconds in phases.items()},
+        phase_share={phase: float(np.sum(seconds) / np.sum(step_times)) for phase, seconds in phases.items()},
+        **asdict(work.rates(step_time.median)),
+        wall=dict(wall),
+        straggler=straggler,
+        bubble=bubble,
+    )
+
+
+def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) -> str:
+    """Two tables: the phases of a step, and the run's wall time."""
+    rows = [[phase, *_milliseconds(summary.phase_s[phase]), share] for phase, share
+            in zip(summary.phase_share, percentages(list(summary.phase_share.values())), strict=True)]
+    text = table(f"Where the step time went (rank 0, {summary.timed_steps} steady steps)",
+                 ("phase", "median ms", "10 %", "90 %", "share"), rows,
+                 footer=("step", *_milliseconds(summary.step_time), "100.0 %"), rich=rich)
+    if world_size > 1:
+        text += _COMMUNICATION
+    if summary.straggler is not None:
+        slow = summary.straggler
+        text += (f"  Slowest rank in data and forward: {slow.rank}, {slow.seconds * 1e3:.1f} ms a step; "
+                 f"median over ranks {slow.median_s * 1e3:.1f} ms.\n")
+    if summary.bubble is not None:
+        text += _bubble(summary.bubble)
+    return text + "\n" + wall_table("Where the wall time went", summary.wall, rich=rich)
+
+
+def _bubble(bubble: Bubble) -> str:
+    stages = ", ".join(f"{idle:.1%}" for idle in bubble.idle)
+    return (f"  Pipeline stages idle (in other, or waiting in optimizer): {stages}; {bubble.mean:.1%} on average.\n"
+            f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; a larger --gradient-accumulation-steps lowers it.\n")
+
+
+def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -> str:
+    """The last block of a run: losses, speed, and where to look."""
+    median, low, high = _milliseconds(summary.step_time)
+    mfu, flops = summary.mfu, summary.flops_per_second_per_device
+    lines = {
+        "training loss": f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
+                         f"(step {summary.steps})",
+        "validation loss": _validation(summary) if summary.val_step is not None else "",
+        "skipped steps": f"{summary.skipped_steps}: they changed nothing" if summary.skipped_steps else "",
+        "step time": f"{median} ms median, {low} to {high} ms from 10 % to 90 %",
+        "tokens/s": f"{short_number(summary.tokens_per_second)}, "
+                    f"{short_number(summary.tokens_per_second_per_device)} a device",
+        "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the stated peak" + (
+            "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted"),
+        "FLOP/s": "" if flops is None else f"{short_number(flops)} a device" + (
+            "" if summary.ceiling_share is None else f", {summary.ceiling_share:.1%} of matrix products alone"),
+        "plots": str(run_dir.plots), "profile": str(profile or ""), "run directory": str(run_dir.path)}
+    text = "".join(f"{name:<16}{value}\n" for name, value in lines.items() if value)
+    return text + "".join(f"warning: {warning}\n" for warning in summary.warnings)
+
+
+def _validation(summary: Summary) -> str:
+    text = f"{_loss(summary.val_loss)} (step {summary.val_step})"
+    if summary.unigram_entropy and finite(summary.val_loss):
+        text += (f", {summary.val_loss / summary.unigram_entropy:.2f} x the corpus's unigram entropy of "
+                 f"{summary.unigram_entropy:.4f}")
+    return text
+
+
+def _loss(value: float | None) -> str:
+    return f"{value:.4f}" if finite(value) else "not finite"
+
+
+def _milliseconds(values: Spread) -> tuple[str, str, str]:
+    return f"{values.median * 1e3:.1f}", f"{values.low * 1e3:.1f}", f"{values.high * 1e3:.1f}"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.rundir.files import append_lines, json_text, update_record, write_atomic
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
 MOST_WAITING = 100_000
 """Lines and files that are kept for one path, about 50 MB of metrics; what comes after them is lost."""

@@ -18,8 +18,7 @@ import torch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.saver import NotWritten, Saved, Saver
-from ezpz_llm.data.order import mix
-from ezpz_llm.data.samples import Batches, ValidationWindows
+from ezpz_llm.data.samples import Batches, ValidationWindows, mix
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.agree import reduce

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.order import BLOCK, draw, shares
 from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, sample_windows
-from ezpz_llm.data.shards import Mixture, TokenData, TokenStream
+from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw, sample_windows
+from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, shares
 from ezpz_llm.data.tokenize_corpus import entropy
 
 

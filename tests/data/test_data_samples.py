@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from launch_runs import cpu_seconds
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.order import keys, permute
-from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, sample_windows, windows_per_epoch
+from ezpz_llm.data.samples import (
+    IGNORED,
+    Batches,
+    ValidationWindows,
+    keys,
+    permute,
+    sample_windows,
+    windows_per_epoch,
+)
 from ezpz_llm.data.shards import TokenStream
 
 

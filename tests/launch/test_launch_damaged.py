@@ -20,7 +20,7 @@ from ezpz_llm.launch.node.messages import (
     stop_ordered,
     write_report,
 )
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 HOSTILE = ["{", "", "3", "null", "[]", "{}", '{"run_id": "me"}', "[" * 50_000, "1" * 5000, '{"run_id": ["me"]}']
 

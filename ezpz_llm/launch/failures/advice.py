@@ -13,7 +13,7 @@ from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import SSH, read_matches
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.option_parsing import without
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 _HOSTS_NAMED = 8
 _NO_RANK = re.compile(r"environment variable (?:RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set")

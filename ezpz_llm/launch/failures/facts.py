@@ -11,7 +11,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.private import read_records
 from ezpz_llm.base.schema import Epoch, as_dataclass, epoch
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from ezpz_llm.launch.failures.tracebacks import last_exception
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir.files import read_record
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir, read_record
 
 _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20

@@ -14,7 +14,7 @@ from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, what_was_lost
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launch.node.messages import RankReport
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 _EVIDENCE_CHARACTERS = 300
 _OTHERS_SHOWN = 8

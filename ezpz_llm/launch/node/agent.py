@@ -41,8 +41,7 @@ from ezpz_llm.launch.node.messages import (
 from ezpz_llm.launch.node.processes import Kin, Process, below, catches, everyone, marked
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir.files import write_atomic
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir, write_atomic
 
 _TICK_S = 1.0
 """How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""

@@ -17,7 +17,7 @@ from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, read_beat
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, catches, first_of
 from ezpz_llm.launch.variables import STACKS_SIGNAL
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 BUSY_SHARE = 0.02
 """Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hang, too."""

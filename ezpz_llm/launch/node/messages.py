@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 from ezpz_llm.base.private import make_private, open_private, read_records
 from ezpz_llm.base.schema import Range
 from ezpz_llm.launch.node.folder import wake
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 _LOGS = "logs"
 _MOST_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from ezpz_llm.launch.variables import (
     TORCHS_OWN,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir.paths import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir.files import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,8 +13,7 @@ from ezpz_llm.base.private import PrivateFolder
 from ezpz_llm.launch.node.folder import LOG, file_of
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import LOG_BYTES_VARIABLE
-from ezpz_llm.rundir.files import ours
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir, ours
 
 MANY_RANKS = 256
 """In a larger world the logs of ranks other than 0 stay on their nodes, and one rank a node speaks for those

@@ -30,7 +30,7 @@ from ezpz_llm.launch.variables import (
     STACKS_VARIABLE,
     TORCHELASTIC_VARIABLE,
 )
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir
 
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
 

@@ -16,8 +16,7 @@ from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import read_beat
 from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
 from ezpz_llm.launch.shim.memory import Counts, evidence
-from ezpz_llm.rundir.files import write_atomic
-from ezpz_llm.rundir.paths import RunDir
+from ezpz_llm.rundir.files import RunDir, write_atomic
 from ezpz_llm.rundir.secrets import redact_words, without_secrets
 
 _TAIL_LINES = 20
