@@ -22,8 +22,14 @@ from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
 from ezpz_llm.base.frames import Frames
 from ezpz_llm.base.outside import parse_json, read_json
 from ezpz_llm.base.schema import as_type
-from ezpz_llm.check.facts.host import environment_facts, host_facts, versions
-from ezpz_llm.check.facts.network import is_about_network, network_facts, read_network
+from ezpz_llm.check.facts import (
+    environment_facts,
+    host_facts,
+    is_about_network,
+    network_facts,
+    read_network,
+    versions,
+)
 from ezpz_llm.check.judge.gathered import MPI, NETWORK
 from ezpz_llm.check.report import report_path
 from ezpz_llm.check.server import CLOCK, FACTS, FIRST_WORDS_S, Place, candidate_ports
@@ -154,6 +160,15 @@ def read_unreached(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def take_part(place: Place, info: RankInfo, env: Mapping[str, str], folder: Path | None,
+              is_over: Callable[[], bool]) -> bool:
+    """Reach rank 0 (see `reach`), tell it and answer it to the end; False where it was not reached."""
+    connection = reach(place, info, folder, is_over)
+    if connection is not None:
+        converse(connection, info, env)
+    return connection is not None
+
+
 def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> None:
     """Tell rank 0 this rank's facts and answer it, until it says that it is over, or is gone."""
     sending, measuring = threading.Lock(), Measuring(env)
@@ -282,11 +297,7 @@ def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: 
         is_judged = path.exists() and path.stat().st_mtime > began - _GRACE_S
         return is_judged or time.monotonic() > until
 
-    connection = reach(rendezvous, info, run_dir.path, is_over)
-    if connection is not None:
-        converse(connection, info, env)
-        return 0
-    if time.monotonic() < until:
+    if take_part(rendezvous, info, env, run_dir.path, is_over) or time.monotonic() < until:
         return 0
     raise UserError(f"rank {info.rank} on {socket.gethostname()} waited {limit_s:.0f} s for rank 0 at MASTER_ADDR "
                     f"{rendezvous.address}:{rendezvous.port}, which never gave a report",

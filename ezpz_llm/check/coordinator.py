@@ -14,7 +14,7 @@ from typing import Any
 from ezpz_llm.base import grouped
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, show
 from ezpz_llm.base.private import run_secret
-from ezpz_llm.check.client import converse, reach, read_unreached, unreached_files
+from ezpz_llm.check.client import read_unreached, take_part, unreached_files
 from ezpz_llm.check.judge import Gathered, judge
 from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
 from ezpz_llm.check.judge.hosts import LOST, STUCK
@@ -43,7 +43,8 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Pl
     board = Board(rendezvous.address, rendezvous.port, rendezvous.secret)
     # In a thread: whatever this rank's own facts hang in, the report is given.
     place = Place(board.address, board.port, rendezvous.secret)
-    own = threading.Thread(target=_take_part, args=(place, info, env, began + limit_s), daemon=True)
+    own = threading.Thread(target=take_part, daemon=True, args=(
+        place, info, env, None, lambda: time.monotonic() > began + limit_s))
     own.start()
     gathered = _Lead(board, info, env, run_dir, began, limit_s).gather()
     report = Report(gathered, judge(gathered), time.monotonic() - began)
@@ -57,12 +58,6 @@ def lead(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: Pl
         sys.stdout.flush()
         os._exit(code)
     return code
-
-
-def _take_part(place: Place, info: RankInfo, env: Mapping[str, str], until: float) -> None:
-    connection = reach(place, info, None, lambda: time.monotonic() > until)
-    if connection is not None:
-        converse(connection, info, env)
 
 
 @dataclass

@@ -14,8 +14,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import cache_dir
 from ezpz_llm.check import software
-from ezpz_llm.check.facts.host import host_facts, numa_domains, room
-from ezpz_llm.check.facts.network import named_interfaces
+from ezpz_llm.check.facts import host_facts, named_interfaces, numa_domains, room
 from ezpz_llm.check.judge.gathered import Finding, format_bytes, judged
 from ezpz_llm.check.judge.hosts import LEAST_MEMORY_A_RANK, LEAST_SHARED_MEMORY, LEAST_TEMPORARY
 from ezpz_llm.launch.addresses import describe, is_loopback, missing_interface, own_interfaces, resolve

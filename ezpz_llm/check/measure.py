@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ezpz_llm.base.outside import parse_json
-from ezpz_llm.check.facts.host import first_line
-from ezpz_llm.check.facts.network import addresses
+from ezpz_llm.check.facts import addresses, first_line, used_interfaces
 from ezpz_llm.check.judge.gathered import MPI
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
@@ -192,8 +191,6 @@ class Worker:
         """Gloo does not say over which interface it talks: its open connections do."""
         if self._device.type != "cpu":
             return {}
-        from ezpz_llm.check.facts.network import used_interfaces
-
         return {"interfaces": used_interfaces(addresses(), frozenset(filter(None, [self._store_port])))}
 
     def _mpi(self, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.package_data import extensions_dir, installed
-from ezpz_llm.check.facts.host import drivers, mpi_library, torch_build
+from ezpz_llm.check.facts import drivers, mpi_library, torch_build
 from ezpz_llm.check.judge.gathered import Finding, judged
 from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
-from ezpz_llm.check.facts.network import family, read_network
+from ezpz_llm.check.facts import family, read_network
 from ezpz_llm.check.judge import Finding, Gathered, judge
 from ezpz_llm.check.judge.gathered import format_rate, host_ranges
 from ezpz_llm.check.judge.network import link_rates, outliers

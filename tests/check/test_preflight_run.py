@@ -19,7 +19,7 @@ from launch_runs import clean_env, cpu_seconds, launch
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.frames import Frames
 from ezpz_llm.check.client import reach, read_unreached
-from ezpz_llm.check.facts.network import addresses, used_interfaces
+from ezpz_llm.check.facts import addresses, used_interfaces
 from ezpz_llm.check.measure import Worker
 from ezpz_llm.check.server import Board, Place, rendezvous_point
 from ezpz_llm.launch.ranks import RankInfo

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TypeVar
 
 from ezpz_llm.base import grouped
-from ezpz_llm.check.facts.network import family
+from ezpz_llm.check.facts import family
 from ezpz_llm.check.judge.gathered import (
     COMPUTE,
     NETWORK,

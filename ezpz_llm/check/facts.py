@@ -1,4 +1,6 @@
-"""Facts of a node: name, boot, cores, memory, disks, versions, and the environment variables that matter."""
+"""What one process finds on its host, as values that JSON can hold (imports no torch): cores, memory, disks,
+versions and the environment variables that matter; interfaces, names, routes, and the network that NCCL or MPI
+chose."""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ezpz_llm.base.outside import system_text
 from ezpz_llm.base.package_data import installed
+from ezpz_llm.launch.addresses import address_towards, resolve
 from ezpz_llm.launch.devices import MASKS, visible_devices
+from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.rundir import redact
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -32,10 +37,10 @@ def host_facts() -> dict[str, Any]:
     """Host name, boot id, this process's cores and the host's; memory, /dev/shm and temporary folder in bytes."""
     return {
         "host": socket.gethostname(),
-        "boot_id": _text(_BOOT_ID),
+        "boot_id": system_text(_BOOT_ID).strip(),
         "pid": os.getpid(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "host_cores": expand_ranges(_text(_ONLINE)),
+        "host_cores": _cores_in(_ONLINE),
         "memory": memory(),
         "shm": room(SHARED_MEMORY),
         "tmp": room(Path(tempfile.gettempdir())),
@@ -53,12 +58,12 @@ def memory() -> dict[str, int]:
 
 def _cgroup_memory() -> tuple[int | None, int]:
     """The limit on this process's own cgroup and what is used of it, file cache left out; None without a limit."""
-    own = re.search(r"^0::(/.*)$", _text(Path("/proc/self/cgroup")), re.MULTILINE)
+    own = re.search(r"^0::(/.*)$", system_text("/proc/self/cgroup"), re.MULTILINE)
     folder = _CGROUP / own[1].lstrip("/") if own else _CGROUP
-    limit, used = _text(folder / "memory.max"), _text(folder / "memory.current")
+    limit, used = system_text(folder / "memory.max").strip(), system_text(folder / "memory.current").strip()
     if not limit.isdigit() or not used.isdigit():
         return None, 0
-    cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    cached = re.search(r"^inactive_file (\d+)$", system_text(folder / "memory.stat"), re.MULTILINE)
     return int(limit), max(0, int(used) - int(cached[1] if cached else 0))
 
 
@@ -71,27 +76,17 @@ def room(folder: Path) -> dict[str, Any]:
     return {"path": str(folder), "total": usage.total, "free": usage.free}
 
 
-def expand_ranges(text: str) -> list[int]:
-    """[0, 1, 2, 8] for the kernel's `0-2,8`."""
-    found: list[int] = []
-    for item in filter(None, text.split(",")):
-        first, _, last = item.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
-
-
 def numa_domains() -> dict[str, list[int]]:
     """The cores of each NUMA domain that has any."""
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    domains = {folder.name[4:]: expand_ranges(_text(folder / "cpulist")) for folder in folders}
+    domains = {folder.name[4:]: _cores_in(folder / "cpulist") for folder in folders}
     return {name: cores for name, cores in domains.items() if cores}
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+def _cores_in(path: Path) -> list[int]:
+    """[0, 1, 2, 8] for the kernel's `0-2,8`; a memory-only domain has none."""
+    text = system_text(path).strip()
+    return [*expand_numbers(text)] if text else []
 
 
 # The part of a rank's environment that changes how it runs.
@@ -155,7 +150,7 @@ def _assigned(path: Path) -> dict[str, str]:
 
 def drivers() -> dict[str, str]:
     """Accelerator makers to the version of the driver that the kernel has loaded."""
-    return {maker: version for maker, path in _DRIVERS.items() if (version := _text(path))}
+    return {maker: version for maker, path in _DRIVERS.items() if (version := system_text(path).strip())}
 
 
 def mpi_library() -> str | None:
@@ -165,9 +160,11 @@ def mpi_library() -> str | None:
     """
     if installed("mpi4py") is None:
         return None
+    # The question must not take part in a launch that is going on.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "PALS_", "OMPI_"))}
     try:
         done = subprocess.run([sys.executable, "-c", _MPI_QUESTION], capture_output=True, text=True, check=False,
-                              timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=_without_ranks())
+                              timeout=_MPI_TIMEOUT_S, stdin=subprocess.DEVNULL, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return first_line(done.stdout) if done.returncode == 0 else None
@@ -178,6 +175,109 @@ def first_line(text: str) -> str | None:
     return next((" ".join(line.split()) for line in text.splitlines() if line.strip()), None)
 
 
-def _without_ranks() -> dict[str, str]:
-    # The question must not take part in a launch that is going on.
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "PALS_", "OMPI_"))}
+# The network.
+_NAMING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CCL_KVS_IFACE")
+
+
+def network_facts(env: Mapping[str, str]) -> dict[str, Any]:
+    """The interfaces with their addresses, those that `env` names, and the way to MASTER_ADDR."""
+    own = addresses()
+    facts: dict[str, Any] = {
+        "interfaces": own,
+        "named_interfaces": named_interfaces(env),
+        "name_resolves_to": resolve(socket.gethostname()),
+    }
+    if master := env.get("MASTER_ADDR"):
+        address = address_towards(master)
+        facts["master"] = {"address": master, "port": env.get("MASTER_PORT"), "resolves_to": resolve(master)}
+        facts["route"] = {"interface": interface_of(address, own), "address": address}
+    return facts
+
+
+def named_interfaces(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name the interface ranks are to talk on, with what they say."""
+    return {name: env[name] for name in _NAMING if env.get(name)}
+
+
+def addresses() -> dict[str, list[str]]:
+    """Every interface with its addresses, IPv4 first."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {name: [one.address.partition("%")[0] for one in known if one.family in families]
+            for name, known in psutil.net_if_addrs().items()}
+
+
+def interface_of(address: str | None, own: Mapping[str, list[str]]) -> str | None:
+    """Which interface has this address."""
+    return next((name for name, addresses in own.items() if address in addresses), None)
+
+
+# Which network a communication library chose, read from what it logs.
+_ABOUT = re.compile(r"NET/|Using network|Assigned NET plugin|provider|nic: \{|CCL_ATL_TRANSPORT", re.IGNORECASE)
+
+# NCCL and RCCL under NCCL_DEBUG=INFO, with and without the OFI plug-in; the last match counts, since a plug-in that
+# is tried and fails says so before the one that is taken.
+_NCCL = {
+    "network": re.compile(r"(?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$"),
+    "provider": re.compile(r"NET/OFI Selected [Pp]rovider is (\w+)"),
+    "interface": re.compile(r"NET/(?:Socket|IB) ?: Using \[0\]([^:\s]+)"),
+}
+# oneCCL under CCL_LOG_LEVEL=info.
+_ONECCL = {
+    "transport": re.compile(r"CCL_ATL_TRANSPORT: (\w+)"),
+    "provider": re.compile(r"\|CCL_INFO\| provider: (\w+)"),
+    "interface": re.compile(r"nic: \{ name (?:\w+:)?([^,\s]+)"),
+}
+
+
+def is_about_network(line: str) -> bool:
+    """Is this a line that `read_network` may learn from?"""
+    return bool(_ABOUT.search(line))
+
+
+def read_network(lines: Sequence[str]) -> dict[str, str]:
+    """`library`, `network` and, where they are told, `provider` and `interface`; empty where nothing is told.
+
+    oneCCL over MPI does not know what MPI uses: its network is then `mpi`.
+    """
+    nccl = _matches(_NCCL, [line for line in lines if "NCCL" in line])
+    if "network" in nccl:
+        return {"library": "NCCL", **nccl}
+    oneccl = _matches(_ONECCL, [line for line in lines if "CCL_" in line])
+    network = oneccl.get("provider") or oneccl.get("transport")
+    return {"library": "oneCCL", "network": network, **oneccl} if network else {}
+
+
+def _matches(patterns: dict[str, re.Pattern[str]], lines: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for line in lines:
+        for name, pattern in patterns.items():
+            if match := pattern.search(line.strip()):
+                found[name] = match[1]
+    return found
+
+
+_TCP = ("socket", "tcp", "sockets")
+_LIBFABRIC = ("aws libfabric", "libfabric", "ofi", "cxi")
+
+
+def family(network: str) -> str:
+    """`tcp` for NCCL's Socket and libfabric's tcp, `libfabric` for all names of it, others in lower case."""
+    name = network.strip().lower()
+    # libfabric can itself speak TCP (`tcp;ofi_rxm`): that is the loss to be found.
+    if name.partition(";")[0] in _TCP:
+        return "tcp"
+    return "libfabric" if name in _LIBFABRIC else name
+
+
+def used_interfaces(own: Mapping[str, list[str]], other_ports: frozenset[int] = frozenset()) -> list[str]:
+    """The interfaces over which this process really talks to others: those of its established TCP connections,
+    without connections to or from `other_ports`."""
+    process = psutil.Process()
+    # Before psutil 6 its name was another.
+    connections = getattr(process, "net_connections", None) or process.connections
+    found = set()
+    for one in connections("tcp"):
+        if one.status == psutil.CONN_ESTABLISHED and {one.laddr.port, one.raddr.port}.isdisjoint(other_ports):
+            address = one.laddr.ip.removeprefix("::ffff:")
+            found.add(interface_of(address, own) or address)
+    return sorted(found)

@@ -1,1 +1,0 @@
-"""What one process finds on its host, as values that JSON can hold (imports no torch)."""
