@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
@@ -95,12 +96,10 @@ def value_of(words: Sequence[str], *options: str) -> str | None:
 def without(words: Sequence[str], *options: str) -> tuple[str, ...]:
     """`words` less these options and their values."""
     kept: list[str] = []
-    is_value = False
-    for word in words:
-        if is_value:
-            is_value = False
-        elif word in options:
-            is_value = True
+    rest = iter(words)
+    for word in rest:
+        if word in options:
+            next(rest, None)
         elif not word.startswith(tuple(f"{option}=" for option in options)):
             kept.append(word)
     return tuple(kept)
@@ -132,15 +131,18 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return convert
 
 
-def seconds(text: str) -> float:
-    """A number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MOST_SECONDS:
-        raise ValueError("a number of seconds above 0, and less than ten years")
-    return value
+def number(most: float, what: str) -> Callable[[str], float]:
+    """A number above 0, `most` at most; `what` says so."""
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < float(text) <= most:
+                return float(text)
+        raise ValueError(what)
+
+    return convert
+
+
+seconds = number(MOST_SECONDS, "a number of seconds above 0, and less than ten years")
 
 
 def seconds_or_never(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ezpz_llm.scaling.fit import (
     shape_of,
     sizes_to_speak_of,
 )
-from ezpz_llm.scaling.study import Provenance, Repeat, provenance_of, read_repeats, read_study
+from ezpz_llm.scaling.study import Provenance, provenance_of, read_repeats, read_study
 
 DEFAULT_TARGET = 0.8
 
@@ -69,32 +69,18 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
     shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
     gone = [f"the run directories of {name} are gone: it is fitted as ddp would be" for name in good
             if name not in shapes]
-    runs = {one.point: [folder / other.run_dir for other in repeats
-                        if other.point == one.point and other.error is None]
-            for one in repeats if one.error is None}
-    provenance = {name: provenance_of(run_dirs) for name, run_dirs in runs.items()}
-    return put_together(folder.name, repeats, shapes, target, at, typed=study.typed, notes=(*study.notes, *gone),
-                        missing=len(study.points) * study.repeats - len(repeats), provenance=provenance)
-
-
-def put_together(name: str, repeats: Iterable[Repeat], shapes: Mapping[str, Shape], target: float = DEFAULT_TARGET,
-                 at: Sequence[int] = (), *, typed: Sequence[str] = (), notes: Sequence[str] = (), missing: int = 0,
-                 provenance: Mapping[str, Provenance] | None = None) -> Findings:
-    """The findings of finished runs; `shapes` by layout, that of DDP where one is missing.
-
-    Raises:
-        UserError: a size or target that nothing can be said of.
-    """
+    runs = grouped((one.point, folder / one.run_dir) for one in repeats if one.error is None)
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]
-    notes = (*notes, *(f"{point.name} has no good run: efficiencies are against {curve.base.name}"
-                       for curve in curves for point in points if point.ranks < curve.base.ranks
-                       and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)))
-    layouts = list(dict.fromkeys(curve.ds_config for curve in curves))
-    extrapolations = [_extrapolate(name, [one for one in curves if one.ds_config == name],
-                                   shapes.get(name, Shape()), target, at) for name in layouts]
-    return Findings(name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
-                    tuple(typed), tuple(notes), missing, provenance or {})
+    baselines = [f"{point.name} has no good run: efficiencies are against {curve.base.name}"
+                 for curve in curves for point in points if point.ranks < curve.base.ranks
+                 and (point.mode, point.ds_config) == (curve.mode, curve.ds_config)]
+    extrapolations = [_extrapolate(name, own, shapes.get(name, Shape()), target, at)
+                      for name, own in grouped((curve.ds_config, curve) for curve in curves).items()]
+    return Findings(folder.name, tuple(points), tuple(curves), tuple(_contests(points)), tuple(extrapolations),
+                    study.typed, (*study.notes, *gone, *baselines),
+                    len(study.points) * study.repeats - len(repeats),
+                    {name: provenance_of(run_dirs) for name, run_dirs in runs.items()})
 
 
 def _contests(points: Sequence[Measured]) -> list[tuple[Measured, ...]]:

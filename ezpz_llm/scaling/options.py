@@ -13,6 +13,7 @@ from ezpz_llm.base.schema import MOST_RANKS, MOST_REPEATS
 from ezpz_llm.launch.option_parsing import (
     Option,
     command_line,
+    number,
     one_of,
     option_lines,
     read_command,
@@ -82,16 +83,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise ValueError("a fraction such as 0.8")
-    return value
-
-
 _SIZES = _list(whole(1, MOST_RANKS), "a list of whole numbers such as 1,2,4")
 _NAMES = _list(_name, "a list of names such as zero1,zero3")
 _OPTIONS = (
@@ -108,7 +99,8 @@ _OPTIONS = (
     Option(("--seed",), "seed", "fixes the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
     Option(("--study",), "folder", "the study's folder (default: runs/scale-<stamp>); one that is there goes on",
            "D", Path),
-    Option(("--target",), "target", "say up to which size efficiency stays at or above this (0.8)", "E", _fraction),
+    Option(("--target",), "target", "say up to which size efficiency stays at or above this (0.8)", "E",
+           number(1, "a fraction such as 0.8")),
     Option(("--point",), "only", "run these points of the study only", "LIST", _NAMES),
     Option(("--retry-failed",), "retry_failed", "run those again that have failed"),
     Option(("--submit",), "submit", 'queue one job a point, with these options of submit: "--time 1:00:00"',

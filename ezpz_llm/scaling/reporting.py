@@ -1,4 +1,4 @@
-"""`ezpz-llm scale report STUDY` and `scale compare A B`: in the terminal, as JSON and as CSV."""
+"""`ezpz-llm scale report STUDY` and `scale compare A B`: in the terminal, as JSON, as CSV and as a page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import csv
 import io
 import json
+import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,16 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.observe.plots import COLOURS, LETTERS, curves_plot, terminal_width, wants_colour
 from ezpz_llm.observe.plots import Curve as Drawn
 from ezpz_llm.observe.tables import table
+from ezpz_llm.observe.throughput import short_number
+from ezpz_llm.report import document
 from ezpz_llm.rundir import write_atomic
+from ezpz_llm.rundir.secrets import redact_words
 from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, find
-from ezpz_llm.scaling.fit import Prediction, explain_superlinear, line
-from ezpz_llm.scaling.page import findings_page
-from ezpz_llm.scaling.study import SPLIT
-from ezpz_llm.scaling.tables import fit_notes, sections, study_notes
+from ezpz_llm.scaling.fit import Fit, explain_superlinear, line
+from ezpz_llm.scaling.study import SPLIT, Provenance
+from ezpz_llm.scaling.tables import Section, Table, fit_notes, sections, study_notes
 
 
 def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
@@ -156,18 +160,16 @@ def _fit(one: Extrapolation) -> dict[str, Any]:
         "degrees_of_freedom": one.fit.free, "notes": fit_notes(one),
         "points": [{"point": row.point.name, "measured_s": row.measured, "fitted_s": row.seconds,
                     "parts_s": row.parts} for row in one.fit.rows],
-        "predictions": [_prediction(prediction) for prediction in one.predictions],
+        "predictions": [{
+            "mode": two.curve.mode, "unit": two.curve.unit, "size": two.size, "ranks": two.ranks,
+            "step_time_s": two.seconds, "step_time_band_s": two.seconds_band,
+            "tokens_per_second": two.tokens_per_second, "efficiency": two.efficiency,
+            "efficiency_band": two.efficiency_band, "parts_s": two.parts, "beyond_measured": two.beyond,
+        } for two in one.predictions],
         "targets": [{"mode": target.curve.mode, "unit": target.curve.unit, "target": target.target,
                      "size": target.size, "sure": target.sure, "possible": target.possible, "limit": target.limit}
                     for target in one.targets],
     }
-
-
-def _prediction(one: Prediction) -> dict[str, Any]:
-    return {"mode": one.curve.mode, "unit": one.curve.unit, "size": one.size, "ranks": one.ranks,
-            "step_time_s": one.seconds, "step_time_band_s": one.seconds_band,
-            "tokens_per_second": one.tokens_per_second, "efficiency": one.efficiency,
-            "efficiency_band": one.efficiency_band, "parts_s": one.parts, "beyond_measured": one.beyond}
 
 
 # A study in the terminal: tables, remarks, and the efficiency over size.
@@ -210,3 +212,87 @@ def efficiency_plot(curves: Sequence[Curve], extrapolations: Sequence[Extrapolat
 def _said(sentences: Iterable[str], width: int) -> str:
     return "".join(textwrap.fill(one, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False,
                                  break_on_hyphens=False) + "\n" for one in sentences)
+
+
+# A study as one HTML page that needs nothing besides itself.
+_PERCENT = document.Axis("%", lambda value: f"{value:.4g}")
+_DASHED = 8
+"""Added to a series' number: the same colour with other dashes."""
+
+
+def findings_page(findings: Findings, now: float | None = None) -> str:
+    """The page."""
+    intro = document.written_by("ezpz-llm scale report", now)
+    if findings.typed:
+        intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
+    bodies = [(one.heading, "".join(map(_table, one.tables)) + _drawing(one, findings.extrapolations))
+              for one in sections(findings)]
+    bodies.append(("Provenance of each point", _provenance(findings)))
+    return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
+
+
+def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
+    traced = [(point.name, split) for point in section.points if (split := point.split)]
+    if traced:
+        return document.bars("A traced step of the mean rank", traced, "ms", lambda value: f"{value * 1e3:.1f}")
+    if not (curves := section.curves):
+        return ""
+    mode, unit = curves[0].mode, document.Axis(curves[0].unit, lambda value: f"{value:.4g}")
+    fits = {one.ds_config: one.fit for one in extrapolations if one.fit is not None}
+    return document.views(f"{mode}-scaling", "Show", [
+        ("efficiency", document.chart(
+            f"Efficiency, {mode} scaling: measured as dots, by the fit as lines with their bands", unit, _PERCENT,
+            _efficiency_series(curves, fits))),
+        ("tokens/s", document.chart(
+            "Tokens a second, and what the smallest point would give without any loss", unit,
+            document.Axis("tokens/s", short_number),
+            [*_measured(curves, lambda curve, point: point.tokens_per_second),
+             *_measured(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
+                        said=", without loss", first=_DASHED)])),
+        ("step time", document.chart(
+            "Step time", unit, document.Axis("ms", lambda value: f"{value:.4g}"),
+            _measured(curves, lambda curve, point: point.step_time.value * 1e3))),
+    ])
+
+
+def _measured(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
+              said: str = "", first: int = 0) -> list[document.Series]:
+    return [document.Series(f"{curve.ds_config}{said}", [curve.size(point) for point in curve.points],
+                            [value(curve, point) for point in curve.points], i, dots)
+            for i, curve in enumerate(curves, first)]
+
+
+def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[document.Series]:
+    series = _measured(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
+                       said=", measured")
+    for i, curve in enumerate(curves):
+        if curve.ds_config not in fits:
+            continue
+        drawn = line(fits[curve.ds_config], curve)
+        sizes = [size for size, _, _ in drawn]
+        series.append(document.Series(f"{curve.ds_config}, fit", sizes, [100 * mean for _, mean, _ in drawn], i))
+        series += [document.Series(f"{curve.ds_config}, {edge} edge", sizes,
+                                   [100 * band[side] for _, _, band in drawn], i + _DASHED)
+                   for side, edge in enumerate(("lower", "upper"))]
+    return series
+
+
+def _provenance(findings: Findings) -> str:
+    common = _common(list(findings.provenance.values()))
+    text = _table(Table("The same for all points", ("", "value"), tuple(common.items()))) if common else ""
+    for name, origin in findings.provenance.items():
+        own = tuple((key, value) for key, value in origin.environment.items() if key not in common)
+        words = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
+        rows = _table(Table(f"Environment of {name} that others have not", ("", "value"), own)) if own else ""
+        text += f"<details><summary>{escape(name)}</summary>{words}{rows}</details>"
+    return text or '<p class="empty">No record of the runs was found.</p>'
+
+
+def _common(provenance: Sequence[Provenance]) -> dict[str, str]:
+    first = provenance[0].environment if provenance else {}
+    return {key: value for key, value in first.items()
+            if all(origin.environment.get(key) == value for origin in provenance)}
+
+
+def _table(one: Table) -> str:
+    return (document.table(one.title, one.columns, one.rows) if one.columns else "") + document.items(one.notes)

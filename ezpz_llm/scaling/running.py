@@ -82,7 +82,8 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
     longest = 0.0
     for number, (point, repeat) in enumerate(runs, 1):
         ends_at = _ends_at(allocation)
-        if ends_at and longest + _reserve(ends_at - time.time()) > ends_at - time.time():
+        left_s = math.inf if ends_at is None else ends_at - time.time()
+        if longest + _RESERVE_S + min(_RESERVE_SHARE * left_s, _LONGEST_RESERVE_S) > left_s:
             raise Cut("too little of the reservation is left for another run")
         began = time.monotonic()
         chosen = carve(hosts, point.nodes, repeat)
@@ -151,10 +152,6 @@ def _launch(study: Study, point: Point, place: Sequence[str], output: Path) -> N
 def _ends_at(allocation: Allocation) -> float | None:
     told = os.environ.get(ENDS_AT_VARIABLE)
     return allocation.ends_at or (float(told) if told else None)
-
-
-def _reserve(left_s: float) -> float:
-    return _RESERVE_S + min(_RESERVE_SHARE * left_s, _LONGEST_RESERVE_S)
 
 
 def _last_words(output: Path) -> str:

@@ -22,8 +22,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
 from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.findings import find
-from ezpz_llm.scaling.page import findings_page
-from ezpz_llm.scaling.reporting import findings_text, report_main
+from ezpz_llm.scaling.reporting import findings_page, findings_text, report_main
 from ezpz_llm.scaling.study import Point, Study, add_repeat
 
 SIZES = (1, 2, 4)
