@@ -151,12 +151,9 @@ def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Names
         print(json.dumps(as_details(live, stacks), indent=2))
         return 0
     show(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
-    for line in as_lines(live):
+    silent = [who_is_silent(live.silent)] if live.silent else []
+    for line in (*as_lines(live), *locks_of(record["launch"]["env"]), *silent):
         show(f"  {line}")
-    for lock in locks_of(record["launch"]["env"]):
-        show(f"  {lock}")
-    if live.silent:
-        show(f"  {who_is_silent(live.silent)}")
     for rank in wanted:
         if rank not in stacks:
             show(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")

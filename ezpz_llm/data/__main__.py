@@ -110,24 +110,25 @@ def _show(args: argparse.Namespace) -> int:
 
     data = TokenData.open(args.folder)
     facts = data.manifest
-    source = facts["source"]
+    source, tokenizer = facts["source"], facts["tokenizer"]
     python = f", {source['python']}" if "python" in source else ""
-    show(f"corpus       {source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})")
-    show(f"tokenizer    {facts['tokenizer']['name']}, vocabulary {facts['vocab_size']:,}, "
-         f"fingerprint {facts['tokenizer']['fingerprint'][:12]}")
-    show(f"documents    {facts['documents']:,}")
-    for name, split in facts["splits"].items():
-        shards = f" in {len(split['shards'])} shards of {facts['dtype']}" if not data.parts else ""
-        show(f"{name:12} {split['tokens']:,} tokens{shards}")
-    if data.parts:
-        counts = as_mixture(data.split("train")).counts
-        for (part, weight), count in zip(data.parts, counts, strict=True):
-            show(f"part         {weight:g} ({count} of {sum(counts)} samples): {part.folder}")
-    show(f"entropy      {data.unigram_entropy:.4f} nats a token (unigram); "
-         f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}")
-    for remark in remarks(source):
-        show(f"note         {remark}")
-    show(f"made by      {facts['command']}")
+    counts = as_mixture(data.split("train")).counts if data.parts else ()
+    lines = [
+        ("corpus", f"{source['corpus']} ({source['files']:,} files, {source['bytes']:,} bytes{python})"),
+        ("tokenizer", f"{tokenizer['name']}, vocabulary {facts['vocab_size']:,}, "
+                      f"fingerprint {tokenizer['fingerprint'][:12]}"),
+        ("documents", f"{facts['documents']:,}"),
+        *((name, f"{split['tokens']:,} tokens" + (
+            "" if data.parts else f" in {len(split['shards'])} shards of {facts['dtype']}"))
+          for name, split in facts["splits"].items()),
+        *(("part", f"{weight:g} ({count} of {sum(counts)} samples): {part.folder}")
+          for (part, weight), count in zip(data.parts, counts, strict=True)),
+        ("entropy", f"{data.unigram_entropy:.4f} nats a token (unigram); "
+                    f"ln of the vocabulary is {math.log(facts['vocab_size']):.4f}"),
+        *(("note", remark) for remark in remarks(source)),
+        ("made by", facts["command"]),
+    ]
+    show("\n".join(f"{name:12} {text}" for name, text in lines))
     return 0
 
 

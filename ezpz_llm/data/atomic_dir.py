@@ -155,7 +155,7 @@ class Journal:
         after: the place in the corpus to go on from (see `ezpz_llm.data.reader`); empty at the start.
         documents, source_bytes: begun and read so far.
         counts: how often each id occurred so far; empty for not at all.
-        written: tokens and sha256 of the full shards of each split.
+        written: the tokens of each split.
         read_all: the corpus is at its end, and the validation split has been copied out of the tokens.
         facts: what the source said of itself, such as the revision of a data set.
         broken: documents that were left out so far; broken_first: what is wrong with the first hundred, and where.

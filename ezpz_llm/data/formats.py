@@ -132,7 +132,7 @@ _LONGEST_LINE = 64 << 20
 _PACKED = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 _PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"
 _ZIP = "a zip archive, as .docx, .xlsx, .npz and PyTorch files are"
-_OTHERS = {
+_AT_THE_BEGINNING = {
     b"\x89PNG\r\n\x1a\n": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF87a": "a GIF image",
     b"GIF89a": "a GIF image", b"%PDF-": "a PDF document", b"{\\rtf": "an RTF document", b"PK\x03\x04": _ZIP,
     b"PK\x05\x06": _ZIP, b"\xfd7zXZ\x00": "packed by xz", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
@@ -143,8 +143,11 @@ _OTHERS = {
     b"\xd0\xcf\x11\xe0": "a Microsoft Office document", b"ID3\x03": "MP3 sound", b"ID3\x04": "MP3 sound",
     b"OggS\x00": "Ogg sound", b"fLaC\x00": "FLAC sound", b"RIFF": "a RIFF file (WAV, AVI or WebP)",
     **{bytes([0x80, number]): "a Python pickle" for number in (2, 3, 4, 5)},
+    **dict.fromkeys(_PACKED, "packed twice"),
 }
-_BZIP2 = re.compile(rb"BZh[1-9]1AY&SY")
+_OTHERS = {(257, b"ustar"): "a tar archive", (4, b"ftyp"): "MP4 video or sound", (4, b"1AY&SY"): "packed by bzip2",
+           **{(0, magic): name for magic, name in _AT_THE_BEGINNING.items()}}
+"""What holds no text, by the bytes at a place."""
 _OTHER_TEXT = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
                b"\xfe\xff": "UTF-16"}
 _JSON_LINES, _JSON, _TABLES = (".jsonl", ".ndjson"), ".json", (".csv", ".tsv")
@@ -216,15 +219,7 @@ def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "
 
 def _check_content(path: Path, head: bytes, packing: Packing | None) -> None:
     inside = f", packed by {packing.name}" if packing is not None else ""
-    what = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
-    if head[257:262] == b"ustar":
-        what = "a tar archive"
-    elif head[4:8] == b"ftyp":
-        what = "MP4 video or sound"
-    elif _BZIP2.match(head):
-        what = "packed by bzip2"
-    elif head[:2] in _PACKED or head[:4] in _PACKED:
-        what = "packed twice"
+    what = next((name for (place, magic), name in _OTHERS.items() if head.startswith(magic, place)), None)
     if what is not None:
         instead = "unpack it, or leave it out" if "packed" in what or "archive" in what else "leave it out"
         raise _refused(path, what + inside, instead)

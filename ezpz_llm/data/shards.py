@@ -174,7 +174,7 @@ class TokenData:
         return data._stream(TRAIN)[:count]
 
 
-# Writing a split's stream of tokens as shard files, hashed when they are full, to be gone on with after a kill.
+# Writing a split's stream of tokens as shard files, hashed at the end, to be gone on with after a kill.
 _COPY_TOKENS = 4 << 20
 
 
@@ -183,7 +183,6 @@ class ShardWriter:
 
     Attributes:
         tokens: how many were written.
-        hashes: sha256 of each shard that is full.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -192,7 +191,6 @@ class ShardWriter:
         self.dtype = dtype
         self.shard_tokens = shard_tokens
         self.tokens = 0
-        self.hashes: list[str] = []
         self._file: BinaryIO | None = None
 
     def write(self, tokens: np.ndarray) -> None:
@@ -209,10 +207,7 @@ class ShardWriter:
             self._file.write(part.data)
             self.tokens += part.size
             if part.size == room:
-                path = Path(self._file.name)
                 self.close()
-                # Read again, and not hashed on the way: a part shard of an earlier process has its hash so, too.
-                self.hashes.append(hash_file(path))
 
     def sync(self) -> None:
         """Flush what was written to disk (fsync): a full disk may show only now."""
@@ -227,25 +222,22 @@ class ShardWriter:
                 self.sync()
             self._file = None
 
-    def go_on(self, tokens: int, hashes: list[str]) -> bool:
-        """Take up a folder where `tokens` had been written; False, with nothing changed, where fewer are there.
+    def go_on(self, tokens: int) -> bool:
+        """Take up a folder where `tokens` had been written; False, with no file changed, where fewer are there.
 
         What was written after them is removed.
         """
-        full, rest = divmod(tokens, self.shard_tokens)
-        bytes_of = [*[self.shard_tokens * self.dtype.itemsize] * full, *[rest * self.dtype.itemsize] * (rest > 0)]
-        paths = [self._path(index) for index in range(len(bytes_of))]
-        if any(not path.is_file() or path.stat().st_size < size
-               for path, size in zip(paths, bytes_of, strict=True)):
+        self.tokens = tokens
+        sizes = {path: count * self.dtype.itemsize for path, _, count in self._shards()}
+        if any(not path.is_file() or path.stat().st_size < size for path, size in sizes.items()):
             return False
         for path in self.folder.glob(f"{self.split}_*{SHARD}"):
-            if path not in paths:
+            if path not in sizes:
                 path.unlink()
-        for path, size in zip(paths, bytes_of, strict=True):
+        for path, size in sizes.items():
             os.truncate(path, size)
-        self.tokens, self.hashes = tokens, list(hashes)
-        if rest:
-            self._file = paths[-1].open("ab")
+        if tokens % self.shard_tokens:
+            self._file = [*sizes][-1].open("ab")
         return True
 
     def copy_tail(self, keep: int, other: ShardWriter) -> None:
@@ -267,14 +259,12 @@ class ShardWriter:
             elif kept < tokens:
                 os.truncate(path, kept * self.dtype.itemsize)
         self.tokens = min(self.tokens, keep)
-        self.hashes = self.hashes[:self.tokens // self.shard_tokens]
 
     def describe(self) -> dict[str, Any]:
-        """The split's entry in the manifest."""
+        """The split's entry in the manifest; each shard is read once more, for its hash."""
         self.close()
-        shards = [{"file": path.name, "tokens": tokens,
-                   "sha256": self.hashes[index] if index < len(self.hashes) else hash_file(path)}
-                  for index, (path, _, tokens) in enumerate(self._shards())]
+        shards = [{"file": path.name, "tokens": tokens, "sha256": hash_file(path)}
+                  for path, _, tokens in self._shards()]
         return {"tokens": self.tokens, "shards": shards}
 
     def _path(self, index: int) -> Path:

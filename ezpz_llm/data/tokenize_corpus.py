@@ -69,19 +69,19 @@ class _Work:
         """The journal, after the shards that it speaks of."""
         for writer in (self.train, self.val):
             writer.sync()
-            self.journal.written[writer.split] = {"tokens": writer.tokens, "hashes": writer.hashes}
+            self.journal.written[writer.split] = {"tokens": writer.tokens}
         self.journal.counts = self.counts.tolist()
         self.journal.save(self.folder)
 
     def go_on(self) -> bool:
         """Take up the shards that the journal speaks of; False if they are not all there."""
-        train, val = self.journal.written[TRAIN], self.journal.written[VAL]
-        if not self.val.go_on(**val):
+        train, val = (self.journal.written[split]["tokens"] for split in (TRAIN, VAL))
+        if not self.val.go_on(val):
             return False
         if not self.journal.read_all:
-            return self.train.go_on(**train)
+            return self.train.go_on(train)
         # A kill may have come while the training split was being cut, which is done again.
-        self.train.tokens, self.train.hashes = train["tokens"], list(train["hashes"])
+        self.train.tokens = train
         return True
 
     def divide(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 import tiktoken
 
 from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.outside import parse_json, read_json
+from ezpz_llm.base.outside import read_json
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.base.schema import as_type
 from ezpz_llm.data.downloads import PublicFile
@@ -129,6 +128,7 @@ class CharTokenizer:
         return "".join(self.characters[i] for i in np.asarray(ids).tolist())
 
 
+@functools.lru_cache(maxsize=4)
 def get_tokenizer(name: str, characters: str = "") -> Tokenizer:
     """The tokenizer `name`; "char" needs the sorted distinct characters of its corpus.
 
@@ -212,12 +212,6 @@ def from_entry(entry: Mapping[str, Any], where: str | None = None) -> Tokenizer:
     Raises:
         UserError: the one of that name here is not the same, so the ids would mean other text.
     """
-    return _from_json(json.dumps(entry), where)
-
-
-@functools.lru_cache(maxsize=4)
-def _from_json(entry_json: str, where: str | None) -> Tokenizer:
-    entry = parse_json(entry_json, where or "a tokenizer")
     tokenizer = get_tokenizer(entry["name"], entry.get("table", ""))
     if tokenizer.fingerprint != entry["fingerprint"]:
         raise _another(entry, tokenizer.fingerprint, where)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from ezpz_llm.base import lazy
 
 _MODULES = {
-    "metrics": ("MetricsLog",),
+    "metrics": ("PHASES", "Bubble", "MetricsLog", "StepTimeline", "StepTimes", "Straggler"),
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
     "plots": ("plot_run", "series_plot", "wants_colour"),
     "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
     "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarise", "where_time_went"),
-    "timeline": ("PHASES", "Bubble", "StepTimeline", "StepTimes", "Straggler"),
     "trackers": ("Tracking",),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one object a step, written behind the training so that no step waits for a number.
+"""Phase times of each step, and `metrics.jsonl`: one object a step, written so that no step waits for a number.
 
 A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
 `step_time_s`, `tokens_per_second`, `tokens_per_second_per_device`, `data_s`, `forward_s`, `backward_s`,
@@ -11,21 +11,138 @@ JSON has no NaN.
 
 from __future__ import annotations
 
+import statistics
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ezpz_llm.observe.history import finite, trim_history
+from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.device import synchronize
+from ezpz_llm.observe.history import OTHER, PHASES, finite, steady, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
-from ezpz_llm.observe.timeline import Bubble, StepTimeline, StepTimes, Straggler, pipeline_bubble, slowest_rank
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step, in seconds. `phases` has every name of PHASES and "other", and adds up to `step_time_s`."""
+
+    step_time_s: float
+    phases: dict[str, float]
+
+
+class StepTimeline:
+    """Times the phases of training steps on one rank.
+
+    A step is `begin_step()`, any number of `span(phase)` that do not overlap, `end_step()`. A phase entered several
+    times (micro-steps) adds up. What happens between steps (validation, checkpoints, samples) is not timed here.
+
+    On a CPU a span is the host's time. On an accelerator each span is bracketed by two events on the current stream
+    and its length is read from them later: a data span that the device's work hides is then short, as it should be.
+    The device is synchronised once a step, in `end_step`, so that the step time is the time the work took and not
+    the time it took to enqueue it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started: float | None = None
+        self._inside: str | None = None
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._steps: list[tuple[float, list[tuple[str, Any, Any]]]] = []
+
+    def begin_step(self) -> None:
+        """Start a step. One that an exception cut short before is forgotten."""
+        self._spans, self._inside = [], None
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        """Count the time inside to `phase`, one of PHASES; named so in a torch.profiler trace, too.
+
+        Raises:
+            RuntimeError: outside a step, or inside another span.
+            ValueError: a phase that is not in PHASES.
+        """
+        if phase not in PHASES:
+            raise ValueError(f"unknown phase {phase!r}: one of {', '.join(PHASES)}")
+        if self._started is None or self._inside is not None:
+            raise RuntimeError(f"span {phase!r} inside {self._inside!r}, or outside a step")
+        self._inside = phase
+        start = self._mark()
+        try:
+            with torch.profiler.record_function(phase):
+                yield
+        finally:
+            self._spans.append((phase, start, self._mark()))
+            self._inside = None
+
+    def end_step(self) -> None:
+        """Wait for the device and close the step.
+
+        Raises:
+            RuntimeError: no step was begun.
+        """
+        if self._started is None:
+            raise RuntimeError("end_step without begin_step")
+        synchronize(self._device)
+        self._steps.append((time.perf_counter() - self._started, self._spans))
+        self._started, self._spans = None, []
+
+    def drain(self) -> list[StepTimes]:
+        """The steps closed since the last call, oldest first."""
+        steps, self._steps = self._steps, []
+        return [self._resolve(seconds, spans) for seconds, spans in steps]
+
+    def _mark(self) -> Any:
+        """A reading of the host's clock; on a device an event on its current stream, which takes a microsecond."""
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _resolve(self, step_time_s: float, spans: list[tuple[str, Any, Any]]) -> StepTimes:
+        phases = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in spans:
+            phases[phase] += end - start if self._device.type == "cpu" else start.elapsed_time(end) / 1e3
+        phases[OTHER] = step_time_s - sum(phases.values())
+        return StepTimes(step_time_s, phases)
+
+
+# How much of a pipeline's time its stages stand idle, and the slowest rank: from the spans that every step has.
+@dataclass(frozen=True)
+class Bubble:
+    """Idle shares of the time from a step's begin to the end of its last backward pass, by stage.
+
+    `expected` is (p-1)/(m+p-1), the share where all stages take equally long and sending costs nothing (Huang et
+    al. 2019, arXiv:1811.06965; the same for the 1F1B schedule). What exceeds it is imbalance and communication.
+    """
+
+    idle: tuple[float, ...]
+    expected: float
+
+    @property
+    def mean(self) -> float:
+        """Over the stages."""
+        return statistics.fmean(self.idle)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that spent longest in data and forward, its seconds a step there, and the median over ranks."""
+
+    rank: int
+    seconds: float
+    median_s: float
 
 
 class Measured(Protocol):
@@ -138,16 +255,16 @@ class MetricsLog:
             raise ValueError(f"{len(self._pending)} steps were recorded, {len(times)} were timed")
         if not self._pending:
             return
-        lines = [self._line(step, recorded, loss, norm, time) for (step, recorded), (loss, norm), time
+        lines = [self._line(step, recorded, loss, norm, took) for (step, recorded), (loss, norm), took
                  in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
         for line in lines if look else ():
             look(line)
-        for time in times:
-            phases = time.phases
+        for took in times:
+            phases = took.phases
             self._before_collectives.append(phases["data"] + phases["forward"])
             self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
-            self._span.append(time.step_time_s - phases["optimizer"])
+            self._span.append(took.step_time_s - phases["optimizer"])
         self._pending = {}
         if not self._dist.is_main:
             return
@@ -173,12 +290,30 @@ class MetricsLog:
             by_step[step].update(found.describe(values, by_step[step]["grad_norm"]))
 
     def straggler(self) -> Straggler | None:
-        """The slowest rank; None for one rank. A collective."""
-        return slowest_rank(self._dist, self._before_collectives)
+        """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective."""
+        if self._dist.world_size == 1 or not self._before_collectives:
+            return None
+        seconds = all_gather(self._dist, statistics.median(steady(self._before_collectives)))
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        return Straggler(slowest, seconds[slowest], statistics.median(seconds))
 
     def bubble(self) -> Bubble | None:
-        """Idle time of the pipeline's stages; None without a pipeline. A collective."""
-        return pipeline_bubble(self._dist, self._busy, self._span, self._work.accumulation)
+        """Idle time of the pipeline's stages, medians over steady steps; None without a pipeline. A collective.
+
+        The first stage ends last: until then its time is the pipeline's. The other stages wait for it in the
+        optimizer's phase, for the sum of gradients or their norm, so that their own clocks do not tell.
+        """
+        mesh = self._dist.mesh
+        if mesh.pp_size == 1 or not self._busy:
+            return None
+        sums = torch.zeros(mesh.pp_size + 1, device=self._dist.device)
+        sums[mesh.pp_rank] = statistics.median(steady(self._busy))
+        if mesh.pp_rank == 0:
+            sums[-1] = statistics.median(steady(self._span))
+        torch.distributed.all_reduce(sums)
+        *stages, whole = sums.tolist()
+        return Bubble(tuple(1 - seconds / whole for seconds in stages),
+                      (mesh.pp_size - 1) / (self._work.accumulation + mesh.pp_size - 1))
 
     def _reduce(self) -> list[list[float]]:
         """(loss, norm) of every pending step, averaged over ranks in one collective.

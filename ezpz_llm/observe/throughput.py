@@ -26,8 +26,8 @@ from ezpz_llm.observe.tables import percentages, table, wall_table
 from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
+    from ezpz_llm.observe.metrics import Bubble, Straggler
     from ezpz_llm.observe.peaks import Ceiling, Peak
-    from ezpz_llm.observe.timeline import Bubble, Straggler
 
 @dataclass(frozen=True)
 class Rates:
