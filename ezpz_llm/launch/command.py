@@ -151,15 +151,8 @@ def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractCon
 
 def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
     """Make the run directory; a default one is this launch's alone, even if another began in the same second."""
-    while run_dir_of(plan.target, options.run_dir) is None:
-        try:
-            plan.run_dir.path.mkdir(0o755, parents=True)
-            break
-        except FileExistsError:
-            plan = build_plan(options, os.environ)
-        except OSError:
-            # create() says what is wrong with the place.
-            break
+    while run_dir_of(plan.target, options.run_dir) is None and not plan.run_dir.claim():
+        plan = build_plan(options, os.environ)
     plan.run_dir.create()
     return plan
 

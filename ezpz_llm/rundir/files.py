@@ -129,6 +129,15 @@ class RunDir:
             raise UserError("there is no such folder: it was removed, or never made", where=str(self.path),
                             instead="the directory of a run")
 
+    def claim(self) -> bool:
+        """Make a default directory, which is to be one run's alone; false if another run, begun in the same second,
+        has made it. What is wrong with the place is for `create` to say."""
+        try:
+            self.path.mkdir(_FOLDER_MODE, parents=True)
+        except OSError as error:
+            return not isinstance(error, FileExistsError)
+        return True
+
     def create(self) -> RunDir:
         """Make the directory and its folders; existing ones are kept (a resumed run appends).
 
@@ -290,7 +299,7 @@ def sweep_checkpoints(checkpoints: Path) -> None:
 
 
 # `run.json`: what ran, with what, where, and what came out. Secrets are redacted on the way in.
-_LOCK_TRIES = 100
+_LOCK_WITHIN_S, _LOCK_POLL_S = 1.0, 0.01
 _OTHER = "another run directory, or remove the file"
 
 
@@ -314,23 +323,26 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
 def update_record(run_dir: RunDir, **members: Any) -> None:
     """Set top-level members of run.json. `launch` writes before and after, rank 0 between; `submit` may still be
     writing when its job begins."""
-    with _alone(run_dir):
+    with locked(run_dir.path, _LOCK_WITHIN_S):
         write_json(run_dir.record, {**read_record(run_dir), **without_secrets(members, os.environ)})
 
 
 @contextlib.contextmanager
-def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Keep other writers out meanwhile, where the file system has locks, and for a second at most."""
-    folder = os.open(run_dir.path, os.O_RDONLY)
+def locked(folder: Path, within_s: float) -> Iterator[bool]:
+    """Keep other processes that ask for it out of `folder` meanwhile, where the file system has locks; false where
+    one of them did not let go of it in time."""
+    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + within_s
     try:
-        for _ in range(_LOCK_TRIES):
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(1 / _LOCK_TRIES)
-            except OSError:
-                break
-        yield
+        while not (is_ours := _lock(handle)) and time.monotonic() < deadline:
+            time.sleep(_LOCK_POLL_S)
+        yield is_ours
     finally:
-        os.close(folder)
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True

@@ -27,6 +27,7 @@ from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.history import finite, steady
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
+from ezpz_llm.rundir.files import locked
 from ezpz_llm.scaling.precheck import THREADS_VARIABLE, carving, reservation
 from ezpz_llm.scaling.study import (
     Point,
@@ -34,7 +35,6 @@ from ezpz_llm.scaling.study import (
     Study,
     add_repeat,
     carve,
-    locked,
     read_repeats,
     run_dir_of,
 )
@@ -89,7 +89,7 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
         chosen = carve(hosts, point.nodes, repeat)
         place = run_dir_of(folder, point, repeat).path.parent
         place.mkdir(parents=True, exist_ok=True)
-        with locked(place, wait=False) as is_ours:
+        with locked(place, 0) as is_ours:
             if not is_ours:
                 raise UserError(f"another process is running point {point.name}", where=str(place),
                                 instead="wait for it, or --point with others")

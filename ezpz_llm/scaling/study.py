@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
+import math
 import os
 import random
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +15,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import NoFile, read_json
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
+from ezpz_llm.rundir.files import locked
 from ezpz_llm.rundir.secrets import without_secrets
 
 _VERSION = 1
@@ -188,27 +187,8 @@ def points_file(study: Path) -> Path:
 
 def add_repeat(study: Path, repeat: Repeat) -> None:
     """Append one line, in one write; jobs of one study may do so at the same time."""
-    with locked(study, wait=True):
+    with locked(study, math.inf):
         append_line(points_file(study), asdict(repeat))
-
-
-@contextlib.contextmanager
-def locked(folder: Path, wait: bool) -> Iterator[bool]:
-    """Keep other processes out of `folder` meanwhile, where the file system has locks; false where one has it and
-    we were not to wait."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        got = True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            got = False
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
-                raise
-        yield got
-    finally:
-        os.close(handle)
 
 
 def read_repeats(study: Path) -> list[Repeat]:

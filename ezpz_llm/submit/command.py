@@ -60,15 +60,8 @@ def _check(job: Job) -> int:
 
 def _claim(job: Job) -> Job:
     """Make the run directory; a default one is this job's alone, even if another began in the same second."""
-    while job.is_default:
-        try:
-            job.run_dir.path.mkdir(parents=True)
-            break
-        except FileExistsError:
-            job = replace(job, run_dir=default_run_dir(job.target.name))
-        except OSError:
-            # create() says what is wrong with the place.
-            break
+    while job.is_default and not job.run_dir.claim():
+        job = replace(job, run_dir=default_run_dir(job.target.name))
     job.run_dir.create()
     return job
 
