@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).parent
 
 def launch() -> int:
     """`launch …`"""
-    from ezpz_llm.launch.command import main as launch_main
+    from ezpz_llm.launch.__main__ import main as launch_main
 
     return run_command(launch_main)
 

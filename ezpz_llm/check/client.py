@@ -275,8 +275,7 @@ def _how(code: int | None) -> str:
 def _talkative(env: Mapping[str, str]) -> dict[str, str]:
     """The rank's environment, with which NCCL, RCCL and oneCCL say what they choose."""
     wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "CCL_LOG_LEVEL": "info"}
-    kept = {name: value for name, value in env.items() if name not in (*wanted, "NCCL_DEBUG_FILE")}
-    return kept | wanted
+    return {name: value for name, value in env.items() if name != "NCCL_DEBUG_FILE"} | wanted
 
 
 # What every rank but the first does.

@@ -2,10 +2,198 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base.errors import run_command
-from ezpz_llm.launch.command import main
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["main"]
+from ezpz_llm.base.errors import UserError, run_command, show, version_text
+from ezpz_llm.base.private import make_private
+from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
+from ezpz_llm.launch.plan import LaunchPlan, build_plan
+from ezpz_llm.launch.ranks import is_by_hand
+from ezpz_llm.launch.relay import say
+from ezpz_llm.launch.show import details, json_text, summary
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record, write_atomic
+from ezpz_llm.rundir.files import sweep_checkpoints
+
+if TYPE_CHECKING:
+    from ezpz_llm.launch.precheck import Checked
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plan, show, check, run; the exit code is the run's.
+
+    Raises:
+        UserError: any mistake in what was typed or what the machine offers.
+    """
+    options = parse(argv)
+    if options.help:
+        print(help_text())
+        return 0
+    if options.version:
+        print(version_text())
+        return 0
+    plan = build_plan(options, os.environ)
+    if options.dry_run:
+        show(json_text(plan) if options.as_json else details(plan))
+        return _dry_check(plan, options)
+    if plan.is_started:
+        return _become(plan)
+    return _start(plan, options, argv)
+
+
+def _become(plan: LaunchPlan) -> int:
+    if plan.ranks[0].rank == 0 or is_by_hand(os.environ):
+        print(f"launch: {plan.notes[0]}", file=sys.stderr, flush=True)
+    env = {**os.environ, **{name: setting.value for name, setting in plan.env.items()}}
+    try:
+        os.execvpe(plan.argv[0], plan.argv, env)
+    except OSError as error:
+        raise UserError(f"cannot run {plan.argv[0]!r}: {error.strerror}", where="the command to launch",
+                        exit_code=127) from error
+
+
+def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
+    # Imported where ranks really start: --dry-run and --help do without.
+    from ezpz_llm.launch.owner import own
+
+    with contextlib.ExitStack() as until_the_end:
+        # A directory that is in use has nothing to check; and what its check found would not be the reason.
+        stands = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()
+        owned = until_the_end.enter_context(own(plan.run_dir, plan.run_id, os.environ)) if stands else None
+        checked = _check(plan)
+        if checked.code:
+            say("launch: nothing was started: the command's own check failed")
+            return checked.code
+        plan = _make_run_dir(plan, options)
+        if owned is None:
+            owned = until_the_end.enter_context(own(plan.run_dir, plan.run_id, os.environ))
+        _clear_run_dir(plan, owned.killed)
+        return _run(plan, options, typed, checked)
+
+
+def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Checked) -> int:
+    from ezpz_llm.launch.failures.facts import exit_record, not_started
+    from ezpz_llm.launch.supervise import run
+
+    shown = f"{details(plan)}\n\n{checked.explanation}".rstrip() if options.explain else summary(plan)
+    say(shown)
+    update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
+    if options.preflight:
+        from ezpz_llm.launch.precheck import fit_for
+
+        if code := fit_for(plan, options, lambda step: _record(step, typed)):
+            return code
+    try:
+        with _where_it_runs(plan, options) as plan:
+            outcome = run(plan, options.idle_limit_s, start_limit_s=options.start_limit_s or None,
+                          keep=lambda ended: _record_end(plan, exit_record(ended)))
+    except UserError as error:
+        _record_end(plan, not_started(error.exit_code, error.found, time.time()))
+        raise
+    shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
+    if outcome.code == 0 and options.tee == "0" and plan.target.module is None:
+        _name_other_logs(plan)
+    return outcome.code
+
+
+def _dry_check(plan: LaunchPlan, options: Options) -> int:
+    """What the command itself makes of the plan: the check that a start would begin with, and its code."""
+    if options.no_check or plan.is_started:
+        return 0
+    checked = _check(plan)
+    if checked.code:
+        print("launch: this would not start: the command's own check failed", file=sys.stderr, flush=True)
+    elif options.explain and not options.as_json and checked.explanation:
+        print(f"\n{checked.explanation}")
+    return checked.code
+
+
+def _check(plan: LaunchPlan) -> Checked:
+    from ezpz_llm.launch.precheck import check_first
+
+    places = list(Counter(place.host for place in plan.ranks).items())
+    return check_first(plan.target, plan.command, len(plan.ranks),
+                       {**os.environ, RUN_DIR_VARIABLE: str(plan.run_dir.path)}, places)
+
+
+def _record_end(plan: LaunchPlan, how: dict[str, object]) -> None:
+    """Write it where that is still possible: the exit code is what it is all the same."""
+    try:
+        update_record(plan.run_dir, exit=how)
+    except (OSError, UserError) as error:
+        why = error.found if isinstance(error, UserError) else error.strerror
+        say(f"launch: the end of the run is not in {plan.run_dir.record}: {why}")
+
+
+def _name_other_logs(plan: LaunchPlan) -> None:
+    """`launch hostname` shows one line of all: say where the others are."""
+    logs = [plan.run_dir.rank_log(place.rank) for place in plan.ranks if place.rank]
+    written = sum(log.exists() and log.stat().st_size > 0 for log in logs)
+    if written:
+        say(f"launch: {written} other rank{'' if written == 1 else 's'} wrote to {plan.run_dir.rank_log(0).parent}"
+            " (--tee all shows it here)")
+
+
+def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
+    """The plan as it is, or from copies of the environment that are there meanwhile."""
+    if not options.stage_env:
+        return contextlib.nullcontext(plan)
+    from ezpz_llm.launch.staging.stage import staged
+
+    return staged(plan, options, os.environ)
+
+
+def _make_run_dir(plan: LaunchPlan, options: Options) -> LaunchPlan:
+    """Make the run directory; a default one is this launch's alone, even if another began in the same second."""
+    while run_dir_of(plan.target, options.run_dir) is None and not plan.run_dir.claim():
+        plan = build_plan(options, os.environ)
+    plan.run_dir.create()
+    return plan
+
+
+def _clear_run_dir(plan: LaunchPlan, killed: str) -> None:
+    """Remove what an earlier launch, which may have been `killed`, left in the directory that is ours now."""
+    if killed:
+        from ezpz_llm.launch.teardown import end_killed
+
+        end_killed(plan.run_dir, killed)
+    from ezpz_llm.launch.node.messages import clear_orders
+
+    # Records and heartbeats of an earlier run in the same directory would be taken for this one's.
+    clear_orders(plan.run_dir)
+    for path, begin in ((plan.run_dir.errors, "rank"), (plan.run_dir.heartbeat, "")):
+        with make_private(path) as folder:
+            for name in folder.names(begin):
+                folder.remove(name)
+    plan.run_dir.post_mortem.unlink(missing_ok=True)
+    # They may fill the disk before the first new checkpoint is written.
+    sweep_checkpoints(plan.run_dir.checkpoints)
+    for path, content in plan.files.items():
+        write_atomic(path, content)
+
+
+def _record(plan: LaunchPlan, typed: Sequence[str]) -> dict[str, object]:
+    return {
+        "typed": ["launch", *typed],
+        "argv": list(plan.argv),
+        "command": list(plan.command),
+        "scheduler": plan.allocation.scheduler,
+        "job_id": plan.allocation.job_id,
+        "hosts": list(plan.hosts),
+        "ranks_per_host": list(Counter(place.host for place in plan.ranks).values()),
+        "launcher": plan.launcher.kind,
+        "dialect": plan.launcher.dialect,
+        "world_size": len(plan.ranks),
+        "env": {name: setting.value for name, setting in plan.env.items()},
+        "started": time.time(),
+    }
+
 
 if __name__ == "__main__":
     raise SystemExit(run_command(main))

@@ -117,15 +117,12 @@ class HeartbeatMonitor:
             before = self._came.get(report.first_rank)
             if before is None or before[0] != report:
                 self._came[report.first_rank] = (report, now)
-                self._note_arrivals(report)
+                for rank in report.ranks:
+                    self.missing.pop(rank, None)
+                if report.error is not None:
+                    self._expect_no_reports(report.first_rank)
         if self.missing:
             self._note_traces()
-
-    def _note_arrivals(self, report: NodeReport) -> None:
-        for rank in report.ranks:
-            self.missing.pop(rank, None)
-        if report.error is not None:
-            self._expect_no_reports(report.first_rank)
 
     def _note_traces(self) -> None:
         """Of nodes that cannot report: without a place for an agent their shims make files of their own, and on a

@@ -205,16 +205,13 @@ def _settle(run_dir: RunDir, folder: PrivateFolder, env: Mapping[str, str]) -> t
 def _gone(owner: Owner, env: Mapping[str, str]) -> str | None:
     """Why the owner cannot live any more, as far as that is known at once."""
     if owner.place == place():
-        if is_alive(owner.pid, owner.begun):
-            return None
-        return "that process has ended"
+        return None if is_alive(owner.pid, owner.begun) else "that process has ended"
     variable, _, job = (owner.job or "").partition(" ")
     if not job:
         return None
     if env.get(variable) == job:
         # Slurm ends every process of a job before it starts it again.
-        again = owner.restarts < _restarts(env)
-        return "its job has been started again" if again else None
+        return "its job has been started again" if owner.restarts < _restarts(env) else None
     queries = {scheduler.JOB_VARIABLE: scheduler.JOB_QUERY for scheduler in schedulers().values()}
     if variable not in queries:
         return None

@@ -83,12 +83,9 @@ def _scheduler(plan: LaunchPlan) -> str:
 
 
 def _launcher(plan: LaunchPlan) -> str:
-    parts = [plan.launcher.kind]
-    if plan.launcher.dialect != "none":
-        parts.append(f"{plan.launcher.dialect}")
-    if plan.launcher.program:
-        parts.append(plan.launcher.program)
-    return f"{', '.join(parts)} ({plan.launcher.source})"
+    launcher = plan.launcher
+    dialect = "" if launcher.dialect == "none" else launcher.dialect
+    return f"{', '.join(filter(None, (launcher.kind, dialect, launcher.program)))} ({launcher.source})"
 
 
 def _ranks(plan: LaunchPlan) -> str:

@@ -178,7 +178,9 @@ class _Watch:
             now = time.monotonic()
             if self.signals.to_stop:
                 return _by_signal(self.signals.to_stop[0])
-            self._forward_signals()
+            while self.signals.to_forward:
+                with contextlib.suppress(OSError):
+                    order_signal(self.plan.run_dir, self.plan.run_id, self.signals.to_forward.pop(0))
             with _survived("a look at the ranks' records"):
                 if failed_at is None and self._has_failed():
                     failed_at = now
@@ -195,11 +197,6 @@ class _Watch:
                         return silence
             time.sleep(_POLL_S)
         return _by_signal(self.signals.to_stop[0]) if self.signals.to_stop else None
-
-    def _forward_signals(self) -> None:
-        for number in self.signals.take_forwarded():
-            with contextlib.suppress(OSError):
-                order_signal(self.plan.run_dir, self.plan.run_id, number)
 
     def _has_failed(self) -> bool:
         """A record says so, or a node, whose report may reach us before the record does."""
@@ -338,7 +335,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.to_stop: list[signal.Signals] = []
-        self._to_forward: list[signal.Signals] = []
+        self.to_forward: list[signal.Signals] = []
         self._noted_at = float("-inf")
 
     @contextlib.contextmanager
@@ -354,15 +351,10 @@ class Signals:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def take_forwarded(self) -> list[signal.Signals]:
-        """Those for the ranks that have come since this was last asked."""
-        taken, self._to_forward = self._to_forward, []
-        return taken
-
     def _note(self, number: int, frame: object) -> None:
         now = time.monotonic()
         if number in _FORWARD:
-            self._to_forward.append(signal.Signals(number))
+            self.to_forward.append(signal.Signals(number))
         elif number not in self.to_stop[-1:] or now - self._noted_at > _ONE_ORDER_S:
             self._noted_at = now
             self.to_stop.append(signal.Signals(number))

@@ -115,7 +115,7 @@ def _make(study: Study, folder: Path, point: Point, repeat: int, part: tuple[str
         record = read_record(run_dir)
         if record.get("exit") is not None:
             raise Cut(record.get("stopped") or record["exit"]["cause"])
-        done = failed(folder, point, repeat, _last_words(output))
+        done = _repeat(folder, point, repeat, error=_last_words(output))
     add_repeat(folder, done)
     return done
 
@@ -219,23 +219,19 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     if ended is None or (ended.get("stopped") or {}).get("kind") == "signal":
         return None
     if ended["code"]:
-        return failed(study, point, repeat, f"{ended['cause']} (code {ended['code']})")
+        return _repeat(study, point, repeat, error=f"{ended['cause']} (code {ended['code']})")
     if record.get("stopped"):
         return None
     rows = list(read_lines(run_dir.metrics))
     kept = untraced(rows, run_dir)
     if len(kept) < _LEAST_STEPS:
-        return failed(study, point, repeat, f"{len(kept)} steady steps are too few to measure: give more --steps")
+        return _repeat(study, point, repeat,
+                       error=f"{len(kept)} steady steps are too few to measure: give more --steps")
     mfu = _mfu(kept)
     if mfu is not None and mfu > 1:
-        return failed(study, point, repeat, "more than half of its steps give an MFU above 100 %, which cannot be "
-                                            "(the run's output has the numbers)")
+        return _repeat(study, point, repeat, error="more than half of its steps give an MFU above 100 %, which "
+                                                   "cannot be (the run's output has the numbers)")
     return _as_repeat(study, point, repeat, record, rows, kept, mfu)
-
-
-def failed(study: Path, point: Point, repeat: int, why: str) -> Repeat:
-    """A repeat without numbers."""
-    return _repeat(study, point, repeat, error=why)
 
 
 def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -289,7 +285,7 @@ def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], r
 
 
 def _repeat(study: Path, point: Point, repeat: int, **found: Any) -> Repeat:
-    """A repeat of `point` as planned, but for what was found."""
+    """A repeat of `point` as planned, but for what was found; without numbers where that is an error."""
     planned = {name: getattr(point, name) for name in ("mode", "ds_config", "nodes", "ranks", "global_batch",
                                                        "micro_batch", "accumulation")}
     run_dir = run_dir_of(study, point, repeat).path.relative_to(study)

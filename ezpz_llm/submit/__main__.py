@@ -2,10 +2,106 @@
 
 from __future__ import annotations
 
-from ezpz_llm.base.errors import run_command
-from ezpz_llm.submit.command import main
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 
-__all__ = ["main"]
+from ezpz_llm.base.errors import EXIT_USAGE, run_command
+from ezpz_llm.launch.precheck import check_first
+from ezpz_llm.launch.schedulers.scheduler import clock
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
+from ezpz_llm.submit.job import Job, plan_job, write_script
+from ezpz_llm.submit.options import help_text, parse
+from ezpz_llm.submit.script import RefusedError, outside_a_job, queue_chain
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the command, write its job script and queue it, or print the script.
+
+    Raises:
+        UserError: any mistake in what was typed, or a scheduler that refuses the job.
+    """
+    options = parse(argv)
+    if options.help:
+        print(help_text())
+        return 0
+    typed = ["ezpz-llm", "submit", *argv]
+    job = plan_job(options, os.environ)
+    script = write_script(job, typed)
+    if _check(job):
+        print("submit: nothing was queued: the command's own check failed", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+    if options.dry_run:
+        print(script)
+        print(f"# ranks      {_ranks(job)}")
+        print(f"# queued by  {shlex.join(job.scheduler.submission(str(job.run_dir.job_script), None))}")
+        return 0
+    was_there = job.run_dir.path.exists() and not job.is_default
+    job = _claim(job)
+    write_atomic(job.run_dir.job_script, write_script(job, typed))
+    try:
+        _queue(job, typed)
+    except RefusedError:
+        # Of no job, nobody is to take the directory for the newest run.
+        if not was_there and not read_record(job.run_dir)["submit"]["jobs"]:
+            shutil.rmtree(job.run_dir.path, ignore_errors=True)
+        raise
+    return 0
+
+
+def _check(job: Job) -> int:
+    env = {**os.environ, RUN_DIR_VARIABLE: str(job.run_dir.path)}
+    return check_first(job.target, job.options.launch.command, job.placement.world_size, env).code
+
+
+def _claim(job: Job) -> Job:
+    """Make the run directory; a default one is this job's alone, even if another began in the same second."""
+    while job.is_default and not job.run_dir.claim():
+        job = replace(job, run_dir=default_run_dir(job.target.name))
+    job.run_dir.create()
+    return job
+
+
+def _queue(job: Job, typed: list[str]) -> None:
+    # By its start an earlier launch in this directory is told from the new job's.
+    before = (read_record(job.run_dir).get("launch") or {}).get("started")
+    record = {"typed": typed, "scheduler": job.scheduler.NAME, "site": job.site.name, "nodes": job.options.nodes,
+              "time_s": job.options.time_s, "ranks": job.placement.world_size,
+              "script": str(job.run_dir.job_script), "submitted": time.time(), "launched_before": before}
+    jobs: list[str] = []
+    update_record(job.run_dir, submit={**record, "jobs": jobs})
+    try:
+        for job_id in queue_chain(job.scheduler, job.run_dir.job_script, job.options.chain,
+                                  outside_a_job(os.environ)):
+            jobs.append(job_id)
+            update_record(job.run_dir, submit={**record, "jobs": jobs})
+    finally:
+        if jobs:
+            print(_told(job, jobs), flush=True)
+
+
+def _told(job: Job, jobs: list[str]) -> str:
+    nodes, time_s = job.options.nodes, job.options.time_s
+    return "\n".join([
+        f"queued     {', then '.join(jobs)}: {nodes} node(s), {clock(time_s)} at most",
+        f"ranks      {_ranks(job)}",
+        f"run        {job.run_dir.path}",
+        f"script     {job.run_dir.job_script}",
+        f"output     {job.scheduler.output_file(job.request, jobs[0])}",
+        f"watch      {job.scheduler.watch(jobs)}",
+        f"cancel     {job.scheduler.cancel(jobs)}",
+    ])
+
+
+def _ranks(job: Job) -> str:
+    if job.options.launches:
+        return "as the study says"
+    return f"{job.placement.world_size} ({job.placement.source})"
+
 
 if __name__ == "__main__":
     raise SystemExit(run_command(main))

@@ -220,7 +220,7 @@ def hostlist(rng: Random, folder: Path) -> object:
 
 @kind
 def launchcli(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch.command import main
+    from ezpz_llm.launch.__main__ import main
 
     return main(
         [

@@ -101,7 +101,7 @@ def two_users() -> Iterator[Strangers]:
         for user in users:
             until_the_end.callback(_take_away, holder, is_root, user)
             until_the_end.callback(user.end_all)
-        if (tried := users[0].python("import ezpz_llm.launch.command", timeout=_PREPARE_S)).returncode:
+        if (tried := users[0].python("import ezpz_llm.launch.__main__", timeout=_PREPARE_S)).returncode:
             pytest.skip(f"another user cannot use this Python environment: {tried.stderr.strip()[-300:]}")
         yield Strangers(*users, shared)
 

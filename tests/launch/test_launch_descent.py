@@ -274,7 +274,7 @@ raise SystemExit(3)
                               capture_output=True, text=True, timeout=60, check=False)
 
     try:
-        tried = as_nobody("-c", "import os, ezpz_llm.launch.command; os.setresuid(0, 0, 0)")
+        tried = as_nobody("-c", "import os, ezpz_llm.launch.__main__; os.setresuid(0, 0, 0)")
         if tried.returncode:
             pytest.skip(f"no run of another user can be made here: {tried.stderr[-200:]}")
         done = as_nobody("-m", "ezpz_llm.launch", "-n", "1", "--run-dir", "r", sys.executable, "program.py")

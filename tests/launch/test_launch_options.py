@@ -117,7 +117,7 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
 
 
 def test_version_is_told_without_torch(tmp_path: Path) -> None:
-    for program in ("from ezpz_llm.launch.command import main; main(['--version'])",
+    for program in ("from ezpz_llm.launch.__main__ import main; main(['--version'])",
                     "import sys; from ezpz_llm.cli import main; sys.argv[1:] = ['--version']; main()"):
         code = f"{program}; import sys; assert not {{'torch', 'numpy', 'mpi4py'}} & sys.modules.keys()"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,

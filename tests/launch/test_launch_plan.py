@@ -210,7 +210,7 @@ def test_dry_run_of_our_own_command_runs_its_check(tmp_path: Path) -> None:
 
 
 def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
-    program = "import sys; from ezpz_llm.launch.command import main; main(['--dry-run', '-n', '2', 'hostname']);" \
+    program = "import sys; from ezpz_llm.launch.__main__ import main; main(['--dry-run', '-n', '2', 'hostname']);" \
               " print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=clean_env(), capture_output=True,
                           text=True, timeout=60, check=True)

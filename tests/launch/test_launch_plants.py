@@ -170,7 +170,7 @@ def test_a_note_while_others_still_run(tmp_path: Path) -> None:
     (tmp_path / "soon.py").write_text("""
 import sys
 from ezpz_llm.launch import supervise
-from ezpz_llm.launch.command import main
+from ezpz_llm.launch.__main__ import main
 supervise._ONE_HAS_ENDED_S, supervise._LOOK_S = 1.0, 0.5
 sys.exit(main(sys.argv[1:]))
 """)

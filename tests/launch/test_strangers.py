@@ -104,7 +104,7 @@ _WITH_A_KNOWN_SECRET = """
 import sys
 import ezpz_llm.launch.environment as environment
 environment.new_secret = lambda: sys.argv[1]
-from ezpz_llm.launch.command import main
+from ezpz_llm.launch.__main__ import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -350,6 +350,6 @@ def test_a_run_that_ends_early_asks_to_be_queued_again(steps: int, code: int, wo
 
 
 def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
-    code = ("import sys; from ezpz_llm.submit.command import main; main(['--help']); "
+    code = ("import sys; from ezpz_llm.submit.__main__ import main; main(['--help']); "
             "assert not {'torch', 'numpy', 'deepspeed'} & sys.modules.keys()")
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120, capture_output=True)

@@ -108,7 +108,7 @@ def await_agent(folder: PrivateFolder, local_size: int) -> None:
     """The shim that is the last on its node waits (for 3 s at most) for the agent's last work, since a launcher may
     end what is left of its step on the node once the last shim has gone."""
     deadline = time.monotonic() + _LEAVE_WAIT_S
-    while are_all_over(folder, local_size) and _agent_lives(folder) and time.monotonic() < deadline:
+    while are_all_over(folder, local_size) and _agent(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -154,12 +154,7 @@ def own_folders() -> Iterator[tuple[PrivateFolder, str, str]]:
 
 def agents(run_id: str) -> frozenset[int]:
     """The process number of the node's agent, if it has one."""
-    for folder in _folders_of(run_id):
-        with contextlib.suppress(OSError, ValueError):
-            who = folder.read(AGENT).decode()
-            if lives(who):
-                return frozenset({int(who.split()[0])})
-    return frozenset()
+    return frozenset(pid for folder in _folders_of(run_id) if (pid := _agent(folder)))
 
 
 def strays(run_id: str) -> list[str]:
@@ -199,10 +194,12 @@ def _wake(folder: PrivateFolder) -> None:
         fifo.write(b"!")
 
 
-def _agent_lives(folder: PrivateFolder) -> bool:
-    with contextlib.suppress(OSError):
-        return lives(folder.read(AGENT).decode())
-    return False
+def _agent(folder: PrivateFolder) -> int | None:
+    """The process number of the agent that lives, if one does."""
+    with contextlib.suppress(OSError, ValueError):
+        who = folder.read(AGENT).decode()
+        return int(who.partition(" ")[0]) if lives(who) else None
+    return None
 
 
 # Folders in memory that runs left on this node when node and agent were ended without warning.

@@ -50,12 +50,9 @@ class Gatherer:
     def look(self, processes: list[Process]) -> tuple[dict[int, RankReport], bool]:
         """All ranks that have come to this node; and whether any has shown life or ended since the last look."""
         now = time.monotonic()
-        reports, news = {}, False
-        for rank in sorted(registered(self._folder)):
-            own = [process for process in processes if process.rank == rank]
-            reports[rank], lives = self._one(rank, own, now)
-            news = news or lives
-        return reports, news
+        found = {rank: self._one(rank, [process for process in processes if process.rank == rank], now)
+                 for rank in sorted(registered(self._folder))}
+        return {rank: report for rank, (report, _) in found.items()}, any(news for _, news in found.values())
 
     def _one(self, rank: int, own: list[Process], now: float) -> tuple[RankReport, bool]:
         is_new = rank not in self._lives

@@ -162,11 +162,8 @@ def _fields_of_json(found: Any, job_id: str) -> dict[str, Any]:
 
 def _fields_of_lines(text: str) -> dict[str, str]:
     # One field a line. The job's own come before its Variable_List, in which anything may stand.
-    found = {}
-    for name in _FIELDS:
-        if match := re.search(rf'^\s*"{name}":\s*"?([^"\n]*?)"?,?\s*$', text, re.MULTILINE):
-            found[name] = match[1]
-    return found
+    return {name: match[1] for name in _FIELDS
+            if (match := re.search(rf'^\s*"{name}":\s*"?([^"\n]*?)"?,?\s*$', text, re.MULTILINE))}
 
 
 def _cores(exec_vnode: str) -> dict[str, int]:

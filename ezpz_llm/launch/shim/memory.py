@@ -24,11 +24,8 @@ Counts = dict[Path, int]
 
 def count_kills() -> Counts:
     """The counters of this process's own memory cgroup (v2 or v1), as far as there are any."""
-    found = {}
-    for path in _counter_files(Path("/proc/self/cgroup")):
-        if (count := read_count(path)) is not None:
-            found[path] = count
-    return found
+    return {path: count for path in _counter_files(Path("/proc/self/cgroup"))
+            if (count := read_count(path)) is not None}
 
 
 def _counter_files(membership: Path) -> Iterator[Path]:
