@@ -39,7 +39,7 @@ class Lion(Optimizer):
         return Steps(groups, settings)
 
 
-LION = Lion("lion", "Lion (arXiv:2302.06675)", {"exp_avg": 4}, is_known_to_deepspeed=False)
+LION = Lion("lion", "Lion (arXiv:2302.06675)", {"exp_avg": 4})
 '''
 
 

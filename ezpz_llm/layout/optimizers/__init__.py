@@ -32,7 +32,7 @@ class Optimizer(ABC):
         printed: its name in the start-up text and in help.
         state: kinds of state, by the names that checkpoints use, and their bytes an element.
         can_offload: whether DeepSpeed's CPU Adam makes the same step where a layout offloads optimizer state.
-        is_known_to_deepspeed: False where ZeRO has to be told to take it.
+        is_known_to_deepspeed: whether ZeRO takes it without being told to.
         package, install: the module that it is imported from, and what pip is given to install it.
     """
 
@@ -40,7 +40,7 @@ class Optimizer(ABC):
     printed: str
     state: Mapping[str, int]
     can_offload: bool = False
-    is_known_to_deepspeed: bool = True
+    is_known_to_deepspeed: bool = False
     package: str | None = None
     install: str = ""
 

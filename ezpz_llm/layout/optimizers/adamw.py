@@ -15,6 +15,7 @@ _FP32 = {"exp_avg": 4, "exp_avg_sq": 4}
 
 @dataclass(frozen=True)
 class _AdamW(Optimizer):
+    is_known_to_deepspeed: bool = True
     is_fused: bool = True
 
     def build(self, groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:

@@ -92,4 +92,4 @@ def _rounded(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 ADAMW_8BIT = _AdamW8bit("adamw_8bit", "AdamW (moments in 8 bits)", {"exp_avg": 1, "exp_avg_sq": 1},
-                        is_known_to_deepspeed=False, package="bitsandbytes", install="ezpz_llm[8bit]")
+                        package="bitsandbytes", install="ezpz_llm[8bit]")
