@@ -151,8 +151,7 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     seed = seed_checkpoint(root, case.model, case.dtype, steps)
     ours, watch = _run(case, config, resolved, dist, reference, seed, steps)
     release(dist.device)
-    theirs = _theirs(reference)
-    found = verdict.findings(ours, theirs, config.n_layer, case.dtype)
+    found = verdict.findings(ours, _theirs(reference), config.n_layer, case.dtype)
     failures = verdict.failures(found)
     return {
         **asdict(case), "passed": not failures, "failures": failures,

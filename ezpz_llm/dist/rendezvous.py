@@ -24,7 +24,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.private import PrivateFolder, derived, open_private, run_secret
-from ezpz_llm.launch.addresses import holder, is_loopback, listen
+from ezpz_llm.launch.addresses import address_towards, holder, is_loopback, listen
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
 
@@ -136,15 +136,7 @@ def _own_address(world: Intracomm) -> str:
     own = socket.gethostname()
     names = world.gather(own, root=0) or []
     others = [name for name in names if name != own]
-    if not others:
-        return "127.0.0.1"
-    # The address that packets to the last host leave from; a datagram socket sends none to find out.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((others[-1], 9))
-        except OSError:
-            return own
-        return probe.getsockname()[0]
+    return (address_towards(others[-1]) or own) if others else "127.0.0.1"
 
 
 def raise_before_group(store: Store, info: RankInfo, error: UserError | None, secret: bytes | None) -> None:
