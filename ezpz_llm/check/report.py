@@ -109,13 +109,12 @@ def _common(gathered: Gathered) -> str:
 
 
 def _verdict(report: Report) -> str:
-    counts = Counter(finding.level for finding in report.findings)
+    levels = [finding.level for finding in report.findings]
+    bad, warn = levels.count("bad"), levels.count("warn")
     what = (f"{len(report.gathered.told)} of {report.gathered.world_size} ranks on "
             f"{len(report.gathered.by_host())} host(s) in {report.seconds:.1f} s")
-    warned = f", {counts['warn']} warning(s)" if counts["warn"] else ""
-    if report.is_fit:
-        return f"preflight: fit{warned} ({what})"
-    return f"preflight: unfit: {counts['bad']} thing(s) to mend{warned} ({what})"
+    warned = f", {warn} warning(s)" if warn else ""
+    return f"preflight: {'fit' if report.is_fit else f'unfit: {bad} thing(s) to mend'}{warned} ({what})"
 
 
 def write_report(run_dir: RunDir, report: Report) -> None:

@@ -42,9 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         show(json_text(plan) if options.as_json else details(plan))
         return _dry_check(plan, options)
-    if plan.is_started:
-        return _become(plan)
-    return _start(plan, options, argv)
+    return _become(plan) if plan.is_started else _start(plan, options, argv)
 
 
 def _become(plan: LaunchPlan) -> int:

@@ -314,9 +314,7 @@ def read_command(words: tuple[str, ...]) -> Target:
     if program == _SCRIPT and len(words) > 1 and not words[1].startswith("-"):
         name = words[1].replace("-", "_")
         return Target(name, f"{_PACKAGE}.{name}", words[2:])
-    if program.startswith("python"):
-        return _python_target(words)
-    return Target(program, None, words[1:])
+    return _python_target(words) if program.startswith("python") else Target(program, None, words[1:])
 
 
 def _python_target(words: tuple[str, ...]) -> Target:

@@ -74,9 +74,8 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
 
 
 def _natural(host: Host, devices: Devices) -> int:
-    if host.slots is not None:
-        return host.slots
-    return max(1, len(devices.ids) if host.devices is None else host.devices)
+    own = len(devices.ids) if host.devices is None else host.devices
+    return max(1, own) if host.slots is None else host.slots
 
 
 def _natural_source(allocation: Allocation, devices: Devices) -> str:

@@ -117,9 +117,7 @@ def _table(plan: LaunchPlan) -> list[tuple[str, ...]]:
 
 
 def _without_middle(rows: Sequence[_Row], gap: _Gap) -> list[_Row | _Gap]:
-    if len(rows) <= _ROWS:
-        return list(rows)
-    return [*rows[:_ROWS // 2], gap, *rows[-_ROWS // 2:]]
+    return list(rows) if len(rows) <= _ROWS else [*rows[:_ROWS // 2], gap, *rows[-_ROWS // 2:]]
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

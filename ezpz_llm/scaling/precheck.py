@@ -78,9 +78,8 @@ def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[s
 
 def carving(allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, ...]:
     """The words by which launch keeps to `hosts`; none where there is only this machine."""
-    if allocation.scheduler == local.NAME and len(allocation.hosts) == 1:
-        return ()
-    return ("--hosts", ",".join(hosts))
+    is_all = allocation.scheduler == local.NAME and len(allocation.hosts) == 1
+    return () if is_all else ("--hosts", ",".join(hosts))
 
 
 def _in_reservation(nodes: int, options: Options, env: Mapping[str, str]) -> Size:

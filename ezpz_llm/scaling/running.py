@@ -295,9 +295,8 @@ def _repeat(study: Path, point: Point, repeat: int, **found: Any) -> Repeat:
 def _mfu(kept: Sequence[dict[str, Any]]) -> float | None:
     """Of the median step; None where none has one. The trainer leaves those out that are above 1: they count as
     that."""
-    if not any("mfu" in row for row in kept):
-        return None
-    return statistics.median(row.get("mfu", math.inf) for row in kept)
+    known = [row.get("mfu", math.inf) for row in kept]
+    return None if min(known) == math.inf else statistics.median(known)
 
 
 def _split(run_dir: RunDir, ranks: int) -> Split | None:

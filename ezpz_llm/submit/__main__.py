@@ -98,9 +98,8 @@ def _told(job: Job, jobs: list[str]) -> str:
 
 
 def _ranks(job: Job) -> str:
-    if job.options.launches:
-        return "as the study says"
-    return f"{job.placement.world_size} ({job.placement.source})"
+    placement = job.placement
+    return "as the study says" if job.options.launches else f"{placement.world_size} ({placement.source})"
 
 
 if __name__ == "__main__":

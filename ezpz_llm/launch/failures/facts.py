@@ -159,9 +159,8 @@ class Failure:
     @property
     def how(self) -> str:
         """`exit code 7`, or `signal SIGKILL (exit code 137)`."""
-        if self.signal is None:
-            return f"exit code {self.exit_code}"
-        return f"signal {self.signal} (exit code {self.exit_code})"
+        code = f"exit code {self.exit_code}"
+        return code if self.signal is None else f"signal {self.signal} ({code})"
 
 
 def read_failures(run_dir: RunDir, run_id: str) -> list[Failure]:

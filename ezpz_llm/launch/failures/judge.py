@@ -264,9 +264,7 @@ def _code_from_outside(evidence: Evidence) -> int:
     stopped = evidence.facts.stopped
     if stopped is not None and stopped.signal:
         return 128 + signal.Signals[stopped.signal]
-    if evidence.failures:
-        return evidence.failures[0].exit_code
-    return _launchers_code(evidence.facts)
+    return evidence.failures[0].exit_code if evidence.failures else _launchers_code(evidence.facts)
 
 
 def _code_without_record(evidence: Evidence) -> int:

@@ -127,9 +127,7 @@ def classify(failure: Failure) -> Finding:
                 return Finding(kind, line)
     if failure.signal is not None:
         return Finding(Kind.SIGNAL, raised.line if raised else failure.signal)
-    if raised is not None:
-        return Finding(Kind.EXCEPTION, raised.line)
-    return _by_code(failure)
+    return _by_code(failure) if raised is None else Finding(Kind.EXCEPTION, raised.line)
 
 
 def _by_code(failure: Failure) -> Finding:
