@@ -1,6 +1,7 @@
 """Public files of known content: copied in from a local file or, only when asked, downloaded; checked either way.
 
 They are kept in the cache (`cache_dir()`), so a machine without internet needs one copied file and no setting.
+Beside them: what the system refuses, as errors of the user's, and how far the work has come, on stderr.
 """
 
 from __future__ import annotations

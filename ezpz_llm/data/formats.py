@@ -22,6 +22,7 @@ from ezpz_llm.data.downloads import reading
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
+# Files packed by gzip or zstd, unpacked while they are read: nothing is written, memory is bounded.
 _AT_ONCE = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""Token shards: raw little-endian uint16 or uint32 files, read by memory map.
+"""Token shards: raw little-endian uint16 or uint32 files, read by memory map, and the writing of them.
 
     train_000000.bin, train_000001.bin, …, val_000000.bin, …, counts.npy, manifest.json
 

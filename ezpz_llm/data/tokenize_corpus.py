@@ -263,17 +263,15 @@ def _found(work: _Work) -> dict[str, Any]:
     return facts
 
 
-def remarks(source: Mapping[str, Any], shown: int = 5) -> list[str]:
-    """Return the manifest's entries for documents left out, some of them named, and dropped byte-order marks."""
-    found = []
+def remarks(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
+    """The manifest's entries for documents left out, some of them named, and dropped byte-order marks, in words."""
     if "broken" in source:
         first = source["broken"]["first"]
         named = "".join(f"\n  {one}" for one in first[:shown])
         rest = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
-        found.append(f"{source['broken']['documents']:,} broken documents were left out{named}{rest}")
+        yield f"{source['broken']['documents']:,} broken documents were left out{named}{rest}"
     if "byte_order_marks" in source:
-        found.append(f"{source['byte_order_marks']:,} byte-order marks at the beginning of files were dropped")
-    return found
+        yield f"{source['byte_order_marks']:,} byte-order marks at the beginning of files were dropped"
 
 
 def entropy(counts: np.ndarray) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class Cause:
     advice: tuple[str, ...]
 
 
+Found = tuple[str, str, float, list[str]]
+"""Kind, what it is, seconds of all traced steps, and advice."""
+
+
 def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str, Any],
                 deepspeed: Mapping[str, Any]) -> list[Cause]:
     """The causes, the one that costs most first.
@@ -51,26 +55,24 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
         run: see account.py.
     """
     whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
-    found: list[tuple[str, str, float, list[str]]] = []
+    found = _between(wall, run)
     if split is not None:
         steps = sum(rank.step_s * rank.steps for rank in split.ranks) / len(split.ranks)
         scale = wall["training"] / steps
-        found = [(kind, what, seconds * scale, advice)
-                 for kind, what, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
-    found += _between(wall, run)
+        found += [(kind, what, seconds * scale, advice)
+                  for kind, what, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
     causes = [Cause(kind, what, seconds, seconds / whole, tuple(advice)) for kind, what, seconds, advice in found
               if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
 
 
-def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
+def _waiting(split: Split, run: Mapping[str, Any]) -> Iterator[Found]:
     """Waits for other ranks: one that is slow by itself, and the rest. Seconds are of all traced steps."""
     count = len(split.ranks)
     blamed = {rank.rank: sum(other.waited_for.get(rank.rank, 0.0) for other in split.ranks) / count
               for rank in split.ranks}
     waited = sum(blamed.values())
     slow = split.straggler
-    found: list[tuple[str, str, float, list[str]]] = []
     others = [rank for rank in split.ranks if rank is not slow]
     saved = 0.0
     if others and waited:
@@ -79,10 +81,10 @@ def _waiting(split: Split, run: Mapping[str, Any]) -> list[tuple[str, str, float
             # However quick it became, the next one would still be waited for.
             saved = (slow.own_s - max(rank.own_s for rank in others)) * slow.steps
             what, advice = _slow_rank(slow, others)
-            found.append(("slow_rank", what, saved, advice))
+            yield "slow_rank", what, saved, advice
     kind, what = (("bubble", "stages of the pipeline wait for each other") if run["layout"].pp > 1 else
                   ("waiting", "ranks wait for each other by turns, in collectives"))
-    return [*found, (kind, what, max(0.0, waited - saved), against_waiting(run))]
+    yield kind, what, max(0.0, waited - saved), against_waiting(run)
 
 
 def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]]:
@@ -106,52 +108,50 @@ def _slow_rank(slow: RankSplit, others: list[RankSplit]) -> tuple[str, list[str]
 
 
 def _within(split: Split, run: Mapping[str, Any],
-            deepspeed: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
+            deepspeed: Mapping[str, Any]) -> Iterator[Found]:
     """Causes within steps other than computing and waiting."""
-    found, count = [], len(split.ranks)
+    count = len(split.ranks)
     by_label = {label: [one for _, one in members] for label, members in split.by_label.items()}
     slow = slow_link(split.ranks[0].notes.get("links") or ())
     lost = 0.0 if slow is None else 1 - slow.rate / slow.usual
     crossing = {label for label, members in by_label.items() if any(map(split.crosses_hosts, members))}
     moving = sum(one.seconds - one.waited_s for label in crossing for one in by_label[label]) / count
     if slow is not None:
-        found.append(("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, where the others have "
-                      f"{slow.usual / 1e6:.4g}: collectives between hosts wait for it", moving * lost,
-                      [f"launch --preflight, and a reservation without {slow.host}",
-                       f"the network interface that {slow.host} takes: launch --interface"]))
+        yield ("slow_link", f"{slow.what} {slow.rate / 1e6:.4g} MB/s, where the others have "
+               f"{slow.usual / 1e6:.4g}: collectives between hosts wait for it", moving * lost,
+               [f"launch --preflight, and a reservation without {slow.host}",
+                f"the network interface that {slow.host} takes: launch --interface"])
     for label, members in by_label.items():
         seconds = sum(one.seconds - one.waited_s for one in members) / count * (1 - lost * (label in crossing))
         rates = [one.bytes / (one.in_flight_s - one.waited_s) for one in members
                  if (one.bytes or 0) > _LEAST_BYTES * one.count and one.in_flight_s > one.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
-        found.append(("communication", f"exposed {label}: moving the data{rate}", seconds,
-                      against_communication(label, dict(run), dict(deepspeed))))
-    found.append(("data", "waiting for data", split.mean("data"),
-                  ["a faster file system for the shards, or a copy of them on each node's own disk",
-                   "ezpz-llm data prepare, where the corpus is text that is read anew"]))
+        yield ("communication", f"exposed {label}: moving the data{rate}", seconds,
+               against_communication(label, dict(run), dict(deepspeed)))
+    yield ("data", "waiting for data", split.mean("data"),
+           ["a faster file system for the shards, or a copy of them on each node's own disk",
+            "ezpz-llm data prepare, where the corpus is text that is read anew"])
     host = min(rank.host_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the host"
-    found.append(("host", where, host + idle,
-                  ["--compile true", "a larger --micro-batch-size, so that operators take longer than their calls",
-                   "profile/host.html has the call tree"]))
+    yield ("host", where, host + idle,
+           ["--compile true", "a larger --micro-batch-size, so that operators take longer than their calls",
+            "profile/host.html has the call tree"])
     layout = run["layout"]
     optimizer = split.mean("optimizer")
     if not layout.zero.stage and layout.engine != "fsdp2":
-        found.append(("optimizer", "every rank steps all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
-                      against_optimizer(dict(run))))
+        yield ("optimizer", "every rank steps all parameters", optimizer * (1 - 1 / run["batch"].dp_size),
+               against_optimizer(dict(run)))
     elif run["optimizer"] == "adamw_unfused" or layout.zero.offload_optimizer:
-        found.append(("optimizer", "the optimizer's step", optimizer / 2, against_optimizer(dict(run))))
-    return found
+        yield "optimizer", "the optimizer's step", optimizer / 2, against_optimizer(dict(run))
 
 
-def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[tuple[str, str, float, list[str]]]:
+def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[Found]:
     """Causes between steps."""
     config = run["config"]
     every = {name: config.get(name) or 0 for name in ("save_every", "eval_every", "sample_every", "log_every")}
-    saving = ["faster storage for --run-dir", f"a larger --save-every than {every['save_every']}"]
-    if not config.get("save_async", True):
-        saving.insert(0, "--save-async true")
+    saving = [*([] if config.get("save_async", True) else ["--save-async true"]), "faster storage for --run-dir",
+              f"a larger --save-every than {every['save_every']}"]
     return [
         ("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0), saving),
         ("evaluation", "evaluation", wall.get("evaluation", 0.0),

@@ -32,6 +32,7 @@ from ezpz_llm.observe.history import PHASES, History, read_history, steady
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
 
+# The run's steps again, some of them without collectives, and what both measures say.
 TRACED, TAKEN = 24, 64
 _STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
 _QUIET = {"save-every": -1, "eval-every": 0, "eval-tokens": 1024, "sample-tokens": 0, "profile": "false",
@@ -157,7 +158,7 @@ def taken(run_dir: Path, split: Split | None) -> list[Taken]:
     return found
 
 
-# The run's steps again, some of them without collectives, and what both measures say.
+# Other tools' measurements of the same steps.
 _TORCH = "torch"
 
 

@@ -1,4 +1,4 @@
-"""The wall time of traced steps, split so that every moment counts once.
+"""The wall time of traced steps, split so that every moment counts once; and which rank the others waited for.
 
 In this order: what came between steps; collectives in flight while nothing computed (exposed); the phases; the
 rest. Where several are in flight, the moment belongs to the one that was called first.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -282,10 +282,9 @@ def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     return found
 
 
-def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
+def _keys(rank: int, flights: Sequence[Flight]) -> Iterator[Any]:
     """Key of one collective on all its ranks: the step, the ranks, its number."""
     seen: Counter[Any] = Counter()
-    found: list[Any] = []
     for flight in flights:
         ranks, place = flight.ranks, "all"
         if flight.kind in PAIRED:
@@ -293,9 +292,8 @@ def _keys(rank: int, flights: Sequence[Flight]) -> list[Any]:
             way = () if flight.peer is None else (rank, flight.peer)
             ranks, place = way if flight.kind == "send" else way[::-1], "->"
         key = (flight.step, ranks, place)
-        found.append((*key, seen[key]) if ranks else None)
+        yield (*key, seen[key]) if ranks else None
         seen[key] += 1
-    return found
 
 
 # A host that sends or receives much slower than the others.

@@ -21,6 +21,8 @@ WIDTH_LIMIT = 100
 """Columns beyond which a plot no longer gets easier to read."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of curves that are told apart without colour."""
+POINTS = "o"
+"""Mark of points that are not joined."""
 COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
 """Of the terminal's 256: apart from each other on black and on white."""
 _DEFAULT_WIDTH = 80
@@ -55,22 +57,21 @@ def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> t
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of a plot: a line of braille dots, or separate `mark`s of one character each.
+    """One series of a plot: a line of braille dots, or of `mark`s of one character each; separate ones if POINTS.
 
-    `colour` is one of the terminal's 256, -1 for plotext's own choice; `lettered` draws the line with `mark`s.
+    `colour` is one of the terminal's 256, -1 for plotext's own choice.
     """
 
     name: str
     x: Values
     y: Values
     mark: str = ""
-    lettered: bool = False
     colour: int = -1
 
     @property
     def is_line(self) -> bool:
         """True if its points are joined."""
-        return not self.mark or self.lettered
+        return self.mark != POINTS
 
 
 def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
@@ -85,9 +86,9 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
     """
     curves = [Curve(label, x, y)]
     if points is not None:
-        curves.append(Curve(points[0], points[1], points[2], mark="o"))
+        curves.append(Curve(points[0], points[1], points[2], mark=POINTS))
         # In the heading, since plotext's own legend covers part of the curve.
-        xlabel += f"; line: {label}, o: {points[0]}"
+        xlabel += f"; line: {label}, {POINTS}: {points[0]}"
     return curves_plot(curves, title, xlabel, ylabel, width, height, colour=colour, reduce=reduce)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ezpz_llm.base.errors import UserError, cleaned, run_command
 from ezpz_llm.observe.history import steady
-from ezpz_llm.observe.plots import COLOURS, LETTERS, Curve, curves_plot, terminal_width, wants_colour
+from ezpz_llm.observe.plots import COLOURS, LETTERS, POINTS, Curve, curves_plot, terminal_width, wants_colour
 from ezpz_llm.observe.tables import table
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
@@ -69,19 +69,18 @@ def _short(value: str) -> str:
 def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, colour: bool) -> str:
     """A metric over tokens; speeds without the first and last steps, whose scale they would take."""
     drawn = [run for run in runs if len(run.rows)]
+    several, timed = len(drawn) > 1, metric != "loss"
     curves = []
     for i, run in enumerate(drawn):
-        timed = metric != "loss"
         x, y = (steady(values) if timed else values for values in (run.tokens, run.column(metric)))
-        lettered = len(drawn) > 1 and not colour
-        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=LETTERS[i] if lettered else "",
-                            lettered=lettered, colour=COLOURS[i % len(COLOURS)] if len(drawn) > 1 else -1))
-    if len(drawn) == 1 and metric == "loss" and drawn[0].validation:
-        curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark="o"))
-        title += ", o: validation"
-    reduce = np.median if metric != "loss" else np.mean
-    text = curves_plot(curves, title, "million tokens", unit, width, colour=colour, reduce=reduce)
-    if len(drawn) < 2:
+        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=LETTERS[i] if several and not colour else "",
+                            colour=COLOURS[i % len(COLOURS)] if several else -1))
+    if not several and not timed and drawn[0].validation:
+        curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark=POINTS))
+        title += f", {POINTS}: validation"
+    text = curves_plot(curves, title, "million tokens", unit, width, colour=colour,
+                       reduce=np.median if timed else np.mean)
+    if not several:
         return text
     keys = (f"\x1b[38;5;{curve.colour}m━━\x1b[0m {curve.name}" if colour else f"{curve.mark} {curve.name}"
             for curve in curves)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -149,30 +149,30 @@ def _ago(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes"
 
 
-def _notes(run: Run) -> list[str]:
-    notes, rows = [], run.rows
+def _notes(run: Run) -> Iterator[str]:
+    rows = run.rows
     if not len(rows):
-        return ["no step has been written yet"]
+        yield "no step has been written yet"
+        return
     first, steps = int(rows.steps[0]), rows.steps
     if first > 1:
         origin = (run.record.get("config") or {}).get("resume")
         resumed = f": it goes on from {origin}" if origin else ""
-        notes.append(f"its lines begin at step {first}{resumed}; "
-                     "steps before them are taken to have had as many tokens each, and no time")
+        yield (f"its lines begin at step {first}{resumed}; "
+               "steps before them are taken to have had as many tokens each, and no time")
     changes = np.flatnonzero(np.diff(run.step_tokens)) + 1
-    notes += [f"from step {steps[i]} on a step has {run.step_tokens[i]:,} tokens, before {run.step_tokens[i - 1]:,}"
-              for i in changes[:3]]
+    for i in changes[:3]:
+        yield f"from step {steps[i]} on a step has {run.step_tokens[i]:,} tokens, before {run.step_tokens[i - 1]:,}"
     if len(changes) > 3:
-        notes.append(f"the tokens of a step change {len(changes) - 3} more times")
+        yield f"the tokens of a step change {len(changes) - 3} more times"
     if missing := int(steps[-1]) - first + 1 - len(rows):
-        notes.append(f"{missing} steps between the first and the last have no line")
+        yield f"{missing} steps between the first and the last have no line"
     skipped = steps[rows.column("skipped") > 0]
     if len(skipped):
-        notes.append(f"{len(skipped)} step(s) were skipped and changed nothing, first step {skipped[0]}")
+        yield f"{len(skipped)} step(s) were skipped and changed nothing, first step {skipped[0]}"
     bad = steps[~np.isfinite(rows.column("loss"))]
     if len(bad):
-        notes.append(f"the loss is not a number at {len(bad)} step(s), first at step {bad[0]}")
-    return notes
+        yield f"the loss is not a number at {len(bad)} step(s), first at step {bad[0]}"
 
 
 # Rows of a report: results, settings, and those in which runs differ.
