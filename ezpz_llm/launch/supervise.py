@@ -284,9 +284,8 @@ class _Watch:
         with contextlib.suppress(OSError):
             found = take_stacks(self.plan.run_dir, self.plan.run_id, wanted,
                                 _STACKS_WITHIN_S + self.life.interval_s)
-        lines = [f"launch: no sign of life for {limit_s:g} s:"]
-        for one in silent[:_MOST_STACKS]:
-            lines.append(f"  {one}; {_its_stack(one, found)}")
+        lines = [f"launch: no sign of life for {limit_s:g} s:",
+                 *(f"  {one}; {_its_stack(one, found)}" for one in silent[:_MOST_STACKS])]
         if len(silent) > _MOST_STACKS:
             lines.append(f"  and {len(silent) - _MOST_STACKS} more ranks")
         lines += [f"  for comparison, {one}; {_its_stack(one, found)}" for one in speaking]

@@ -75,11 +75,10 @@ def curve_table(curve: Curve) -> Table:
 def title_of(curve: Curve) -> str:
     """Return the curve's title: what was held fixed."""
     one = curve.base.first
-    if curve.mode == "weak":
-        fixed = f"{one.global_batch / curve.base.ranks:g} sequences a step and device at every size"
-    else:
-        fixed = f"{one.global_batch} sequences a step at every size"
-    return f"{curve.mode.capitalize()} scaling, {curve.ds_config}: {fixed}, of {one.block_size} tokens"
+    fixed = (f"{one.global_batch / curve.base.ranks:g} sequences a step and device" if curve.mode == "weak" else
+             f"{one.global_batch} sequences a step")
+    mode, tokens = curve.mode.capitalize(), one.block_size
+    return f"{mode} scaling, {curve.ds_config}: {fixed} at every size, of {tokens} tokens"
 
 
 def split_table(points: Sequence[Measured]) -> Table:
@@ -157,10 +156,8 @@ def fit_notes(extrapolation: Extrapolation) -> list[str]:
         others = "; ".join(" + ".join(terms) for terms in fit.rivals[:3])
         more = f", and {len(fit.rivals) - 3} more" if len(fit.rivals) > 3 else ""
         notes.append(f"these points support as well: {others}{more}. The band holds them all")
-    for one in extrapolation.predictions:
-        if why := explain_predicted(fit, one):
-            notes.append(f"{one.curve.name} at {one.size} {one.curve.unit}: {one.efficiency:.1%} is above 100 %: "
-                         f"{why}")
+    notes += [f"{one.curve.name} at {one.size} {one.curve.unit}: {one.efficiency:.1%} is above 100 %: {why}"
+              for one in extrapolation.predictions if (why := explain_predicted(fit, one))]
     return [*notes, *extrapolation.refused]
 
 
@@ -199,13 +196,10 @@ def _memory(value: int | None) -> str:
 
 def curve_notes(curve: Curve) -> tuple[str, ...]:
     """Notes of a curve; every efficiency above 100 % with its causes."""
-    found = [*curve.notes]
-    for point in curve.points:
-        if causes := explain_superlinear(curve, point):
-            found.append(f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}")
-    if any(curve.efficiency(point).basis == "steps" for point in curve.points):
-        found.append(STEPS_ONLY)
-    return tuple(found)
+    above = [f"{point.name}: {curve.efficiency(point).value:.1%} is above 100 %: {'; '.join(causes)}"
+             for point in curve.points if (causes := explain_superlinear(curve, point))]
+    is_marked = any(curve.efficiency(point).basis == "steps" for point in curve.points)
+    return (*curve.notes, *above, *([STEPS_ONLY] if is_marked else []))
 
 
 def study_notes(findings: Findings) -> list[str]:

@@ -39,10 +39,8 @@ def fill_template(name: str, introduction: str, sections: dict[str, list[str]]) 
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
     parts = [f"{shebang}\n{introduction}\n\n"]
     for heading, end in zip(headings, ends, strict=True):
-        body = text[heading.end():end]
-        if heading[1] in sections:
-            body = "\n".join(sections[heading[1]]) + "\n\n"
-        parts.append(heading[0] + body)
+        lines = sections.get(heading[1])
+        parts.append(heading[0] + (text[heading.end():end] if lines is None else "\n".join(lines) + "\n\n"))
     return "".join(parts)
 
 

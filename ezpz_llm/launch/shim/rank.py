@@ -120,13 +120,14 @@ class Rank:
         if self.info.world_size > 1 and has_none(env):
             # Without it accelerate, and Hugging Face's Trainer, take each rank on CPU for a world of its own.
             env.setdefault("ACCELERATE_USE_CPU", "true")
-        env |= {**rank_variables(self.info), HEARTBEAT_VARIABLE: str(self._heartbeat())}
+        env |= {**rank_variables(self.info), HEARTBEAT_VARIABLE: str(self.heartbeat())}
         if self.folder is not None:
             env[NODE_DIR_VARIABLE] = str(self.folder.path)
             env[STACKS_VARIABLE] = str(self.folder.path / file_of(self.info.rank, STACKS))
         return env
 
-    def _heartbeat(self) -> Path:
+    def heartbeat(self) -> Path:
+        """The file that the rank beats into."""
         if self.folder is None:
             return self.run_dir.rank_heartbeat(self.info.rank)
         return self.folder.path / file_of(self.info.rank, HEARTBEAT)
@@ -220,13 +221,10 @@ class Rank:
             return
         try:
             # Imported here: ranks that end well, nearly all, do without.
-            from ezpz_llm.launch.shim.record import Death, keep_log, write_record
+            from ezpz_llm.launch.shim.record import keep_log, write_record
 
             if has_record:
-                death = Death(self.info.rank, pid, code, signal_name, self.told.name if self.told else None,
-                              self.started + self.lived_s, self.lived_s, self.started_monotonic,
-                              tuple(self.command), self.output.tail(), self.kills_before)
-                write_record(death, self.run_dir, self.run_id, self._heartbeat())
+                write_record(self, pid, code, signal_name)
             if is_on_node:
                 keep_log(self.log, self.run_dir, self.info.rank, bool(code) and self.told is None)
         except (OSError, ImportError) as error:

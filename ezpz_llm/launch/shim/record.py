@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ezpz_llm.base.outside import system_text
 from ezpz_llm.base.private import make_private
@@ -15,9 +16,12 @@ from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CA
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import read_beat
 from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
-from ezpz_llm.launch.shim.memory import Counts, evidence
+from ezpz_llm.launch.shim.memory import evidence
 from ezpz_llm.rundir.files import RunDir, write_atomic
 from ezpz_llm.rundir.secrets import redact_words, without_secrets
+
+if TYPE_CHECKING:
+    from ezpz_llm.launch.shim.rank import Rank
 
 _TAIL_LINES = 20
 _TAIL_CHARACTERS = 16384
@@ -25,56 +29,32 @@ _KILLED_CODE = 137
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 
-@dataclass(frozen=True)
-class Death:
-    """How a rank's process ended, as its shim saw it. `told` is the signal to end that reached the shim first;
-    `ended` is by the clock of the host, `lived_s` by one that does not jump."""
-
-    rank: int
-    pid: int
-    code: int
-    signal: str | None
-    told: str | None
-    ended: float
-    lived_s: float
-    started_monotonic: float
-    argv: tuple[str, ...]
-    output: str
-    kills_before: Counts
-
-
-def write_record(death: Death, run_dir: RunDir, run_id: str, heartbeat: Path) -> None:
-    """Write errors/rankNNNN.json whole, or not at all.
+def write_record(rank: Rank, pid: int, code: int, signal: str | None) -> None:
+    """Write errors/rankNNNN.json whole, or not at all, once the rank's process `pid` has ended.
 
     Raises:
         OSError: the run directory cannot be written to.
     """
-    phase, step = read_beat(system_text(heartbeat))
+    number, run_dir, output = rank.info.rank, rank.run_dir, rank.output.tail()
+    phase, step = read_beat(system_text(rank.heartbeat()))
+    # One that was killed had no time to say why: what its output tells of was caught.
+    exception = None if signal in _FROM_OUTSIDE else last_exception(
+        output, NEAR_THE_END if code == 1 else NEAR_THE_END_IF_CAUGHT)
+    ended_by = rank.told.name if rank.told else None
+    if ended_by and stop_ordered(run_dir, rank.run_id) is not None:
+        ended_by = "launch"
     failure = Failure(
-        rank=death.rank, host=socket.gethostname(), pid=death.pid, exit_code=death.code, signal=death.signal,
-        ended=death.ended, duration_s=round(death.lived_s, 3),
-        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_words(death.output, _TAIL_LINES)),
-        argv=tuple(redact_words(death.argv)), exception=_exception(death), phase=phase, step=step,
-        oom_killed=evidence(death.kills_before, (death.pid,), death.started_monotonic,
-                            death.code == _KILLED_CODE),
-        ended_by=_ended_by(death, run_dir, run_id), launch=run_id)
+        rank=number, host=socket.gethostname(), pid=pid, exit_code=code, signal=signal,
+        # By the clock of the host; how long it lived, by one that does not jump.
+        ended=rank.started + rank.lived_s, duration_s=round(rank.lived_s, 3),
+        tail=tuple(line[-_TAIL_CHARACTERS:] for line in last_words(output, _TAIL_LINES)),
+        argv=tuple(redact_words(rank.command)), exception=exception, phase=phase, step=step,
+        oom_killed=evidence(rank.kills_before, (pid,), rank.started_monotonic, code == _KILLED_CODE),
+        ended_by=ended_by, launch=rank.run_id)
     run_dir.path.mkdir(parents=True, exist_ok=True)  # the rank, or somebody else, may have removed it
     with make_private(run_dir.errors) as errors:
         record = json.dumps(without_secrets(asdict(failure), os.environ), indent=2)
-        errors.write(run_dir.rank_error(death.rank).name, record.encode())
-
-
-def _exception(death: Death):
-    if death.signal in _FROM_OUTSIDE:
-        # It had no time to say why: what its output tells of was caught.
-        return None
-    return last_exception(death.output, NEAR_THE_END if death.code == 1 else NEAR_THE_END_IF_CAUGHT)
-
-
-def _ended_by(death: Death, run_dir: RunDir, run_id: str) -> str | None:
-    if death.told is None:
-        return None
-    return "launch" if stop_ordered(run_dir, run_id) is not None else death.told
+        errors.write(run_dir.rank_error(number).name, record.encode())
 
 
 def keep_log(log: Path, run_dir: RunDir, rank: int, has_failed: bool) -> None:
