@@ -68,7 +68,7 @@ def requirements(oldest: bool) -> Iterator[str]:
     for word in re.findall(r'^    "(.*)",', block, re.MULTILINE):
         name = re.match(r"[\w-]+", word)[0]
         yield re.sub(r">=([\d.]+)(,<[\d.]+)?", r"==\1", word) if oldest and name not in BUILT_BY_HAND else word
-    yield from ("mpich>=4.2", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    yield from ("mpich>=4.2", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")
 
 
 def make(folder: Path, version: str, words: list[str]) -> Path:
@@ -104,7 +104,7 @@ def examine(python: Path, name: str) -> tuple[str, bool]:
     files = [str(next(TESTS.rglob(f"test_{test}.py"))) for test in CHECKED]
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow and not cluster", *files]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout[-6000:], file=sys.stderr, flush=True)
+    print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr, flush=True)
     counts = re.sub(r" in [\d.]+s.*", "", done.stdout.strip().rpartition("\n")[2])
     tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}
     wrong = {layout: told for layout, told in tried.items() if told is not None}
