@@ -31,11 +31,10 @@ from ezpz_llm.launch.environment import (
     run_settings,
     site_settings,
 )
-from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
+from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, narrow, place
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation

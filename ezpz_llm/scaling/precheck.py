@@ -11,9 +11,9 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.option_parsing import parse as parse_launch
 from ezpz_llm.launch.option_parsing import value_of, without
+from ezpz_llm.launch.placement import narrow
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.precheck import CheckReport, run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement

@@ -13,9 +13,8 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.launch.devices import Devices
-from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, place
+from ezpz_llm.launch.placement import Placement, narrow, place
 from ezpz_llm.launch.schedulers import local, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, Scheduler
 from ezpz_llm.launch.sites import Site, find_site

@@ -10,8 +10,8 @@ import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, cpu_seconds, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch.host_selection import narrow
 from ezpz_llm.launch.option_parsing import parse
+from ezpz_llm.launch.placement import narrow
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.schedulers.scheduler import Allocation
