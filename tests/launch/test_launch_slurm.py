@@ -27,7 +27,8 @@ def _typed(cluster: Cluster, folder: Path, shell: str, *commands: str) -> subpro
 def test_the_shell_of_srun_pty_starts_ranks_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
     """It is task 0 of four; srun, and mpiexec, whose helpers srun starts, share the step's resources."""
     meet = f"{sys.executable} {MEET}"
-    _typed(cluster, tmp_path, "srun -N2 --ntasks-per-node=2 -t 5 --pty bash",
+    # The other tasks end at once, without a terminal; this cluster's WaitTime would end the shell 5 s later.
+    _typed(cluster, tmp_path, "srun -N2 --ntasks-per-node=2 -t 5 --wait=0 --pty bash",
            'squeue --noheader --jobs "$SLURM_JOB_ID" --format %e > end',
            f"timeout 120 launch --run-dir srun {meet}; echo rc=$?",
            f"timeout 120 launch --run-dir mpiexec --launcher mpiexec {meet}; echo rc=$?")
