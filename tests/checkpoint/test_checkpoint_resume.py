@@ -37,7 +37,7 @@ def run(ranks: int, programs: str, folder: Path, *layouts: str) -> dict[str, Any
     words = [sys.executable, str(PROGRAM), programs, str(folder), *layouts]
     alone = {name: value for name, value in environment().items() if not name.startswith("MASTER_")}
     launcher = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([*launcher, *words], env=environment() if ranks > 1 else alone, timeout=180,
+    done = subprocess.run([*launcher, *words], env=environment() if ranks > 1 else alone, timeout=400,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in programs.split(",")}

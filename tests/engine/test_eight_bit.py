@@ -28,7 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder), *LAYOUTS],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True,
-        timeout=200, check=False)
+        timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "results.json").read_text())
 

@@ -56,7 +56,7 @@ def _env(tmp_path: Path) -> dict[str, str]:
 
 def _train(cwd: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *words], cwd=cwd, env=env,
-                          text=True, capture_output=True, timeout=200, check=False)
+                          text=True, capture_output=True, timeout=500, check=False)
 
 
 def _losses(run: Path) -> list[float]:

@@ -18,7 +18,7 @@ def results_of(script: Path, folder: Path, runs: list[str], ranks: int) -> dict[
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(script), str(folder),
                *runs]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "results.json").read_text())
 
