@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.errors import UserError, cleaned
 from ezpz_llm.base.outside import system_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -65,12 +65,20 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
 
 
 def entry_points(group: str) -> list[Any]:
-    """What installed packages name in their entry points under `group`, imported."""
+    """What installed packages name in their entry points under `group`, imported. What cannot be imported is left
+    out, with a warning: most commands do without it."""
     # importlib.metadata takes 40 ms to import and to look through an environment, a plan 150 ms in all.
     if not any(f"[{group}]" in system_text(path) for folder in sys.path
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
         return []
-    return [point.load() for point in import_module("importlib.metadata").entry_points(group=group)]
+    found = []
+    for point in import_module("importlib.metadata").entry_points(group=group):
+        try:
+            found.append(point.load())
+        except Exception as error:  # whatever is wrong with another package
+            print(cleaned(f"warning: {point.name} = {point.value} ({group}) is left out: {type(error).__name__}: "
+                          f"{error}"), file=sys.stderr, flush=True)
+    return found
 
 
 def installed(package: str) -> str | None:

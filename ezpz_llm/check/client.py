@@ -231,7 +231,8 @@ class Measuring:
         with contextlib.suppress(OSError):
             self._questions.write(json.dumps(question).encode() + b"\n")
             self._questions.flush()
-            line = self._answers.readline()
+            # What Python prints while it starts, for a site, is no answer.
+            line = next((one for one in self._answers if one.startswith(b"{")), b"")
         if line:
             if question["ask"] == MPI:
                 # Until the process has ended in order MPI is not over, and to MPICH's launcher a rank that ends

@@ -81,7 +81,7 @@ class EngineState(ABC):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of tensors that each slice has: the fp32 master weight and the optimizer's state."""
-        return ("weight", *row_of(self.optimizer).state)
+        return ("weight", *spec_of(self.optimizer).state)
 
     def slices(self) -> Iterable[Slice]:
         """Everything this rank holds. Moments that do not exist before the first step are made (zero).
@@ -151,7 +151,7 @@ def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name:
     return optimizer
 
 
-def row_of(optimizer: torch.optim.Optimizer) -> Optimizer:
+def spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
     """What is known of an optimizer; AdamW for one that was not made here, such as DeepSpeed's on the CPU."""
     return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
 
@@ -163,22 +163,22 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _begun(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Optimizer:
-    """The optimizer's row, with the state of `parameter` made (zero), which changes nothing.
+    """What is known of the optimizer, with the state of `parameter` made (zero), which changes nothing.
 
     `parameter` is the tensor that the optimizer steps (a flat partition under ZeRO), `group` the parameter group
     whose settings it has.
     """
-    row = row_of(optimizer)
+    spec = spec_of(optimizer)
     if not optimizer.state[parameter]:
-        row.begin(optimizer, group, parameter)
-    return row
+        spec.begin(optimizer, group, parameter)
+    return spec
 
 
 def raw(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         parameter: torch.Tensor) -> AbstractContextManager[dict[str, torch.Tensor]]:
     """The tensors of `parameter` by kind as they are stored, each in its shape, to be measured and not read."""
-    row = _begun(optimizer, group, parameter)
-    return nullcontext({"weight": parameter.detach(), **row.stored(optimizer, parameter)})
+    spec = _begun(optimizer, group, parameter)
+    return nullcontext({"weight": parameter.detach(), **spec.stored(optimizer, parameter)})
 
 
 @contextmanager

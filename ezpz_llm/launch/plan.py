@@ -31,10 +31,11 @@ from ezpz_llm.launch.environment import (
     run_settings,
     site_settings,
 )
+from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, narrow, place
+from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
@@ -87,7 +88,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
     found = supplement(find_allocation(env, options.scheduler, hosts_from), env,
                        QUICK if options.dry_run else PATIENT)
-    allocation = narrow(found, options.nodes, options.hosts, options.hostfile)
+    allocation = select_hosts(found, options.nodes, options.hosts, options.hostfile)
     if allocation.scheduler == local.STARTED:
         return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
     site = find_site(options.site, env)

@@ -81,9 +81,10 @@ def check_heads(case: Case) -> Found:
     """Attention heads, and key/value heads, must be divisible by tp x sp."""
     layout, model = case.layout, case.model
     parts = layout.tp * layout.sp
+    if model is None:
+        return
     by = " x ".join(f"{name} {getattr(layout, name)}" for name in ("tp", "sp") if getattr(layout, name) > 1)
-    for kind, count in () if model is None else (("attention heads", model.n_head),
-                                                 ("key/value heads", model.n_kv_head)):
+    for kind, count in (("attention heads", model.n_head), ("key/value heads", model.n_kv_head)):
         if count % parts:
             yield Problem(f"{count} {kind} cannot be divided by {by}{f' = {parts}' if 'x' in by else ''}",
                           _above_one(layout, "tp", "sp"), ("tp", "sp"))

@@ -11,9 +11,9 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
 from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.option_parsing import parse as parse_launch
 from ezpz_llm.launch.option_parsing import value_of, without
-from ezpz_llm.launch.placement import narrow
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.precheck import CheckReport, run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
@@ -73,7 +73,7 @@ def reservation(hosts: str | None, launch_words: tuple[str, ...], env: Mapping[s
         raise UserError("a study starts its ranks itself, and this is one of a launch's already",
                         where=found.source,
                         instead="ezpz-llm scale … without launch, in the shell or script of the reservation")
-    return narrow(found, None, hosts, launch.hostfile)
+    return select_hosts(found, None, hosts, launch.hostfile)
 
 
 def carving(allocation: Allocation, hosts: tuple[str, ...]) -> tuple[str, ...]:

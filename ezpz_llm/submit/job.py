@@ -13,8 +13,9 @@ from pathlib import Path
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
 from ezpz_llm.launch.devices import Devices
+from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
-from ezpz_llm.launch.placement import Placement, narrow, place
+from ezpz_llm.launch.placement import Placement, place
 from ezpz_llm.launch.schedulers import local, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, Scheduler
 from ezpz_llm.launch.sites import Site, find_site
@@ -102,7 +103,7 @@ def _placement(options: Options, site: Site) -> Placement:
     hosts = tuple(Host(f"node{number}") for number in range(1, options.nodes + 1))
     devices = Devices(tuple(map(str, range(site.devices_per_host or 0))), f"site {site.name}")
     job = Allocation(local.NAME, None, hosts, None, source=f"submit --nodes {options.nodes}")
-    part = narrow(job, launch.nodes, launch.hosts, launch.hostfile)
+    part = select_hosts(job, launch.nodes, launch.hosts, launch.hostfile)
     return place(part, devices, launch.ranks, launch.per_host)
 
 

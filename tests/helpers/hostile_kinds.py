@@ -202,7 +202,7 @@ def hfconfig(rng: Random, folder: Path) -> object:
 
 @kind
 def hostfile(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch import placement as hostfiles
+    from ezpz_llm.launch import host_selection as hostfiles
 
     return hostfiles.read(
         _written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))

@@ -10,7 +10,7 @@ from launch_runs import captured_env, launch
 from simcluster.cluster import Cluster
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import placement
+from ezpz_llm.launch import host_selection
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.schedulers.local import FOREIGN
 
@@ -43,7 +43,7 @@ def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path, name: s
     (tmp_path / "flux").write_text('#!/bin/sh\n[ "$*" = "hostlist --expand local" ] && echo h1 h2\n')
     (tmp_path / "flux").chmod(0o755)
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, env=env | {"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    found = [(host.name, host.slots) for host in placement.read(tmp_path / "hosts")]
+    found = [(host.name, host.slots) for host in host_selection.read(tmp_path / "hosts")]
     assert found == _HOSTS.get(name, [("h1", None), ("h2", None)])
 
 

@@ -10,8 +10,8 @@ import pytest
 from launch_runs import CAPTURED, captured_env, clean_env, cpu_seconds, launch
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.option_parsing import parse
-from ezpz_llm.launch.placement import narrow
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.schedulers.scheduler import Allocation
@@ -38,22 +38,22 @@ def _file(folder: Path, text: str) -> Path:
 
 
 def test_each_option_leaves_its_part(tmp_path: Path) -> None:
-    assert _hosts(narrow(_pbs(), None, None, None)) == [("n1", 1), ("n2", 2), ("n3", 2)]
-    assert _hosts(narrow(_pbs(), 2, None, None)) == [("n1", 1), ("n2", 2)]
+    assert _hosts(select_hosts(_pbs(), None, None, None)) == [("n1", 1), ("n2", 2), ("n3", 2)]
+    assert _hosts(select_hosts(_pbs(), 2, None, None)) == [("n1", 1), ("n2", 2)]
     # In the order in which they are named, and by any spelling; the reservation's own is kept.
-    assert _hosts(narrow(_pbs(), None, "n3.example,n1", None)) == [("n3", 2), ("n1", 1)]
-    assert _hosts(narrow(_slurm(), None, "n[2-3]", None)) == [("n2", None), ("n3", None)]
-    found = narrow(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
+    assert _hosts(select_hosts(_pbs(), None, "n3.example,n1", None)) == [("n3", 2), ("n1", 1)]
+    assert _hosts(select_hosts(_slurm(), None, "n[2-3]", None)) == [("n2", None), ("n3", None)]
+    found = select_hosts(_pbs(), None, None, _file(tmp_path, "n3\nn2\n"))
     assert (_hosts(found), found.slots_are_a_limit, found.job_id) == ([("n3", 2), ("n2", 2)], False, "9.login")
-    found = narrow(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
+    found = select_hosts(_pbs(), None, None, _file(tmp_path, "n3 slots=4\nn2 slots=1\n"))
     assert (_hosts(found), found.slots_are_a_limit) == ([("n3", 4), ("n2", 1)], True)
-    found = narrow(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
+    found = select_hosts(_pbs(), 1, "n1,n3", _file(tmp_path, "n3:4\nn2:1\nn1:1\n"))
     assert _hosts(found) == [("n1", 1)]
 
 
 def test_slurm_keeps_the_jobs_order() -> None:
     """srun numbers the hosts of a step so, whatever the order of its --nodelist."""
-    found = narrow(_slurm(), None, "n4,n2", None)
+    found = select_hosts(_slurm(), None, "n4,n2", None)
     assert [host.name for host in found.hosts] == ["n2", "n4"]
     assert found.notes == ("Slurm numbers hosts in the job's order: ranks begin on n2, not on n4",)
 
@@ -61,14 +61,14 @@ def test_slurm_keeps_the_jobs_order() -> None:
 def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
     for hosts, hostfile in (("n1,n7", None), (None, _file(tmp_path, "n1\nn7 slots=2\n"))):
         with pytest.raises(UserError, match=r"n7 is not in slurm job \d+, which has n1, n2, n3, n4") as raised:
-            narrow(_slurm(), None, hosts, hostfile)
+            select_hosts(_slurm(), None, hosts, hostfile)
         assert (f"--hosts {hosts}" if hosts else f"--hostfile {hostfile}") in str(raised.value)
         assert "SLURM_JOB_NODELIST" in str(raised.value)
     # Only with the reservation left aside.
     aside = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
-    assert _hosts(narrow(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
+    assert _hosts(select_hosts(aside, None, None, tmp_path / "hosts")) == [("n1", None), ("n7", 2)]
     with pytest.raises(UserError, match=r"which has n1, n2, n3, n4, n5, n6, n7, n8, … \(900 in all\)"):
-        narrow(_slurm("n[1-900]"), None, "n1000", None)
+        select_hosts(_slurm("n[1-900]"), None, "n1000", None)
 
 
 @pytest.mark.parametrize(("nodes", "hosts", "found"), [
@@ -80,20 +80,20 @@ def test_hosts_outside_the_reservation_are_refused(tmp_path: Path) -> None:
 ])
 def test_what_cannot_be_carved(nodes: int | None, hosts: str | None, found: str) -> None:
     with pytest.raises(UserError) as raised:
-        narrow(_slurm(), nodes, hosts, None)
+        select_hosts(_slurm(), nodes, hosts, None)
     assert raised.value.found == found
 
 
 def test_without_a_reservation_hosts_are_taken_as_they_are() -> None:
-    found = narrow(find_allocation({}), None, "m[1-2].example", None)
+    found = select_hosts(find_allocation({}), None, "m[1-2].example", None)
     assert (_hosts(found), found.source) == ([("m1.example", None), ("m2.example", None)], "--hosts m[1-2].example")
     with pytest.raises(UserError, match="not a hostfile line"):
-        narrow(find_allocation({}), None, "-oProxyCommand=x", None)
+        select_hosts(find_allocation({}), None, "-oProxyCommand=x", None)
 
 
 def test_a_rank_has_nothing_to_choose() -> None:
     rank = find_allocation(captured_env("mpi/env_mpich_rank2.txt"))
-    found = narrow(rank, 1, "n1", None)
+    found = select_hosts(rank, 1, "n1", None)
     assert found.hosts == rank.hosts
     assert found.notes[-1] == "--hosts n1, --nodes 1 says nothing here"
 

@@ -27,8 +27,10 @@ def build_intel(program: str, work: Work) -> Built:
     it pins each rank to a share of the host of its own reckoning."""
     domains = [mask(cores) for cores in work.binding.cores] if work.binding.kind != "none" else []
     # It refuses more domains than a host has ranks, for each host.
-    pin, value = ("_DOMAIN", f"[{','.join(domains)}]") if domains and work.placement.uniform else ("", "off")
-    env = {f"I_MPI_PIN{pin}": (value, work.binding.source)}
+    if domains and work.placement.uniform:
+        env = {"I_MPI_PIN_DOMAIN": (f"[{','.join(domains)}]", work.binding.source)}
+    else:
+        env = {"I_MPI_PIN": ("off", work.binding.source)}
     launcher: tuple[str, ...] = ()
     if _starts_by_srun(work):
         # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.
