@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from ezpz_llm.base import lazy
-from ezpz_llm.checkpoint.manifest import Damaged, Keep, find, prune
+from ezpz_llm.checkpoint.manifest import Damaged
+from ezpz_llm.checkpoint.retention import Keep, find, prune
 
 __all__ = ["Damaged", "Keep", "NotWritten", "Saved", "Saver", "find", "load", "load_newest", "prune", "save"]
 

@@ -1,11 +1,10 @@
-"""Checkpoint folders: names, publishing, the manifest of sizes and hashes, and which are kept (imports no torch).
+"""Checkpoint folders: names, publishing, and the manifest of sizes and hashes (imports no torch).
 
 A folder with a manifest is complete: everything is written as `.step-….partial`, the manifest last, then renamed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from ezpz_llm.base import outside
-from ezpz_llm.base.errors import UserError, nearest
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import file_in
 from ezpz_llm.base.schema import MOST_STEPS, Range, as_type
-from ezpz_llm.rundir import RunDir, write_atomic, write_json
+from ezpz_llm.rundir import write_atomic, write_json
 from ezpz_llm.rundir.files import hash_file, sweep_checkpoints
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
@@ -254,94 +253,3 @@ def none_whole(found: Sequence[Damaged]) -> Damaged:
     return Damaged(f"all {len(found)} checkpoints are damaged ({names}); of the newest: {found[0].found}",
                    where=str(Path(str(found[0].where)).parent),
                    instead="copy a whole step-… folder back from elsewhere, or begin again in another --run-dir")
-
-
-# The checkpoints of a run: which are kept.
-@dataclass(frozen=True)
-class Keep:
-    """The last `last` checkpoints, 1 or more, and besides these all of steps that `every` divides (0: none)."""
-
-    last: int
-    every: int = 0
-
-
-def prune(run_dir: RunDir, keep: Keep) -> list[Path]:
-    """Remove complete checkpoints up to the latest, but for those to be kept.
-
-    Later ones than the latest (of a run that was continued from an earlier step) are left alone until the run comes
-    to them. One process calls it, after a successful save. Returns what was removed.
-    """
-    newest = latest(run_dir.checkpoints)
-    if newest is None:
-        return []
-    found = [path for path in complete(run_dir.checkpoints) if step_of(path) <= step_of(newest)]
-    doomed = [path for path in found[:-max(keep.last, 1)] if not (keep.every and step_of(path) % keep.every == 0)]
-    for path in doomed:
-        # Under another name first: a removal cut short must not leave a folder that looks complete. What cannot be
-        # removed now is tried again with the next save.
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")), ignore_errors=True)
-    return doomed
-
-
-# The checkpoint that a run directory, or a folder in one, stands for.
-def find(where: str | Path) -> Path:
-    """The checkpoint that `where` means: a checkpoint's own folder, or the newest whole one of a run directory.
-
-    Sizes are compared with the manifest; hashes only when the checkpoint is loaded.
-
-    Raises:
-        UserError: there is none at that place, or only ones with a file missing or cut short.
-    """
-    passed_over: list[Damaged] = []
-    for folder in candidates(where):
-        try:
-            for record in read_manifest(folder):
-                check_size(folder, record)
-        except Damaged as damage:
-            passed_over.append(damage)
-        else:
-            return folder
-    raise none_whole(passed_over)
-
-
-def has_any(where: str | Path) -> bool:
-    """Whether there is a checkpoint at that place, whole or not."""
-    try:
-        return bool(candidates(where))
-    except UserError:
-        return False
-
-
-def candidates(where: str | Path) -> list[Path]:
-    """What `where` may mean, best first: a checkpoint's own folder and nothing else, or those of a run directory.
-
-    Of a run these are the one that `latest` names, even if it is not there, and then all before it; later ones are
-    of a continuation that was abandoned. At least one.
-
-    Raises:
-        UserError: there is nothing at that place.
-    """
-    path = Path(where)
-    if not path.is_dir():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = [str(path.with_name(name)) for name in nearest(path.name, siblings)]
-        raise UserError(f"no run directory or checkpoint at {path}", where="--resume",
-                        instead=f"did you mean {' or '.join(near)}?" if near else None)
-    if (path / MANIFEST).is_file():
-        return [path]
-    checkpoints = path if path.name == "checkpoints" else RunDir(path).checkpoints
-    newest = latest(checkpoints)
-    found = [folder for folder in [*complete(checkpoints), *_put_aside(checkpoints)]
-             if newest is None or step_of(folder) < step_of(newest)]
-    found = [*([newest] if newest else []), *sorted(found, key=step_of, reverse=True)]
-    if not found:
-        raise UserError(f"no complete checkpoint in {path}", where="--resume",
-                        instead="name a run directory or a checkpoints/step-… folder in one")
-    return found
-
-
-def _put_aside(checkpoints: Path) -> list[Path]:
-    """Checkpoints that were about to be replaced when the run was killed (see `publish`)."""
-    return [path for path in checkpoints.glob(".step-*.replaced")
-            if (path / MANIFEST).is_file() and not (checkpoints / folder_name(step_of(path))).exists()]

@@ -13,16 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
-from ezpz_llm.checkpoint.manifest import (
-    Damaged,
-    candidates,
-    damaged,
-    none_whole,
-    read_manifest,
-    read_state,
-    shard_name,
-    verify,
-)
+from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
+from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import broadcast, together
 from ezpz_llm.engine.base import Engine

@@ -18,7 +18,8 @@ import psutil
 import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import Keep, complete, prune, start_partial
+from ezpz_llm.checkpoint.manifest import complete, start_partial
+from ezpz_llm.checkpoint.retention import Keep, prune
 from ezpz_llm.checkpoint.writer import Shard, complete_folder, facts, read_shard, write_shard
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import broadcast, gather, together

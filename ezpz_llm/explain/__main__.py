@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ezpz_llm.base.errors import cleaned, run_command
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.explain.diagnosis import Account, Taken, account, checks_text, memory_text, rerun
+from ezpz_llm.explain.counterfactual import Taken, rerun
+from ezpz_llm.explain.diagnosis import Account, account, checks_text, memory_text
 from ezpz_llm.explain.split import CATEGORIES, IN_STEP, Exposed, RankSplit, Split
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.plots import bars_plot, terminal_width, wants_colour

@@ -36,6 +36,7 @@ from ezpz_llm.model.parameters import (
     placement_of,
     whole,
 )
+from ezpz_llm.model.tp_collectives import copy_to_tp_region, join_last, reduce_from_tp_region, summed
 
 REGIONS = ("attn", "mlp", "lm_head")
 """Modules that get whole activations and compute with divided layers."""
@@ -231,62 +232,3 @@ def _side_by_side(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 def _place_whole(name: str, parameter: nn.Parameter, share: Share) -> None:
     shape = tuple(parameter.shape)
     place(parameter, Placement(name, shape, (whole(shape),), primary=share.rank == 0))
-
-
-# Sums over the ranks that share a layer, and how gradients pass them.
-#
-# A region of a sharded model is entered with activations that are the same on every rank and left with a sum of the
-# ranks' parts, which is the same again. Of these two, one communicates in the forward pass and the other in the
-# backward pass.
-#
-# Sums are made in fp32 whatever the dtype of the parts, as gradients are. Every part has been rounded once, like
-# the product that a single process makes; a sum in bf16 would round again at each hop of a ring, and the more the
-# more ranks there are. The price is twice the bytes of a bf16 sum in the forward pass. In the backward pass
-# activations are fp32 here anyhow: what enters a region comes from a norm.
-#
-# `group` is the ranks' process group; None is the whole world, as in torch.
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group).to(grad.dtype), None
-
-
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.dtype = x.dtype
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
-
-
-def summed(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' tensors, in fp32."""
-    # A copy also of fp32: neither a saved activation nor a gradient in flight may change.
-    total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(total, group=group)
-    return total
-
-
-def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The same activation; its gradient is the sum of the ranks' gradients."""
-    return _SumBackward.apply(x, group)
-
-
-def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' parts, in fp32; each part has the sum's gradient."""
-    return _SumForward.apply(x, group)
-
-
-def join_last(x: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
-    """The ranks' parts side by side along the last dimension. Has no gradient."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    torch.distributed.all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.cat(parts, dim=-1)

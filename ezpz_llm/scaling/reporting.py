@@ -22,19 +22,12 @@ from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.report import document
 from ezpz_llm.rundir import write_atomic
 from ezpz_llm.rundir.secrets import redact_words
+from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, find
 from ezpz_llm.scaling.fit import Fit, explain_superlinear, line
 from ezpz_llm.scaling.study import SPLIT, Provenance
-from ezpz_llm.scaling.tables import (
-    Section,
-    Table,
-    compare,
-    comparison_tables,
-    fit_notes,
-    sections,
-    study_notes,
-)
+from ezpz_llm.scaling.tables import Section, Table, fit_notes, sections, study_notes
 
 
 def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:

@@ -9,8 +9,9 @@ import torch
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.variables import COMPILING, TRAINING
 from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.trainer.position import hash_samples
 from ezpz_llm.trainer.schedule import learning_rate
-from ezpz_llm.trainer.session import Session, hash_samples, print_startup
+from ezpz_llm.trainer.session import Session, print_startup
 from ezpz_llm.trainer.step_hooks import after_step, end_early, go_on_saving, try_rollback
 
 

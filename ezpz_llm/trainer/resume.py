@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import find, has_any, read_state
+from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.checkpoint.retention import find, has_any
 from ezpz_llm.layout.resolve import COMMAND_LINE, TYPED, Origin
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 from ezpz_llm.rundir import read_json as read_plain_json

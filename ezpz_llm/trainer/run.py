@@ -15,7 +15,7 @@ import torch
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import user_path
-from ezpz_llm.checkpoint.manifest import Keep
+from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
 from ezpz_llm.data.shards import TokenData
@@ -44,10 +44,11 @@ from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
+from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.profiling import profiles
 from ezpz_llm.trainer.resume import Beginning, find_beginning, put_aside
 from ezpz_llm.trainer.selfcheck import SelfChecks
-from ezpz_llm.trainer.session import Position, Session, WallClock
+from ezpz_llm.trainer.session import Session, WallClock
 from ezpz_llm.trainer.spike_detector import SpikeDetector
 from ezpz_llm.trainer.step_hooks import finish
 

@@ -13,7 +13,7 @@ import torch
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import candidates
+from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate import hellaswag
 from ezpz_llm.evaluate.validation import sample, validation_loss

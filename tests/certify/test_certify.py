@@ -16,11 +16,11 @@ from places import ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
+from ezpz_llm.certify.case import textbook
 from ezpz_llm.certify.cases import Case, divide, natural_worlds, parser, plan, quick_cases, resolve_case
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.reference import check_gradients
 from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, closing, write_docs
-from ezpz_llm.certify.worker import textbook
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.memory import memory_per_rank
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes

@@ -14,7 +14,6 @@ from ezpz_llm.checkpoint import Keep, find, prune
 from ezpz_llm.checkpoint.index import read_index
 from ezpz_llm.checkpoint.manifest import (
     Damaged,
-    candidates,
     complete,
     describe,
     publish,
@@ -23,6 +22,7 @@ from ezpz_llm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.rundir import RunDir
 
 

@@ -13,13 +13,14 @@ import pytest
 from forked_ranks import Server
 from places import ROOT
 
-from ezpz_llm.checkpoint.manifest import STATE, complete, find, read_json
+from ezpz_llm.checkpoint.manifest import STATE, complete, read_json
+from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.samples import Batches
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout.ops import is_built
 from ezpz_llm.rundir import RunDir, read_record, write_json
-from ezpz_llm.trainer.session import Position, hash_samples
+from ezpz_llm.trainer.position import Position, hash_samples
 
 RESULT = ROOT / "benchmarks" / "results" / "resume_matrix.json"
 BLOCK = 32

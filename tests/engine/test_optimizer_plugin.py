@@ -89,3 +89,16 @@ def test_it_is_checked_and_offered_like_ours(tmp_path: Path, env: dict[str, str]
     assert "lion: Lion (arXiv:2302.06675)" in " ".join(_train(tmp_path, env, "--help").stdout.split())
     bare = {name: value for name, value in env.items() if name != "PYTHONPATH"}
     assert "adamw_8bit" in _train(tmp_path, bare, "--check", "--optimizer", "lion").stderr
+
+
+def test_a_broken_one_is_left_out_with_a_warning(tmp_path: Path, env: dict[str, str]) -> None:
+    (tmp_path / "installed/lion.py").write_text("import what_is_not_there\n")
+    checked = _train(tmp_path, env, "--check")
+    assert checked.returncode == 0, checked.stderr
+    assert "warning: lion = lion:LION (ezpz_llm.optimizers) is left out: ModuleNotFoundError: No module named " \
+        "'what_is_not_there'" in checked.stderr
+    assert "Traceback" not in checked.stderr
+    asked = _train(tmp_path, env, "--check", "--optimizer", "lion")
+    assert asked.returncode == 2
+    assert "is left out" in asked.stderr
+    assert "adamw_8bit" in asked.stderr

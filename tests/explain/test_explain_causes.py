@@ -11,7 +11,7 @@ from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.causes import rank_causes
-from ezpz_llm.explain.diagnosis import command
+from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions

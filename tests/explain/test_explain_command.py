@@ -11,7 +11,7 @@ import pytest
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import _mend
-from ezpz_llm.explain.diagnosis import rerun
+from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.rundir import RunDir, read_record
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"}

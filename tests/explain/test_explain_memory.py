@@ -10,7 +10,7 @@ import torch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.live_memory import taken
-from ezpz_llm.explain import diagnosis
+from ezpz_llm.explain import counterfactual
 from ezpz_llm.explain.diagnosis import checks_text, crosschecks
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import bucket_bytes, held_parameters
@@ -71,7 +71,7 @@ def test_other_tools_have_a_line_each():
 def test_wrong_types_are_told_with_file_and_key(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / name).write_text(text)
-    read = crosschecks if name == "host.json" else diagnosis.taken
+    read = crosschecks if name == "host.json" else counterfactual.taken
     with pytest.raises(UserError, match=says) as error:
         read(tmp_path, None)
     assert error.value.where == str(tmp_path / "profile" / name)

@@ -18,7 +18,8 @@ from places import HELPERS, ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.__main__ import main as explain
-from ezpz_llm.explain.diagnosis import account, taken
+from ezpz_llm.explain.counterfactual import taken
+from ezpz_llm.explain.diagnosis import account
 from ezpz_llm.explain.split import split_run
 from ezpz_llm.explain.trace import read_trace
 from ezpz_llm.rundir import RunDir, read_lines

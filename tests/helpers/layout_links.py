@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.certify.worker import textbook
+from ezpz_llm.certify.case import textbook
 from ezpz_llm.explain.diagnosis import described
 from ezpz_llm.explain.events import subtract, total, union
 from ezpz_llm.explain.split import PAIRED, owned, waits

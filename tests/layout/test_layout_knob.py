@@ -12,7 +12,7 @@ from places import ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.certify.worker import textbook
+from ezpz_llm.certify.case import textbook
 from ezpz_llm.layout import ds_config, suggest
 from ezpz_llm.layout.knobs import KNOBS, knob_rows
 from ezpz_llm.layout.layout import Layout, ZeroOptions

@@ -20,10 +20,10 @@ from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.findings import find
 from ezpz_llm.scaling.reporting import findings_page, findings_text, report_main
 from ezpz_llm.scaling.study import Point, Study, add_repeat
-from ezpz_llm.scaling.tables import compare, comparison_notes
 
 SIZES = (1, 2, 4)
 

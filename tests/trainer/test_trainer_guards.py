@@ -19,7 +19,8 @@ from places import HELPERS
 from poisoned_train import poisoned
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.checkpoint.manifest import complete, find, read_json
+from ezpz_llm.checkpoint.manifest import complete, read_json
+from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.engine.torch_engine import TorchEngine
 from ezpz_llm.report.runs import load_runs
 from ezpz_llm.rundir import RunDir, read_lines, read_record, update_record

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ezpz_llm.trainer.session import Position, hash_samples
+from ezpz_llm.trainer.position import Position, hash_samples
 
 ALONE = SimpleNamespace(world_size=1)
 SAMPLES = np.random.default_rng(0).integers(257, size=(60, 9))

@@ -15,7 +15,8 @@ from places import HELPERS, ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify.cases import natural_worlds
-from ezpz_llm.checkpoint.manifest import STATE, complete, find, read_json
+from ezpz_llm.checkpoint.manifest import STATE, complete, read_json
+from ezpz_llm.checkpoint.retention import find
 from ezpz_llm.data.prepare import prepare
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.layout import ds_config

@@ -1,0 +1,146 @@
+"""The run's steps again, some of them without collectives, and what both measures say (imports no torch)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.base.schema import as_type
+from ezpz_llm.explain.split import Split
+from ezpz_llm.launch.child import launch_words, run_launch
+from ezpz_llm.layout.batch import option_of
+from ezpz_llm.rundir import RunDir, read_json, schemas
+
+TRACED, TAKEN = 24, 64
+_STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
+_QUIET = {"save-every": -1, "eval-every": 0, "eval-tokens": 1024, "sample-tokens": 0, "profile": "false",
+          "hellaswag": "null", "track": "null", "resume": "null", "warmup-steps": 1, "decay-steps": _STEPS["steps"],
+          "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0, "bad-steps": 10 ** 6}
+"""Nothing between steps, and no judgement of what is trained, which is worthless."""
+
+
+_OF_ONE_RUN = ("run_dir",)
+_NOT_CHOSEN = ("default", "recipe of ", "fine-tuning", "follows from ", "a tenth of ", "weights to begin with")
+"""Beginnings of the sources of values that come about again by themselves."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One rank: medians of steps with collectives and without, and of what was exposed in the traced steps. Tracing
+    makes computing longer, so that it is set against the step's time without."""
+
+    rank: int
+    real_s: float
+    stubbed_s: float
+    exposed_s: float | None
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of the step that was exposed communication by the traces."""
+        return None if self.exposed_s is None else self.exposed_s / self.real_s
+
+    @property
+    def removed_share(self) -> float:
+        """Share of the step saved by leaving out its collectives."""
+        return 1 - self.stubbed_s / self.real_s
+
+
+def rerun(run_dir: Path, record: Mapping[str, Any], yes: bool) -> Path:
+    """Start our trainer with the run's configuration for a few steps; the new run's directory, in the run's own.
+
+    It needs the same reservation, and the directory in which the run was launched. Only a run of the user's own is
+    made again, and the command is shown and asked about before it starts.
+
+    Args:
+        yes: start without asking.
+
+    Raises:
+        UserError: launch did not start the run, it has one rank or fp16, it is another user's, nobody said yes, or
+            the new run failed.
+    """
+    if not isinstance(record.get("launch"), dict):
+        raise UserError("there is no record of how the run was launched", where=str(run_dir),
+                        instead="a run that launch started")
+    if (record.get("environment") or {}).get("world_size", 1) == 1:
+        raise UserError("a single rank has nobody to communicate with", where=str(run_dir))
+    if record.get("precision") == "fp16":
+        raise UserError("without collectives ranks would scale their losses apart from each other",
+                        where=f"precision fp16 of {run_dir}", instead="a run in bf16, which takes as long")
+    _require_own(run_dir)
+    folder = run_dir / f"counterfactual-{time.strftime('%Y%m%d-%H%M%S')}"
+    words = command(record, folder)
+    print(f"This starts:\n  {shlex.join(words)}", file=sys.stderr, flush=True)
+    if not yes and not _says_yes():
+        raise UserError("nothing was started", where="--counterfactual", instead="--yes to start it without asking")
+    code = run_launch(words, output=sys.stderr)
+    if not list(RunDir(folder).profile.glob("counterfactual-rank*.json")):
+        raise UserError(f"the run without collectives ended with code {code}", where=str(folder),
+                        instead=f"ezpz-llm why {folder}", exit_code=code or 1)
+    return folder
+
+
+def _require_own(run_dir: Path) -> None:
+    for path in (run_dir, RunDir(run_dir).record):
+        found = path.lstat()
+        if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH or stat.S_ISLNK(found.st_mode):
+            raise UserError("only a run of your own is made again: another user owns this, or all can write it",
+                            where=str(path), instead="launch the training yourself, and explain that run")
+
+
+def _says_yes() -> bool:
+    if not sys.stdin.isatty():
+        return False
+    print("Start it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def command(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Our trainer under launch with the configuration that a record has, other steps and another run directory.
+
+    The record's words are values of options and nothing else: none is a program, or an option of launch.
+
+    Raises:
+        UserError: the record has no configuration of a training, or no number of ranks.
+    """
+    ranks, hosts = record["environment"].get("world_size"), record["launch"].get("ranks_per_host")
+    config, sources = record.get("config"), record.get("sources")
+    if not isinstance(ranks, int) or not isinstance(config, dict) or not isinstance(sources, dict):
+        raise UserError("run.json has no configuration of a training", where=str(folder.parent))
+    chosen = {name: value for name, value in config.items()
+              if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
+              and not str(sources.get(name, "default")).startswith(_NOT_CHOSEN)}
+    words = {**{option_of(name).removeprefix("--"): _word(value) for name, value in chosen.items()},
+             **_STEPS, **_QUIET}
+    is_even = isinstance(hosts, list) and all(isinstance(count, int) for count in hosts) and len(set(hosts)) == 1
+    per_host = ["--ppn", str(hosts[0])] if is_even else []
+    return launch_words(["-n", str(ranks), *per_host, "--run-dir", str(folder)], [
+        sys.executable, "-m", "ezpz_llm.train", *(f"--{name}={value}" for name, value in words.items())])
+
+
+def _word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def taken(run_dir: Path, split: Split | None) -> list[Taken]:
+    """Step times of a run without collectives, by rank; empty if it has none."""
+    ranks = () if split is None else split.ranks
+    exposed = {rank.rank: rank.usual("exposed_communication") for rank in ranks}
+    found = []
+    for path in sorted(RunDir(run_dir).profile.glob("counterfactual-rank*.json")):
+        seconds = as_type(schemas.StepTimes, read_json(path), str(path))
+        if seconds["real"] and seconds["stubbed"]:
+            found.append(Taken(seconds["rank"], statistics.median(seconds["real"]),
+                               statistics.median(seconds["stubbed"]), exposed.get(seconds["rank"])))
+    return found
