@@ -200,7 +200,7 @@ def meet_on_node(folder: PrivateFolder, port: int, info: RankInfo, timeout: date
     rank 0 left behind, killed, is told from one that counts.
 
     Raises:
-        UserError: another program of the same run is just meeting, or not all ranks came in time.
+        UserError: another program of the same run is at its rendezvous, or not all ranks came in time.
         OSError: the folder cannot be written to.
     """
     pointer = f"store-at-{port}"

@@ -168,7 +168,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
     except UserError as found:
         error = found
     else:
-        # Before the meeting: a host without the interface may not even reach the others.
+        # Before the rendezvous: a host without the interface may not even reach the others.
         require_interfaces(DEVICES[device.type].collectives, info.rank, os.environ)
     met = rendezvous(info, os.environ, timeout)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = met.address, str(met.port)

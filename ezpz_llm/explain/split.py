@@ -261,19 +261,19 @@ def waits(traces: Sequence[RankTrace]) -> dict[int, list[Wait | None]]:
     While the last rank moves the data of a collective before, with whomever, the others wait for a link and not
     for it: where ranks have collectives by turns, one of them comes first.
     """
-    met = grouped((key, (trace.rank, i, trace.flights[i])) for trace in traces
+    called_on = grouped((key, (trace.rank, i, trace.flights[i])) for trace in traces
                   for i, key in enumerate(_keys(trace.rank, trace.flights)) if key is not None)
-    whole = [meeting for key, meeting in met.items() if len(meeting) == len(key[1])]
-    clock = common_clock(traces, [[(rank, flight) for rank, _, flight in meeting] for meeting in whole])
+    whole = [collective for key, collective in called_on.items() if len(collective) == len(key[1])]
+    clock = common_clock(traces, [[(rank, flight) for rank, _, flight in collective] for collective in whole])
     # From here on times are those of the common clock.
-    called = [max((clock[rank] + flight.start, rank) for rank, _, flight in meeting) for meeting in whole]
+    called = [max((clock[rank] + flight.start, rank) for rank, _, flight in collective) for collective in whole]
     moving = grouped((rank, (since, clock[rank] + flight.end))
-                     for meeting, (since, _) in zip(whole, called, strict=True)
-                     for rank, _, flight in meeting if flight.kind not in PAIRED)
+                     for collective, (since, _) in zip(whole, called, strict=True)
+                     for rank, _, flight in collective if flight.kind not in PAIRED)
     moved = {rank: union(spans) for rank, spans in moving.items()}
     found: dict[int, list[Wait | None]] = {trace.rank: [None] * len(trace.flights) for trace in traces}
-    for meeting, (since, last) in zip(whole, called, strict=True):
-        for rank, i, flight in meeting:
+    for collective, (since, last) in zip(whole, called, strict=True):
+        for rank, i, flight in collective:
             start, end = (clock[rank] + moment for moment in (flight.start, flight.end))
             waited = [(start, min(since, end))] if start < since else []
             if flight.kind not in PAIRED:
@@ -333,14 +333,14 @@ def slow_link(links: Sequence[Mapping[str, Any]]) -> SlowLink | None:
 
 # One clock for traces of several hosts, whose own clocks may differ by more than a collective takes.
 
-Meeting = Sequence[tuple[int, "Flight"]]
+Collective = Sequence[tuple[int, "Flight"]]
 """The flights of one collective, with their ranks."""
 
 _TRUSTED = 4
 """One all-reduce in so many sets the clocks, the shortest ones."""
 
 
-def common_clock(traces: Sequence[RankTrace], meetings: Collection[Meeting]) -> dict[int, float]:
+def common_clock(traces: Sequence[RankTrace], collectives: Collection[Collective]) -> dict[int, float]:
     """By rank, the seconds to add to times of its trace, so that those of all ranks can be compared.
 
     Ranks of one host share its clock. No rank's all-reduce ends before all have given their share, and then it
@@ -350,13 +350,13 @@ def common_clock(traces: Sequence[RankTrace], meetings: Collection[Meeting]) -> 
     first = traces[0]
     zeros = {trace.rank: trace.began - first.began for trace in traces}
     hosts = {trace.rank: trace.host for trace in traces}
-    together = sorted((meeting for meeting in meetings if meeting[0][1].kind == "all_reduce"),
-                      key=lambda meeting: min(flight.end - flight.start for _, flight in meeting))
+    together = sorted((collective for collective in collectives if collective[0][1].kind == "all_reduce"),
+                      key=lambda collective: min(flight.end - flight.start for _, flight in collective))
     ahead = {first.host: 0.0}
     for host in set(hosts.values()) - {first.host}:
         found = []
-        for meeting in together:
-            here, there = ([zeros[rank] + flight.end for rank, flight in meeting if hosts[rank] == one]
+        for collective in together:
+            here, there = ([zeros[rank] + flight.end for rank, flight in collective if hosts[rank] == one]
                            for one in (first.host, host))
             if here and there:
                 found.append(max(there) - max(here))

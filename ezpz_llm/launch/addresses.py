@@ -277,7 +277,7 @@ _LISTENING = "0A"
 
 
 def derived_ports(key: str) -> Iterator[int]:
-    """Ports to try, in order: the same for the same `key`, and by all odds others for another."""
+    """Ports to try, in order: the same for the same `key`, and almost surely different ones for another."""
     span = _LAST_PORT - _FIRST_PORT + 1
     for step in range(_TRIES):
         yield _FIRST_PORT + (zlib.crc32(os.fsencode(key)) + step) % span

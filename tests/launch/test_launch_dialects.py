@@ -156,7 +156,7 @@ def test_what_cannot_be_said_is_refused() -> None:
         with pytest.raises(UserError, match="lone ':'") as raised:
             _built(name, colon)
         assert "script" in str(raised.value)
-        with pytest.raises(UserError, match="'n1; reboot' is no host's name"):
+        with pytest.raises(UserError, match="invalid host name 'n1; reboot'"):
             _built(name, odd)
 
 

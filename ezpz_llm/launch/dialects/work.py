@@ -95,7 +95,7 @@ def refuse_unspeakable(program: str, work: Work) -> None:
 
     Raises:
         UserError: a lone colon among the words, where every mpiexec and srun take it for the beginning of a second
-            program; a host that is no host's name.
+            program; an invalid host name.
     """
     if ":" in work.command:
         raise UserError("an argument that is a lone ':' cannot be passed on, since it separates programs",
@@ -103,7 +103,7 @@ def refuse_unspeakable(program: str, work: Work) -> None:
                         instead="put the command into a script, and launch that")
     for name in work.hosts:
         if not _HOST.fullmatch(name):
-            raise UserError(f"{name!r} is no host's name", where="the hosts of the reservation",
+            raise UserError(f"invalid host name {name!r}", where="the hosts of the reservation",
                             instead="names of letters, digits, '.', '_' and '-'")
 
 
