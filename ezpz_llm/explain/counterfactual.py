@@ -21,15 +21,7 @@ from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.rundir import RunDir, read_json, schemas
 
-TRACED, TAKEN = 24, 64
-_STEPS = {"steps": TRACED + TAKEN + 16, "trace-steps": TRACED, "counterfactual-steps": TAKEN}
-_QUIET = {"save-every": -1, "eval-every": 0, "eval-tokens": 1024, "sample-tokens": 0, "profile": "false",
-          "hellaswag": "null", "track": "null", "resume": "null", "warmup-steps": 1, "decay-steps": _STEPS["steps"],
-          "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0, "bad-steps": 10 ** 6}
-"""Nothing between steps, and no judgement of what is trained, which is worthless."""
-
-
-_OF_ONE_RUN = ("run_dir",)
+_OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second was an option of the trainer once
 _NOT_CHOSEN = ("default", "recipe of ", "fine-tuning", "follows from ", "a tenth of ", "weights to begin with")
 """Beginnings of the sources of values that come about again by themselves."""
 
@@ -119,12 +111,11 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
     chosen = {name: value for name, value in config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
               and not str(sources.get(name, "default")).startswith(_NOT_CHOSEN)}
-    words = {**{option_of(name).removeprefix("--"): _word(value) for name, value in chosen.items()},
-             **_STEPS, **_QUIET}
     is_even = isinstance(hosts, list) and all(isinstance(count, int) for count in hosts) and len(set(hosts)) == 1
     per_host = ["--ppn", str(hosts[0])] if is_even else []
     return launch_words(["-n", str(ranks), *per_host, "--run-dir", str(folder)], [
-        sys.executable, "-m", "ezpz_llm.train", *(f"--{name}={value}" for name, value in words.items())])
+        sys.executable, "-m", "ezpz_llm.explain.without_collectives",
+        *(f"{option_of(name)}={_word(value)}" for name, value in chosen.items())])
 
 
 def _word(value: Any) -> str:

@@ -56,7 +56,7 @@ class RankSplit:
         waited_for: seconds in which this rank waited in a collective, by the rank that called last.
         by_step: seconds of each step by IN_STEP; and under HOST those of forward, backward and optimizer in which a
             CPU rank ran no operator: Python, sleeps.
-        notes: what the run wrote into the trace, see trainer/profiling.py.
+        notes: what the run wrote into the trace, see engine/step_trace.py.
     """
 
     rank: int

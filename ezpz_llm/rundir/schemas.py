@@ -151,7 +151,7 @@ class _Traced(TypedDict):
 
 
 class TraceNotes(_Traced, total=False):
-    """What the run wrote into a trace; see trainer/profiling.py."""
+    """What the run wrote into a trace; see engine/step_trace.py."""
 
     collectives: list[Call] | None
     links: list[Link] | None

@@ -105,8 +105,6 @@ class TrainConfig:
     profile: bool = _value(True, "profile Python on the CPU in the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on every rank with torch.profiler, after the warm-up, for "
                                  "ezpz-llm explain")
-    counterfactual_steps: int = _value(0, "steps after the traced ones that are made with and without collectives "
-                                          "in turns, for ezpz-llm explain; what is trained is worthless then")
     compile: bool = _value(False, "torch.compile the blocks")
     attention: Literal["auto", "explicit", "flash3"] = _value(
         "auto", "auto is torch's choice of kernel, explicit keeps all scores, flash3 is FlashAttention-3")

@@ -36,7 +36,7 @@ _REAL = Range(0, 1e9)
 RANGES = {
     **dict.fromkeys(("steps", "decay_steps", "wsd_decay_steps", "keep_last", "bad_steps", "log_every"), _STEPS),
     **dict.fromkeys(("warmup_steps", "eval_every", "sample_every", "sample_tokens", "top_k", "keep_every",
-                     "hellaswag_every", "hellaswag_items", "trace_steps", "counterfactual_steps", "recompute",
+                     "hellaswag_every", "hellaswag_items", "trace_steps", "recompute",
                      "loss_chunk"), _NONE_OR_STEPS),
     "eval_tokens": Range(0, MOST_TOKENS), "save_every": Range(-1, MOST_STEPS),
     **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MOST_STEPS)),
@@ -262,25 +262,9 @@ def _check_numbers(options: Options) -> None:
         raise UserError(f"with save_every {config.save_every} there is no checkpoint to go back to before the end",
                         where=f"--on-bad-steps rollback ({sources['on_bad_steps']})",
                         instead="--save-every 500, or --on-bad-steps stop")
-    if config.counterfactual_steps:
-        _check_counterfactual(config)
     if config.prompt == "" and config.sample_tokens:
         raise UserError("the prompt is empty", where=f"--prompt ({sources['prompt']})",
                         instead="--sample-tokens 0 for no sample")
-
-
-def _check_counterfactual(config: TrainConfig) -> None:
-    """Ranks that do not hear of each other must not decide anything: not on overflows, nor what is written."""
-    where = f"--counterfactual-steps {config.counterfactual_steps}"
-    if config.precision == "fp16":
-        raise UserError("without collectives ranks would scale their losses apart from each other", where=where,
-                        instead="--precision bf16 or fp32, which takes as long")
-    if not config.trace_steps or config.steps < config.trace_steps + config.counterfactual_steps + 4:
-        raise UserError(f"{config.steps} steps, of which {config.trace_steps} are traced, have no room for them",
-                        where=where, instead="ezpz-llm explain RUN_DIR --counterfactual, which chooses all numbers")
-    if config.save_every >= 0:
-        raise UserError("checkpoints of what is trained then would be worthless", where=where,
-                        instead="--save-every -1")
 
 
 def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -> ModelConfig:

@@ -27,7 +27,7 @@ _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING)
 """Sources of values that nobody chose for this run."""
 _FOLLOWED = (Origin.DERIVED, Origin.WEIGHTS)
 """Sources of values that follow again from the others."""
-_OF_ONE_START = {"resume", "run_dir", "device", "trace_steps", "counterfactual_steps"}
+_OF_ONE_START = {"resume", "run_dir", "device", "trace_steps"}
 _BATCH = ("global_batch", "micro_batch", "accumulation")
 _DEGREES = ("tp", "pp", "sp")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
-from ezpz_llm.observe import MetricsLog, StepTimeline, Tracking
+from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir.side_files import print_whatever_happens
 from ezpz_llm.trainer.announce import announce, step_work
@@ -70,7 +71,8 @@ def settle_beginning(options: Options, dist: Dist) -> Beginning:
     return begins
 
 
-def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) -> Session:
+def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
+          watches: Callable[[Dist], Sequence[StepWatch]]) -> Session:
     """Prepare the data, build the model and its engine, go back to a checkpoint if asked to. Collective.
 
     Raises:
@@ -109,7 +111,7 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat) 
     # A tracker's server that does not answer ends the run on every rank.
     together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
     return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
-                   tracking, profiles(plan, dist, engine, first_step), heartbeat, clock,
+                   tracking, [*profiles(plan, dist, engine, first_step), *watches(dist)], heartbeat, clock,
                    EarlyEnd(dist, os.environ).listen(), first_step, first_step, position,
                    Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                          in_background=config.save_async),
@@ -195,8 +197,12 @@ def prompt_tokens(config: TrainConfig, data: TokenData) -> np.ndarray:
 
 
 # One training run from set-up to summary.
-def run(options: Options) -> int:
-    """Train as `options` say; returns the exit code. Every rank calls it."""
+def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> int:
+    """Train as `options` say; returns the exit code. Every rank calls it.
+
+    Args:
+        watches: what to call around each step besides the profiles that `options` ask for.
+    """
     print_whatever_happens()
     config = options.config
     clock, heartbeat = WallClock(), Heartbeat(os.environ)
@@ -213,7 +219,7 @@ def run(options: Options) -> int:
             begins = settle_beginning(options, dist)
             if begins.complete:
                 return 0
-            session = start(begins.options, dist, clock, heartbeat)
+            session = start(begins.options, dist, clock, heartbeat, watches)
             clock.passed("the rest")
         code = 1
         try:

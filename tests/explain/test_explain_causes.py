@@ -180,12 +180,11 @@ def test_the_command_of_a_counterfactual_is_our_trainer_with_the_run_s_configura
                           "min_lr": "a tenth of lr"}}
     words = command(record, tmp_path)
     assert words[1:9] == ["-m", "ezpz_llm.launch", "-n", "4", "--ppn", "2", "--run-dir", str(tmp_path)]
-    assert words[9:13] == ["--", sys.executable, "-m", "ezpz_llm.train"]
-    assert words[13:16] == ["--ds-config=zero2", "--steps=104", "--compile=true"]
+    assert words[9:13] == ["--", sys.executable, "-m", "ezpz_llm.explain.without_collectives"]
+    assert words[13:16] == ["--ds-config=zero2", "--steps=5000", "--compile=true"]
     assert all(word.startswith("--") for word in words[13:]), "values of options, whatever they are"
     assert "--corpus=--run-dir=b; id" in words
     assert not [word for word in words[13:] if word.startswith(("--run-dir", "--lr=", "--min-lr", "--x"))]
-    assert "--counterfactual-steps=64" in words
     for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
         with pytest.raises(UserError, match="no configuration"):
             command({**record, **broken}, tmp_path)

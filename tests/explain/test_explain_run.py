@@ -34,7 +34,7 @@ LAYOUTS = {
     "tp2": {"all_reduce (tp)", "all_gather (tp)"},
     "pp2+accumulation=4": {"send (pp)", "recv (pp)", "all_reduce (pp)"},
 }
-SLOW_RANK = "zero1+steps=44+counterfactual-steps=24@rank:1:0.03"
+SLOW_RANK = "zero1+steps=44+turns=24@rank:1:0.03"
 SLOW_LOADER = "zero1@loader:0.3"
 LATE_CHECKPOINT = "zero1+save-every=4@checkpoint:1.5"
 
@@ -205,7 +205,7 @@ def test_leaving_collectives_out_agrees_with_the_traces(tmp_path, recording):
     Others' work, at the lowest priority too, fills the cores while a rank waits, and slows what it computes next:
     caches are emptied, and it has to get back onto a core. That goes with the collectives, but no trace has it.
     """
-    more = "+steps=132+trace-steps=48+counterfactual-steps=64+block-size=256+micro-batch=8"
+    more = "+steps=132+trace-steps=48+turns=64+block-size=256+micro-batch=8"
     jobs = {name.partition("+")[0]: name + more for name in LAYOUTS}
     found, before = {}, processor_seconds()
     train(tmp_path, *jobs.values(), timeout=900)

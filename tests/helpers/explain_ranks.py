@@ -2,7 +2,8 @@
 
     mpiexec -n 2 python3 tests/helpers/explain_ranks.py FOLDER JOB…
 
-A JOB is LAYOUT[+OPTION=VALUE…][@PLANT], with what planted_train.py plants. Each leaves FOLDER/JOB.
+A JOB is LAYOUT[+OPTION=VALUE…][@PLANT], with what planted_train.py plants; with +turns=N its last N steps are made
+in turns with and without collectives. Each leaves FOLDER/JOB.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from planted_train import plant
 
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import Batches
+from ezpz_llm.explain.without_collectives import train
 from ezpz_llm.model.gpt import Block
-from ezpz_llm.train import main
 
 _SHORT = ("--steps", "14", "--trace-steps", "5", "--profile", "false", "--save-every", "-1", "--eval-tokens",
           "1024", "--sample-tokens", "0", "--log-every", "4", "--block-size", "128", "--loss-chunk", "0")
@@ -25,12 +26,13 @@ def run(folder: Path, job: str) -> int:
     """One training run; its exit code."""
     what, _, planted = job.partition("@")
     layout, *options = what.split("+")
-    changed = [word for option in options for word in ("--" + option).split("=")]
+    turns = sum(int(option.removeprefix("turns=")) for option in options if option.startswith("turns="))
+    changed = [word for option in options if not option.startswith("turns=") for word in ("--" + option).split("=")]
     original = Block.forward, Batches.micro_batches, Saver.start
     if planted:
         plant(*planted.split(":"))
     try:
-        return main(["--ds-config", layout, "--run-dir", str(folder / job), *_SHORT, *changed])
+        return train(["--ds-config", layout, "--run-dir", str(folder / job), *_SHORT, *changed], turns)
     finally:
         Block.forward, Batches.micro_batches, Saver.start = original
 
