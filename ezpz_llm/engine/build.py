@@ -18,6 +18,7 @@ from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.precision import autocast_forward, set_products
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.resolve import Resolved, check_precision
+from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
@@ -42,7 +43,7 @@ def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float,
     Raises:
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
     """
-    check_precision(resolved.precision, resolved.sources.get("precision", "the run"), dist.device.type)
+    check_precision(resolved.precision, resolved.sources.get("precision", DEFAULT), dist.device.type)
     if resolved.layout.zero.offload_param is None:
         model.to(dist.device)
     else:

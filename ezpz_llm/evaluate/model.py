@@ -15,6 +15,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.hf.source import Source, find_source
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, read_record
 
@@ -81,7 +82,8 @@ def plan_model(options: argparse.Namespace, world_size: int) -> ModelPlan:
     def resolved_for(model: ModelConfig | None) -> Resolved:
         return resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch, accumulation=1,
                                precision=options.precision, device=options.device, tp=options.tp, pp=options.pp,
-                               sp=options.sp, model=model, sources={"precision": "--precision"}))
+                               sp=options.sp, model=model,
+                               sources={"precision": ValueSource(Origin.FILE, "--precision")}))
 
     if source.kind == "hf":
         # Without padding where that is possible, so that a loss is the published model's.

@@ -19,11 +19,12 @@ from ezpz_llm.base.schema import as_type
 from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
+from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RunDir, read_json, schemas
 
 _OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second was an option of the trainer once
-_NOT_CHOSEN = ("default", "recipe of ", "fine-tuning", "follows from ", "a tenth of ", "weights to begin with")
-"""Beginnings of the sources of values that come about again by themselves."""
+_NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
+"""Sources of values that come about again by themselves."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def command(record: Mapping[str, Any], folder: Path) -> list[str]:
         raise UserError("run.json has no configuration of a training", where=str(folder.parent))
     chosen = {name: value for name, value in config.items()
               if re.fullmatch("[a-z][a-z0-9_]*", name) and name not in _OF_ONE_RUN
-              and not str(sources.get(name, "default")).startswith(_NOT_CHOSEN)}
+              and ValueSource.read(str(sources.get(name, DEFAULT))).origin not in _NOT_CHOSEN}
     is_even = isinstance(hosts, list) and all(isinstance(count, int) for count in hosts) and len(set(hosts)) == 1
     per_host = ["--ppn", str(hosts[0])] if is_even else []
     return launch_words(["-n", str(ranks), *per_host, "--run-dir", str(folder)], [

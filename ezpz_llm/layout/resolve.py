@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from typing import Any
 
 from ezpz_llm.base.errors import UserError, unknown
@@ -26,44 +25,10 @@ from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.layout.ops import needed_ops, refuse_unbuilt
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName, check_optimizer
 from ezpz_llm.layout.suggest import validate_or_suggest
+from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, UNASKED, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
 
-COMMAND_LINE = "command line"
-TYPED = " (its command line)"
-"""Ending of the source of a setting that was typed for the run that is resumed: no ds_config wins over it."""
-
-
-class Origin(Enum):
-    """Kinds of sources, in the order in which settings are listed: their sentences, or how they begin."""
-
-    COMMAND_LINE = (COMMAND_LINE,)
-    # Not empty: Enum of Python 3.11.2 takes an empty tuple for no value at all.
-    FILE = ("file",)
-    """A YAML file or a ds_config, named by its path; and what has no kind of its own."""
-    RUN = ("run ",)
-    WEIGHTS = ("weights to begin with",)
-    PRESET = ("preset ",)
-    RECIPE = ("recipe of ",)
-    FINE_TUNING = ("fine-tuning",)
-    MODEL = ("model ",)
-    DERIVED = ("follows from ", "a tenth of ")
-    DEFAULT = ("default",)
-
-    @classmethod
-    def of(cls, source: str) -> Origin:
-        """The kind of a source, as run.json has it."""
-        return next((origin for origin in cls for text in origin.value
-                     if source == text or (text.endswith(" ") and source.startswith(text))), cls.FILE)
-
-    @property
-    def rank(self) -> int:
-        """Place in the list; also the precedence of batch numbers, the least first."""
-        return list(Origin).index(self)
-
-
-UNASKED = (Origin.DEFAULT, Origin.PRESET, Origin.RECIPE)
-"""What a value that somebody wrote for this run, DeepSpeed's default for a ds_config among it, wins over."""
 DEFAULT_MICRO_BATCH = 4
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -87,7 +52,7 @@ class Resolved:
     deepspeed: dict[str, Any] | None
     adam: dict[str, Any] = field(default_factory=dict)
     of_peak: dict[str, float] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, ValueSource] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     recompute: int | None = None
@@ -100,7 +65,8 @@ class Resolved:
         side = side or SideFiles()
         side.write_json(run_dir.layout, {
             "layout": self.layout.as_record(), "batch": asdict(self.batch), "precision": self.precision,
-            "clip": self.clip, "optimizer": self.adam, "sources": self.sources, "notes": list(self.notes)})
+            "clip": self.clip, "optimizer": self.adam, "notes": list(self.notes),
+            "sources": {name: str(source) for name, source in self.sources.items()}})
         if self.deepspeed is not None:
             side.write_json(run_dir.deepspeed, self.for_deepspeed(run_dir))
 
@@ -169,7 +135,7 @@ class Request:
     optimizer: OptimizerName = "adamw"
     nvme_path: str | None = None
     default_micro_batch: int = DEFAULT_MICRO_BATCH
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, ValueSource] = field(default_factory=dict)
 
 
 def resolve(request: Request) -> Resolved:
@@ -187,9 +153,9 @@ class _Inputs:
 
     def __init__(self, request: Request, config: DsConfig, overrides: RunOverrides) -> None:
         self.request, self.config, self.overrides = request, config, overrides
-        self.path = str(config.path)
+        self.file = ValueSource(Origin.FILE, str(config.path))
         self.is_shipped = config.path.parent == data_dir("ds_configs")
-        self.sources = {name: COMMAND_LINE if source.endswith(TYPED) else source
+        self.sources = {name: COMMAND_LINE if source.is_typed else source
                         for name, source in request.sources.items()}
 
     def resolved(self) -> Resolved:
@@ -201,7 +167,7 @@ class _Inputs:
         batch, used, gave_way = self.batch(layout.dp_size(world_size))
         notes = (*overrides.notes, *notes, *gave_way)
         used["layout"] = self.sources.get("ds_config", COMMAND_LINE)
-        used.update({knob.name: self.path for knob in KNOBS[1:] if knob.is_set(layout)})
+        used.update({knob.name: self.file for knob in KNOBS[1:] if knob.is_set(layout)})
         clip, used["clip"] = self.choose("clip", request.clip, overrides.clip)
         precision, used["precision"] = self.choose(
             "precision", None if request.precision == "auto" else request.precision, overrides.precision.name)
@@ -211,31 +177,31 @@ class _Inputs:
         used.update({name: source for name, (_, source) in adam.items()})
         recompute = overrides.recompute if self.sources.get("recompute") != COMMAND_LINE else None
         if recompute is not None:
-            used["recompute"] = self.path
+            used["recompute"] = self.file
         deepspeed = None
         if layout.engine == "deepspeed":
             refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
             if left := uncertified(overrides.rest, layout):
                 notes += (f"no certificate covers these keys of {config.path.name}, which DeepSpeed gets as they "
-                          f"are: {', '.join(left)}; ezpz-llm certify --layouts {self.path} tests them here",)
-            check_gradient_scaling(overrides.rest, layout, self.path)
+                          f"are: {', '.join(left)}; ezpz-llm certify --layouts {self.file} tests them here",)
+            check_gradient_scaling(overrides.rest, layout, str(self.file))
             deepspeed = _for_deepspeed(overrides.rest, layout, batch, clip or 0.0, device)
             zero = deepspeed["zero_optimization"] = ds_defaults.complete(
-                deepspeed["zero_optimization"], layout, model, world_size, self.path)
+                deepspeed["zero_optimization"], layout, model, world_size, str(self.file))
             for key, (value, source) in sized(zero, layout, model, device).items():
-                zero[key], used[key] = value, source
+                zero[key], used[key] = value, ValueSource(Origin.FILE, source)
             if not OPTIMIZERS[request.optimizer].is_known_to_deepspeed:
                 deepspeed["zero_allow_untested_optimizer"] = True
         elif overrides.rest:
             notes += (f"engine {layout.engine} does not read {', '.join(overrides.rest)} of {config.path.name}",)
         check_optimizer(request.optimizer, layout)
         nvme_path, used["nvme_path"] = self.choose("nvme_path", request.nvme_path, ds_defaults.wished_path(config))
-        notes += ds_defaults.place(layout, nvme_path, used["nvme_path"])
+        notes += ds_defaults.place(layout, nvme_path, str(used["nvme_path"]))
         return Resolved(layout, batch, precision or "auto", float(clip or 0), deepspeed,
                         {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
                         recompute, request.optimizer, nvme_path, overrides.precision.scale)
 
-    def hyperparameters(self) -> tuple[dict[str, tuple[Any, str]], dict[str, float], list[str]]:
+    def hyperparameters(self) -> tuple[dict[str, tuple[Any, ValueSource]], dict[str, float], list[str]]:
         """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
 
         DeepSpeed's default for what they leave out comes after what a YAML file says: somebody wrote that.
@@ -245,23 +211,23 @@ class _Inputs:
             notes.append(f"scheduler of {self.config.path.name} gives way to --schedule")
         else:
             blocks.append(self.overrides.scheduler)
-        found: dict[str, tuple[Any, str]] = {}
+        left_out = ValueSource(Origin.FILE, f"DeepSpeed's default, left out of {self.file}")
+        found: dict[str, tuple[Any, ValueSource]] = {}
         for block in blocks:
-            found.update({name: (value, f"DeepSpeed's default, left out of {self.path}")
-                          for name, value in block.defaults.items()
-                          if Origin.of(sources.get(name, "default")) in UNASKED})
-            found.update({name: (value, self.path) for name, value in block.values.items()})
+            found.update({name: (value, left_out) for name, value in block.defaults.items()
+                          if sources.get(name, DEFAULT).origin in UNASKED})
+            found.update({name: (value, self.file) for name, value in block.values.items()})
         found = {name: found[name] for name in found if sources.get(name) != COMMAND_LINE}
         of_peak = {name: share for block in blocks for name, share in block.of_peak.items()
                    if sources.get(name) != COMMAND_LINE}
-        left_out = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                    for name, (value, source) in found.items() if source.startswith("DeepSpeed's default")]
-        if left_out:
+        filled_in = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, (value, source) in found.items() if source is left_out]
+        if filled_in:
             notes.append(f"left out of the optimizer or scheduler in {self.config.path.name}, so DeepSpeed's "
-                         f"defaults: {', '.join(left_out)}")
+                         f"defaults: {', '.join(filled_in)}")
         return found, of_peak, notes
 
-    def unsaid_precision(self, precision: str | None, source: str) -> tuple[str, ...]:
+    def unsaid_precision(self, precision: str | None, source: ValueSource) -> tuple[str, ...]:
         """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
         if self.overrides.precision.blocks or self.is_shipped or self.config.ours or precision == "fp32":
             return ()
@@ -271,30 +237,30 @@ class _Inputs:
 
     def origins(self) -> dict[str, str]:
         """Where the values that make a layout came from."""
-        return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS), *DEGREE_NAMES), self.path),
-                **{name: self.sources.get(name, COMMAND_LINE) for name in DEGREE_NAMES
+        return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS), *DEGREE_NAMES), str(self.file)),
+                **{name: str(self.sources.get(name, COMMAND_LINE)) for name in DEGREE_NAMES
                    if getattr(self.request, name) is not None}}
 
-    def choose(self, name: str, given: Any, wish: Any) -> tuple[Any, str]:
+    def choose(self, name: str, given: Any, wish: Any) -> tuple[Any, ValueSource]:
         """One value by precedence, of what was given and what the ds_config says, with its source."""
-        source = self.sources.get(name, COMMAND_LINE if given is not None else "default")
+        source = self.sources.get(name, COMMAND_LINE if given is not None else DEFAULT)
         if wish is not None and (given is None or source != COMMAND_LINE):
-            return wish, self.path
+            return wish, self.file
         return given, source
 
-    def batch(self, dp_size: int) -> tuple[Batch, dict[str, str], list[str]]:
+    def batch(self, dp_size: int) -> tuple[Batch, dict[str, ValueSource], list[str]]:
         """The batch by precedence, the source of each of its numbers, and a note for each number that gave way.
 
         A number of lower precedence gives way where it contradicts two of higher.
         """
-        levels: dict[str, dict[str, int]] = {COMMAND_LINE: {}, self.path: dict(self.overrides.batch)}
+        levels: dict[ValueSource, dict[str, int]] = {COMMAND_LINE: {}, self.file: dict(self.overrides.batch)}
         numbers = {name: getattr(self.request, name) for name in BATCH_KEYS}
         for name, source in sorted(((name, self.sources.get(name, COMMAND_LINE)) for name in BATCH_KEYS),
-                                   key=lambda pair: Origin.of(pair[1]).rank):
+                                   key=lambda pair: pair[1].origin.rank):
             if numbers[name] is not None:
                 levels.setdefault(source, {})[name] = numbers[name]
         known: dict[str, int] = {}
-        used: dict[str, str] = {}
+        used: dict[str, ValueSource] = {}
         notes = []
         for source, level in levels.items():
             # Where one more number would say all, the micro batch is the one to keep: it was sized for the memory.
@@ -309,22 +275,22 @@ class _Inputs:
                 known[name], used[name] = level[name], source
         batch = self.solved(known, used, dp_size)
         given = " and ".join(used) or "the default"
-        return batch, {**dict.fromkeys(BATCH_KEYS, f"follows from {given}"), **used}, notes
+        return batch, {**dict.fromkeys(BATCH_KEYS, ValueSource(Origin.DERIVED, given)), **used}, notes
 
-    def solved(self, known: Mapping[str, int], used: Mapping[str, str], dp_size: int) -> Batch:
+    def solved(self, known: Mapping[str, int], used: Mapping[str, ValueSource], dp_size: int) -> Batch:
         where = ", ".join(f"{name} from {source}" for name, source in used.items()) or None
         return solve_batch(known.get("global_batch"), known.get("micro_batch"), known.get("accumulation"), dp_size,
                            default_micro_batch=self.request.default_micro_batch, where=where)
 
 
-def check_precision(precision: str | None, source: str, device: str | None) -> None:
+def check_precision(precision: str | None, source: ValueSource, device: str | None) -> None:
     """Refuse a precision that does not exist, or not on this kind of device.
 
     Raises:
         UserError: names what does.
     """
     if precision is not None and precision not in PRECISIONS:
-        raise unknown("precision", precision, ("auto", *PRECISIONS), where=source)
+        raise unknown("precision", precision, ("auto", *PRECISIONS), where=str(source))
     if precision == "fp16" and device in DEVICES and not DEVICES[device].fp16:
         raise UserError(f"fp16 on a {device.upper()}: its matrix products are about a hundred times slower than "
                         "fp32 there", where=f"precision ({source})", instead="--precision bf16 or fp32")

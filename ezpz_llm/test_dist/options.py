@@ -9,6 +9,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.rundir import RunDir
 
 DEFAULT_BATCH = 64
@@ -54,7 +55,7 @@ def check(options: argparse.Namespace, world_size: int) -> Resolved:
     # A ds_config's own precision counts: this is only the default.
     resolved = resolve(Request(options.ds_config, world_size=world_size, micro_batch=options.batch,
                                precision="fp32", device=options.device,
-                               sources={"precision": "default", "clip": "default"},
+                               sources={"precision": DEFAULT, "clip": DEFAULT},
                                default_micro_batch=DEFAULT_BATCH))
     layout = resolved.layout
     if layout.tp * layout.pp * layout.sp > 1 or layout.zero.tiled:

@@ -33,7 +33,8 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, d
         return
     plan.resolved.write(dist.run_dir, dist.side)
     dist.side.update_record(
-        dist.run_dir, config=asdict(plan.config), sources=plan.sources, model=asdict(plan.model),
+        dist.run_dir, config=asdict(plan.config), model=asdict(plan.model),
+        sources={name: str(source) for name, source in plan.sources.items()},
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))

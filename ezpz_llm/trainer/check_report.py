@@ -8,7 +8,7 @@ from typing import Any
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.layout import Places, crossing, rank_map
-from ezpz_llm.layout.resolve import Origin
+from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, plan_run
@@ -19,27 +19,28 @@ _WIDTH = 110
 
 def settings(plan: RunPlan) -> str:
     """All values that the run uses, grouped by their sources; "-" where there is none."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[ValueSource, list[str]] = {}
     for name, (value, source) in effective(plan).items():
         groups.setdefault(source, []).append(f"{name} {_show(value)}")
     lines = ["settings, by where they come from"]
-    for source in sorted(groups, key=lambda source: (Origin.of(source).rank, source)):
+    for source in sorted(groups, key=lambda source: (source.origin.rank, source.detail)):
         lines += textwrap.wrap(", ".join(groups[source]), _WIDTH, initial_indent=f"  {source}: ",
                                subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
-def effective(plan: RunPlan) -> dict[str, tuple[Any, str]]:
+def effective(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
     """Each setting as the run uses it, with its source: what nobody gave is the model's or the layout's."""
     config, resolved = plan.config, plan.resolved
     layout, batch = resolved.layout, resolved.batch
     found = {name: (getattr(config, name), plan.sources[name]) for name in FIELDS}
     for name, value in asdict(plan.model).items():
         given = name in MODEL_OVERRIDES and getattr(config, name) is not None
-        found[name] = (value, plan.sources[name] if given else f"model {config.model}")
+        found[name] = (value, plan.sources[name] if given else ValueSource(Origin.MODEL, config.model))
     for name in ("tp", "pp", "sp"):
         given = getattr(config, name) is not None
-        found[name] = (getattr(layout, name), plan.sources[name] if given else f"ds_config {config.ds_config}")
+        found[name] = (getattr(layout, name),
+                       plan.sources[name] if given else ValueSource(Origin.FILE, f"ds_config {config.ds_config}"))
     for name, value in (*asdict(batch).items(), ("precision", resolved.precision), ("clip", resolved.clip)):
         if name in FIELDS:
             found[name] = (value, resolved.sources.get(name, plan.sources[name]))

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from ezpz_llm.base.errors import UserError, unknown
 from ezpz_llm.base.outside import NoFile, read_yaml
 from ezpz_llm.layout.batch import SPELLINGS, option_of
-from ezpz_llm.layout.resolve import Origin
+from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTIONS, TrainConfig
 
 
@@ -24,14 +24,14 @@ class Options:
     """A parsed command line: the configuration, where each value came from, and what to do with it."""
 
     config: TrainConfig
-    sources: dict[str, str]
+    sources: dict[str, ValueSource]
     print_config: bool
     check: bool
     world_size: int | None
     notes: tuple[str, ...] = ()
     """Old names that were used, with the new ones."""
 
-    def set(self, source: str, **values: Any) -> Options:
+    def set(self, source: ValueSource, **values: Any) -> Options:
         """The same with other values, which come from `source`."""
         return replace(self, config=replace(self.config, **values),
                        sources={**self.sources, **dict.fromkeys(values, source)})
@@ -42,7 +42,7 @@ class Options:
 
     def origin(self, name: str) -> Origin:
         """The kind of a setting's source."""
-        return Origin.of(self.sources[name])
+        return self.sources[name].origin
 
 
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
@@ -92,21 +92,21 @@ def parse(argv: Sequence[str]) -> Options:
             for name in ("preset", "config", "print_config", "check", "json", "world_size")}
     if bulk["json"] and not bulk["check"]:
         raise UserError("there is no check to print", where="--json", instead="--check --json")
-    layers: list[tuple[str, Mapping[str, Any]]] = []
+    layers: list[tuple[ValueSource, Mapping[str, Any]]] = []
     from_file = _from_yaml(Path(bulk["config"]), notes) if bulk["config"] else {}
     preset_name = bulk["preset"] or from_file.pop("preset", None)
     if preset_name is not None:
         if preset_name not in PRESETS:
             raise unknown("preset", preset_name, PRESETS, where="--preset")
-        layers.append((f"preset {preset_name}", PRESETS[preset_name]))
-    layers += [(str(bulk["config"]), from_file), ("command line", given)]
+        layers.append((ValueSource(Origin.PRESET, preset_name), PRESETS[preset_name]))
+    layers += [(ValueSource(Origin.FILE, str(bulk["config"])), from_file), (COMMAND_LINE, given)]
 
     model = next((layer["model"] for _, layer in reversed(layers) if "model" in layer), TrainConfig.model)
     if any(layer.get("init_from") is not None for _, layer in layers):
-        layers.insert(0, ("fine-tuning", FINE_TUNING))
-    layers.insert(0, (f"recipe of {model}", RECIPES.get(model, {})))
+        layers.insert(0, (ValueSource(Origin.FINE_TUNING), FINE_TUNING))
+    layers.insert(0, (ValueSource(Origin.RECIPE, model), RECIPES.get(model, {})))
     values: dict[str, Any] = {name: field.default for name, field in FIELDS.items()}
-    sources = dict.fromkeys(values, "default")
+    sources = dict.fromkeys(values, DEFAULT)
     for source, layer in layers:
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))

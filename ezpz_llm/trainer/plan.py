@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -21,7 +22,8 @@ from ezpz_llm.hf.source import Source, adapted, find_source
 from ezpz_llm.hf.tokenizer import words_for
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.ds_config_blocks import COS_MIN_RATIO
-from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, UNASKED, Origin, Request, Resolved, resolve
+from ezpz_llm.layout.resolve import DEFAULT_MICRO_BATCH, Request, Resolved, resolve
+from ezpz_llm.layout.value_source import DEFAULT, UNASKED, Origin, ValueSource
 from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
@@ -54,7 +56,7 @@ class RunPlan:
     """A validated run: `model` and `resolved` follow from `config` and the number of ranks."""
 
     config: RunConfig
-    sources: dict[str, str]
+    sources: dict[str, ValueSource]
     model: ModelConfig
     resolved: Resolved
     init_weights_source: Source | None = None
@@ -81,7 +83,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
         raise UserError(f"{world_size} ranks", where="--world-size", instead="1 or more")
     choose(options.config.track, os.environ)
     _check_ranges(options)
-    model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != "default")
+    model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:
         options = options.set(WEIGHTS, model=name)
     config = options.config
@@ -100,7 +102,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     wished = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
     for name, value in wished.items():
         options = options.set(resolved.sources[name], **{name: value})
-    options = options.set(f"a share of lr in {config.ds_config}",
+    options = options.set(ValueSource(Origin.FILE, f"a share of lr in {config.ds_config}"),
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
     options = _with_schedule(options)
@@ -115,16 +117,16 @@ def _with_schedule(options: Options) -> Options:
     steps = options.config.steps
     for name, default in (("decay_steps", steps), ("warmup_steps", min(100, steps // 10))):
         given, source = getattr(options.config, name), options.sources[name]
-        whole = PRESETS.get(source.removeprefix("preset "), RECIPES.get(source.removeprefix("recipe of "), {}))
+        whole = {Origin.PRESET: PRESETS, Origin.RECIPE: RECIPES}.get(source.origin, {}).get(source.detail, {})
         if given is None:
-            options = options.set("follows from steps", **{name: default})
+            options = options.set(ValueSource(Origin.DERIVED, "steps"), **{name: default})
         elif steps < whole.get("steps", 0):
             # Part of a recipe for a longer run: it keeps its share of the run.
-            options = options.set(f"{source}, in proportion to {steps} steps",
+            options = options.set(replace(source, detail=f"{source.detail}, in proportion to {steps} steps"),
                                   **{name: max(RANGES[name].least, given * steps // whole["steps"])})
     if options.config.schedule == "wsd" and options.config.wsd_decay_steps is None:
         end = options.config.decay_steps or steps
-        options = options.set("follows from decay_steps", wsd_decay_steps=max(1, end // 5))
+        options = options.set(ValueSource(Origin.DERIVED, "decay_steps"), wsd_decay_steps=max(1, end // 5))
     return options
 
 
@@ -136,13 +138,14 @@ def _with_floor(options: Options) -> Options:
         if options.origin("min_lr") is Origin.COMMAND_LINE:
             raise UserError(f"schedule {config.schedule} ends at {forced:g} and not at {config.min_lr:g}",
                             where="--min-lr", instead="--schedule cosine, linear or wsd, or no --min-lr")
-        return options.set(f"follows from schedule {config.schedule}", min_lr=forced)
+        return options.set(ValueSource(Origin.DERIVED, f"schedule {config.schedule}"), min_lr=forced)
     if config.min_lr is not None:
         return options
     if config.schedule == "WarmupCosineLR":
-        return options.set(f"{COS_MIN_RATIO:g} of lr, as DeepSpeed's default", min_lr=config.lr * COS_MIN_RATIO)
+        return options.set(ValueSource(Origin.FILE, f"{COS_MIN_RATIO:g} of lr, as DeepSpeed's default"),
+                           min_lr=config.lr * COS_MIN_RATIO)
     # Not lr * 0.1, which is another number to the last digit.
-    return options.set("a tenth of lr", min_lr=config.lr / 10)
+    return options.set(ValueSource(Origin.TENTH, "lr"), min_lr=config.lr / 10)
 
 
 def _check_schedule(config: RunConfig, options: Options) -> None:
@@ -188,7 +191,7 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
     return plan
 
 
-def _check_compiler(device: str, sources: dict[str, str]) -> None:
+def _check_compiler(device: str, sources: Mapping[str, ValueSource]) -> None:
     # torch.compile builds its kernels with g++ (or $CXX) on CPUs; on GPUs Triton builds a module with a C compiler.
     wanted = [os.environ.get("CXX", "g++")]
     if device != "cpu":
@@ -277,7 +280,7 @@ def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -
 
 
 # The shape of the model, by name or from given weights, and the tokenizer that those bring.
-(WEIGHTS,) = Origin.WEIGHTS.value
+WEIGHTS = ValueSource(Origin.WEIGHTS)
 _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
 """What a named model may have otherwise than the weights: these win."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_any
-from ezpz_llm.layout.resolve import COMMAND_LINE, TYPED, Origin
+from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 from ezpz_llm.rundir import read_json as read_plain_json
 from ezpz_llm.trainer.config import FIELDS
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING)
 """Sources of values that nobody chose for this run."""
-_FOLLOWED = (Origin.DERIVED, Origin.WEIGHTS)
+_FOLLOWED = (Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
 """Sources of values that follow again from the others."""
 _OF_ONE_START = {"resume", "run_dir", "device", "trace_steps"}
 _BATCH = ("global_batch", "micro_batch", "accumulation")
@@ -59,7 +59,7 @@ def find_beginning(options: Options) -> Beginning:
     where = own if config.resume == AUTO else config.resume
     if where is None:
         note = "--resume auto looks into --run-dir, and none is named: the run begins in a new directory"
-        return Beginning(options.set("--resume auto", resume=None), (note,))
+        return Beginning(options.set(ValueSource(Origin.FILE, "--resume auto"), resume=None), (note,))
     run = _run_of(Path(where))
     record = read_record(run)
     is_own = own is not None and Path(own).resolve() == run.path.resolve()
@@ -95,17 +95,17 @@ def _run_of(where: Path) -> RunDir:
 
 def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Options:
     """The run's own settings, except what was chosen beside `--resume`."""
-    saved, sources = record.get("config") or {}, record.get("sources") or {}
+    saved = record.get("config") or {}
+    sources = ValueSource.read_all(record.get("sources") or {})
     chosen = {name for name in options.sources if options.origin(name) not in _NOT_CHOSEN}
     taken = {name: value for name, value in saved.items()
              if name in FIELDS and name not in chosen | _OF_ONE_START
-             and Origin.of(str(sources.get(name, ""))) not in _FOLLOWED}
+             and (name not in sources or sources[name].origin not in _FOLLOWED)}
     if "ds_config" in chosen and options.config.ds_config != saved.get("ds_config"):
         taken = {name: value for name, value in taken.items() if name not in _DEGREES}
     taken = {**{name: value for name, value in taken.items() if name not in _BATCH}, **_batch(run, chosen)}
     for name, value in taken.items():
-        typed = TYPED if sources.get(name) == COMMAND_LINE else ""
-        options = options.set(f"run {run.path}{typed}", **{name: value})
+        options = options.set(ValueSource.of_run(run.path, sources.get(name, DEFAULT)), **{name: value})
     return options
 
 

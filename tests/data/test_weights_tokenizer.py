@@ -82,7 +82,7 @@ def test_the_tokenizer_of_the_weights_is_the_default(place: Path) -> None:
     """Of a corpus that would have another one."""
     folder = weights(place / "hf", char())
     plan = train("--init-from", folder, "--corpus", "text.txt")
-    assert (plan.config.tokenizer, plan.sources["tokenizer"]) == (str(folder), "weights to begin with")
+    assert (plan.config.tokenizer, str(plan.sources["tokenizer"])) == (str(folder), "weights to begin with")
     made = prepare("text.txt", str(folder), progress=False)
     assert read_manifest(made)["tokenizer"] == to_entry(char())
     evaluated(folder, "--corpus", "text.txt")

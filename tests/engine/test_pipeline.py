@@ -21,6 +21,7 @@ from places import HELPERS
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.layout.value_source import COMMAND_LINE
 from ezpz_llm.model.compile import recompute_blocks
 from ezpz_llm.model.config import MODELS, get_model_config
 from ezpz_llm.model.gpt import GPT
@@ -191,7 +192,7 @@ def test_activation_checkpointing_of_a_file_is_taken_over_or_refused(
     assert resolved.recompute == recompute
     assert "activation_checkpointing" not in resolved.deepspeed
     assert not resolved.deepspeed.get("pipeline")
-    assert resolve(Request(str(path), world_size=2, sources={"recompute": "command line"})).recompute is None
+    assert resolve(Request(str(path), world_size=2, sources={"recompute": COMMAND_LINE})).recompute is None
 
 
 # Two ranks

@@ -24,6 +24,7 @@ from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import REMOVED, convert, table
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.layout.value_source import COMMAND_LINE, ValueSource
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 
@@ -242,11 +243,12 @@ def test_the_loss_scale_moves_as_deepspeeds(settings: DynamicScale) -> None:
 
 def test_a_default_of_deepspeeds_comes_after_what_somebody_wrote(own) -> None:
     values = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "eps": "auto"}}}
-    resolved = own(values, sources={"beta2": "recipe of gpt2-124m"})
+    resolved = own(values, sources=ValueSource.read_all({"beta2": "recipe of gpt2-124m"}))
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01}
     assert "beta1 0.9, beta2 0.999, weight_decay 0.01" in " ".join(resolved.notes)
     assert "torch_adam of the optimizer" in " ".join(resolved.notes)
-    resolved = own(values, sources={"beta2": "run.yaml", "lr": "run.yaml", "weight_decay": "command line"})
+    resolved = own(values, sources=ValueSource.read_all({"beta2": "run.yaml", "lr": "run.yaml",
+                                                         "weight_decay": "command line"}))
     assert resolved.adam == {"lr": 1e-4, "beta1": 0.9}
 
 
@@ -254,7 +256,7 @@ def test_the_commands_schedule_comes_before_the_files(own) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
               "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 7}}}
     assert own(values).adam["lr"] == 3e-4
-    resolved = own(values, sources={"schedule": "command line"})
+    resolved = own(values, sources={"schedule": COMMAND_LINE})
     assert (resolved.adam["lr"], resolved.adam.keys() & {"schedule", "warmup_steps"}) == (1e-4, set())
     assert "gives way to --schedule" in " ".join(resolved.notes)
 

@@ -16,6 +16,7 @@ from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.memory import held_parameters
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
+from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.rundir import RunDir
@@ -179,8 +180,8 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     assert resolved.adam == {"lr": 0.001, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01,
                              "schedule": "WarmupDecayLR", "warmup_steps": 50, "warmup_type": "log",
                              "warmup_min_lr": 0.0}
-    assert resolved.sources["beta2"].endswith("mine.json")
-    assert resolved.sources["warmup_type"].startswith("DeepSpeed's default")
+    assert str(resolved.sources["beta2"]).endswith("mine.json")
+    assert str(resolved.sources["warmup_type"]).startswith("DeepSpeed's default")
     notes = " ".join(resolved.notes)
     for word in ("gradient_accumulation_steps", "reduce_bucket_size", "optimizer.params.eps", "total_num_steps",
                  "bf16", "DeepSpeed's defaults: lr 0.001, warmup_type log, warmup_min_lr 0"):
@@ -194,13 +195,14 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
 def test_the_command_line_comes_before_the_ds_config_and_that_before_the_rest(write) -> None:
     sources = {"clip": "command line", "precision": "run.yaml", "lr": "command line", "eps": "default",
                "global_batch": "preset small", "micro_batch": "command line"}
-    resolved = resolve_foreign(write, clip=2.0, precision="fp32", global_batch=64, micro_batch=8, sources=sources)
-    assert (resolved.clip, resolved.sources["clip"]) == (2.0, "command line")
+    resolved = resolve_foreign(write, clip=2.0, precision="fp32", global_batch=64, micro_batch=8,
+                               sources=ValueSource.read_all(sources))
+    assert (resolved.clip, resolved.sources["clip"]) == (2.0, COMMAND_LINE)
     assert resolved.precision == "bf16"
     assert "lr" not in resolved.adam
     assert resolved.batch == Batch(32, 8, 2, 2)
-    assert resolved.sources["global_batch"].endswith("mine.json")
-    assert resolved.sources["accumulation"].startswith("follows from")
+    assert str(resolved.sources["global_batch"]).endswith("mine.json")
+    assert resolved.sources["accumulation"].origin is Origin.DERIVED
 
 
 def test_a_number_of_lower_precedence_gives_way(write) -> None:
@@ -216,7 +218,7 @@ def test_a_number_of_lower_precedence_gives_way(write) -> None:
 def test_yaml_comes_before_a_preset(write) -> None:
     sources = {"global_batch": "preset small", "micro_batch": "run.yaml", "accumulation": "run.yaml"}
     resolved = resolve(Request("zero1", world_size=2, global_batch=64, micro_batch=2, accumulation=3,
-                               sources=sources))
+                               sources=ValueSource.read_all(sources)))
     assert resolved.batch == Batch(12, 2, 3, 2)
     assert "global_batch 64 of preset small" in " ".join(resolved.notes)
 

@@ -16,7 +16,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import as_dataclass
 from ezpz_llm.launch.precheck import CheckReport
 from ezpz_llm.layout.batch import option_of
-from ezpz_llm.layout.resolve import Origin
+from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES, SECTIONS, TrainConfig
 from ezpz_llm.trainer.options import build_parser, dump, parse
 from ezpz_llm.trainer.plan import RANGES, check_run, plan_run
@@ -27,13 +27,13 @@ def test_command_line_beats_file_beats_preset_beats_recipe(tmp_path):
     file.write_text("preset: shakespeare-char-cpu\nlr: 2e-3\nglobal-batch: 24\n")
     options = parse(["--config", str(file), "--lr", "3e-3"])
     assert options.config.lr == 3e-3
-    assert options.sources["lr"] == "command line"
+    assert str(options.sources["lr"]) == "command line"
     assert options.config.global_batch == 24
-    assert options.sources["global_batch"] == str(file)
+    assert str(options.sources["global_batch"]) == str(file)
     assert options.config.block_size == 64
-    assert options.sources["block_size"] == "preset shakespeare-char-cpu"
+    assert str(options.sources["block_size"]) == "preset shakespeare-char-cpu"
     assert options.config.eval_tokens == 0
-    assert options.sources["beta1"] == "default"
+    assert str(options.sources["beta1"]) == "default"
 
 
 def test_a_file_that_is_called_as_other_sources_begin_is_a_file(tmp_path, monkeypatch):
@@ -45,7 +45,7 @@ def test_a_file_that_is_called_as_other_sources_begin_is_a_file(tmp_path, monkey
 def test_naming_a_model_brings_its_recipe():
     options = parse(["--model", "gpt2-124m"])
     assert (options.config.lr, options.config.warmup_steps, options.config.steps) == (6e-4, 715, 19073)
-    assert options.sources["lr"] == "recipe of gpt2-124m"
+    assert str(options.sources["lr"]) == "recipe of gpt2-124m"
 
 
 @pytest.mark.parametrize("argv", [
@@ -64,8 +64,8 @@ def test_a_recipe_for_a_longer_run_keeps_the_share_of_its_warm_up():
     for steps, warmup in ((1, 0), (1000, 37), (19073, 715), (30000, 715)):
         plan = plan_run(parse(["--model", "gpt2-124m", "--steps", str(steps)]), 2)
         assert plan.config.warmup_steps == warmup
-    assert "in proportion to 1000 steps" in plan_run(parse(["--model", "gpt2-124m", "--steps", "1000"]),
-                                                     2).sources["warmup_steps"]
+    plan = plan_run(parse(["--model", "gpt2-124m", "--steps", "1000"]), 2)
+    assert str(plan.sources["warmup_steps"]) == "recipe of gpt2-124m, in proportion to 1000 steps"
     with pytest.raises(UserError, match="does not end within"):
         plan_run(parse(["--model", "gpt2-124m", "--steps", "10", "--warmup-steps", "20"]), 2)
 
@@ -211,3 +211,17 @@ def test_a_check_prints_its_result_as_one_json_object(capsys: pytest.CaptureFixt
     assert unread["error"] == "unknown option '--no-such-option'"
     with pytest.raises(UserError, match="no check to print"):
         train.main(["--json"])
+
+
+@pytest.mark.parametrize("origin", Origin)
+def test_a_source_is_read_as_it_was_written(origin: Origin) -> None:
+    source = ValueSource(origin, "a/b" if "{}" in origin.value else "")
+    assert ValueSource.read(str(source)) == source
+
+
+def test_what_was_typed_for_a_run_counts_as_typed_however_often_it_is_resumed() -> None:
+    once = ValueSource.read(str(ValueSource.of_run("runs/a", COMMAND_LINE)))
+    twice = ValueSource.read(str(ValueSource.of_run("runs/a", once)))
+    assert once.is_typed
+    assert twice.is_typed
+    assert not ValueSource.of_run("runs/a", DEFAULT).is_typed
