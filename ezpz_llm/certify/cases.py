@@ -203,7 +203,7 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
             layout_of(name)
         except UserError as error:
             raise UserError(error.found, where="--layouts", instead=error.instead) from None
-    _check_known(models, MODELS, "model", "--model")
+    _check_known(models, tuple(MODELS), "model", "--model")
     _check_known(dtypes, recipe.DTYPES, "precision", "--dtype")
     worlds = _worlds(options.world)
     if world_size is not None:

@@ -67,7 +67,7 @@ def _dropped_bucket(model: Any, dist: Dist, layout: Layout) -> None:
             parameter.register_hook(lambda gradient: gradient * 0)
 
 
-def _early_sync(engine: Engine, dist: Dist) -> None:
+def _early_sync(engine: Any, dist: Dist) -> None:
     inner, calls = engine.forward, [0]
 
     def forward(*inputs: Any, last_micro_step: bool) -> Any:
@@ -78,7 +78,7 @@ def _early_sync(engine: Engine, dist: Dist) -> None:
     engine.forward = forward
 
 
-def _unmarked_tp(engine: Engine, dist: Dist) -> None:
+def _unmarked_tp(engine: Any, dist: Dist) -> None:
     """The norm no longer tells what tensor-parallel ranks hold parts of from what they all hold."""
     from ezpz_llm.model.parameters import place, placement_of
 
@@ -113,7 +113,7 @@ def _wrong_mask(engine: Engine, dist: Dist) -> None:
 
     for module in engine.module.modules():
         if isinstance(module, CausalProduct):
-            module.forward = forward
+            module.forward = forward  # type: ignore[method-assign]
 
 
 def _untied_head(model: Any, dist: Dist, layout: Layout) -> None:

@@ -202,10 +202,11 @@ def legal_with(name: str) -> str:
     for axis in ("tp", "pp", "sp"):
         if getattr(own, axis) > 1:
             continue
+        degree: dict[str, Any] = {axis: 2}
         try:
             resolve(Request(name, world_size=_EXTRA_WORLD, global_batch=recipe.GLOBAL_BATCH,
                             accumulation=1 if axis == "sp" else 2, precision="fp32", device="cpu",
-                            model=recipe.model_config(recipe.MODELS[0]), **{axis: 2}))
+                            model=recipe.model_config(recipe.MODELS[0]), **degree))
         except UserError:
             continue
         found.append(axis)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Ids, 1-d, of an unsigned integer type. No end-of-text is added or recognised."""
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 come out as U+FFFD."""
 
 
@@ -76,7 +76,7 @@ class EncodingTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         return self.encoding.decode(np.asarray(ids).tolist())
 
 
@@ -124,7 +124,7 @@ class CharTokenizer:
             )
         return ids.astype(np.uint32)
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         return "".join(self.characters[i] for i in np.asarray(ids).tolist())
 
 

@@ -123,8 +123,8 @@ def _within(split: Split, run: Mapping[str, Any],
                 f"the network interface that {slow.host} takes: launch --interface"])
     for label, members in by_label.items():
         seconds = sum(one.seconds - one.waited_s for one in members) / count * (1 - lost * (label in crossing))
-        rates = [one.bytes / (one.in_flight_s - one.waited_s) for one in members
-                 if (one.bytes or 0) > _LEAST_BYTES * one.count and one.in_flight_s > one.waited_s]
+        rates = [one.bytes / (one.in_flight_s - one.waited_s) for one in members if one.bytes is not None
+                 and one.bytes > _LEAST_BYTES * one.count and one.in_flight_s > one.waited_s]
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
         yield ("communication", f"exposed {label}: moving the data{rate}", seconds,
                against_communication(label, dict(run), dict(deepspeed)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ class FileTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
 
-    def decode(self, ids: np.ndarray) -> str:
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 

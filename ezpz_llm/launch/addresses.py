@@ -240,8 +240,7 @@ def require_interfaces(backend: str, rank: int, env: Mapping[str, str]) -> None:
         UserError: it has not; with this host, and the interfaces that it has.
     """
     variable = _BY_BACKEND.get(backend)
-    wanted = env.get(variable, "") if variable else ""
-    if not wanted:
+    if variable is None or not (wanted := env.get(variable)):
         return
     own = own_interfaces()
     if missing := missing_interface(variable, wanted, own):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import shown
@@ -61,8 +61,9 @@ class Family:
     requires: tuple[str, ...] = ()
 
 
-_STEP = {"local_rank": "SLURM_LOCALID", "node_rank": ("SLURM_NODEID",),
-         "tasks_per_node": "SLURM_STEP_TASKS_PER_NODE"}
+# A batch script has SLURM_PROCID=0 too; only a step's tasks have a step's number.
+_SRUN = Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), "SLURM_LOCALID", (), ("SLURM_NODEID",),
+               tasks_per_node="SLURM_STEP_TASKS_PER_NODE", requires=("SLURM_STEP_ID",))
 # LOCAL_SIZE is what dist.setup tells DeepSpeed.
 _TORCH = Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
                 ("GROUP_RANK", "NODE_RANK"))
@@ -79,14 +80,14 @@ FAMILIES = (
            ("MV2_COMM_WORLD_LOCAL_SIZE",)),
     Family("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",),
            requires=("MPI_LOCALRANKID",)),
-    Family("srun with PMI", "PMI_RANK", ("PMI_SIZE",), **_STEP, requires=("SLURM_STEP_ID", "SLURM_LOCALID")),
+    replace(_SRUN, name="srun with PMI", rank="PMI_RANK", size=("PMI_SIZE",),
+            requires=("SLURM_STEP_ID", "SLURM_LOCALID")),
     Family("PMI", "PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
     Family("PMIx", "PMIX_RANK", (WORLD_SIZE_VARIABLE,), "PMIX_LOCAL_RANK"),
     Family("jsrun", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_LOCAL_RANK",
            ("JSM_NAMESPACE_LOCAL_SIZE",)),
     Family("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
-    # A batch script has SLURM_PROCID=0 too; only a step's tasks have a step's number.
-    Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), **_STEP, requires=("SLURM_STEP_ID",)),
+    _SRUN,
 )
 """In order of precedence."""
 
@@ -225,7 +226,7 @@ def _refuse_rank_alone(env: Mapping[str, str]) -> None:
 
 
 def _read(family: Family, env: Mapping[str, str]) -> _Reading:
-    size = _first(family.size, env)
+    size = _first(family.size, env) or family.size[0]
     rank, world_size = _whole(family.rank, env), _whole(size, env)
     if not rank < world_size:
         raise UserError(f"{family.rank}={rank} is not a rank of {size}={world_size}", where="environment")

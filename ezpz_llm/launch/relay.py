@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
 
 from ezpz_llm.base.errors import cleaned
 from ezpz_llm.rundir.files import RunDir, ours
@@ -74,8 +74,8 @@ class Relay:
                 say(note)
 
         self._is_ending = False
-        self._streams = (_Stream(launcher.stdout.fileno(), 1, None, gone),
-                         _Stream(launcher.stderr.fileno(), 2, log, lambda why: None))
+        out, err = cast("tuple[IO[bytes], IO[bytes]]", (launcher.stdout, launcher.stderr))
+        self._streams = _Stream(out.fileno(), 1, None, gone), _Stream(err.fileno(), 2, log, lambda why: None)
 
     def keep(self, words: str) -> None:
         """Add to the launcher's words what was said elsewhere about the run's end."""

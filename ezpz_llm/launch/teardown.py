@@ -122,7 +122,7 @@ class Teardown:
     def _steps(self) -> list[str]:
         """The scheduler's steps in which the agents ran: ours, but for one that launch itself stands in."""
         own = self._scheduler.own_step(os.environ) if self._scheduler else None
-        return sorted({report.slurm_step for report in self._life.nodes} - {None, own})
+        return sorted({step for node in self._life.nodes if (step := node.slurm_step) and step != own})
 
     def _cancel_step(self) -> None:
         if self._scheduler and (steps := self._steps()):

@@ -67,7 +67,7 @@ class Held:
     elements: int
 
 
-MemoryTerm = Callable[[Mapping[str, Held], Layout, int, int], dict[str, Held]]
+MemoryTerm = Callable[[Mapping[Kind, Held], Layout, int, int], dict[Kind, Held]]
 """(what a rank holds by kind, layout, its parameters before sharding, ranks that share them) -> what it holds."""
 
 TrafficTerm = Callable[[Mapping[str, int], Layout, int, int], dict[str, int]]
@@ -203,10 +203,11 @@ def check_hpz(case: Case) -> Found:
 
 
 # Memory terms.
-def _shard(held: Mapping[str, Held], layout: Layout, whole: int, peers: int) -> dict[str, Held]:
+def _shard(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
     stage, share = layout.shard_stage(), -(-whole // peers)
     found = dict(held)
-    for kind, since in (("parameters", 3), ("gradients", 2), ("optimizer", 1)):
+    sharded: tuple[tuple[Kind, int], ...] = (("parameters", 3), ("gradients", 2), ("optimizer", 1))
+    for kind, since in sharded:
         if stage >= since:
             found[kind] = replace(found[kind], elements=share)
     # Every stage that shards the optimizer steps a flat fp32 copy of the rank's share; stage 3 also has the share.
@@ -218,22 +219,23 @@ def _shard(held: Mapping[str, Held], layout: Layout, whole: int, peers: int) -> 
 _OFFLOADED: Mapping[str, Where] = {"cpu": "host", "nvme": "files"}
 
 
-def _offload_optimizer(held: Mapping[str, Held], layout: Layout, whole: int, peers: int) -> dict[str, Held]:
+def _offload_optimizer(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
     if layout.zero.offload_optimizer is None:
         return dict(held)
     place = _OFFLOADED[layout.zero.offload_optimizer]
-    moved = {kind: replace(held[kind], where=place) for kind in ("optimizer", "copy") if kind in held}
+    moved: dict[Kind, Held] = {kind: replace(one, where=place) for kind, one in held.items()
+                               if kind in ("optimizer", "copy")}
     # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state is in files.
     return {**held, "gradients": Held("host", 4, -(-whole // peers)), **moved}
 
 
-def _offload_param(held: Mapping[str, Held], layout: Layout, whole: int, peers: int) -> dict[str, Held]:
+def _offload_param(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
     if layout.zero.offload_param is None:
         return dict(held)
     return {**held, "parameters": replace(held["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
 
 
-def _second_copy(held: Mapping[str, Held], layout: Layout, whole: int, peers: int) -> dict[str, Held]:
+def _second_copy(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
     size = layout.zero.hpz_partition_size
     if size == 1:
         return dict(held)

@@ -41,7 +41,7 @@ def memory_per_rank(layout: Layout, model: ModelConfig, world_size: int,
     """
     whole = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
     peers = layout.dp_size(world_size) * layout.sp
-    held: Mapping[str, Held] = {"parameters": Held("device", 4, whole), "gradients": Held("device", 4, whole),
+    held: Mapping[Kind, Held] = {"parameters": Held("device", 4, whole), "gradients": Held("device", 4, whole),
                                 "optimizer": Held("device", OPTIMIZERS[optimizer].state_bytes, whole)}
     for knob in KNOBS:
         if knob.memory is not None:
@@ -152,7 +152,7 @@ def _stage(layout: Layout, model: ModelConfig, work: Pass, blocks: range, stage:
     kept *= min(layout.pp - stage, work.accumulation)
     if again:
         kept += whole  # the block that is being computed again
-    return kept + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
+    return int(kept) + (head_bytes(model, layout.tp, work, tokens) if stage == layout.pp - 1 else 0)
 
 
 def block_bytes(model: ModelConfig, tp: int, work: Pass) -> float:

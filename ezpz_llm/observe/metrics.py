@@ -258,8 +258,9 @@ class MetricsLog:
         lines = [self._line(step, recorded, loss, norm, took) for (step, recorded), (loss, norm), took
                  in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
-        for line in lines if look else ():
-            look(line)
+        if look is not None:
+            for line in lines:
+                look(line)
         for took in times:
             phases = took.phases
             self._before_collectives.append(phases["data"] + phases["forward"])

@@ -153,7 +153,7 @@ def _going_on(found: dict[str, Any]) -> Options:
 def _check_layouts(found: dict[str, Any]) -> None:
     if found.get("what") != "layouts":
         return
-    if len(found.get("nodes") or found.get("ranks")) > 1:
+    if len(found.get("nodes") or found.get("ranks") or ()) > 1:
         raise UserError("layouts are compared at one size", where="--what layouts",
                         instead="--nodes 2, or --ranks 2")
     if found.get("mode", "strong") != "strong":

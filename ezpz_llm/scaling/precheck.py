@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.outside import parse_json
@@ -96,8 +97,8 @@ def _in_reservation(nodes: int, options: Options, env: Mapping[str, str]) -> Siz
 
 
 def _in_a_job(nodes: int, options: Options, env: Mapping[str, str]) -> Size:
-    job = plan_job(parse_submit(["--nodes", str(nodes), *options.submit, "--", "launch", *options.launch_words,
-                                 *options.command]), env)
+    job = plan_job(parse_submit(["--nodes", str(nodes), *(options.submit or ()), "--", "launch",
+                                 *options.launch_words, *options.command]), env)
     return _sized(f"n{nodes}", nodes, job.placement.world_size, options)
 
 
@@ -254,7 +255,7 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
 
 
 def _checked(wanted: Sequence[_Wanted], directory: Path) -> tuple[Point, ...]:
-    def asked(one: _Wanted) -> CheckReport:
+    def asked(one: _Wanted) -> Answer:
         return ask(one.command, one.size.ranks, directory, one.what)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -264,7 +265,16 @@ def _checked(wanted: Sequence[_Wanted], directory: Path) -> tuple[Point, ...]:
                  for one, answer in zip(wanted, answers, strict=True))
 
 
-def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> CheckReport:
+class Answer(NamedTuple):
+    """What a command that can run takes: the layout's name, and its batch in sequences."""
+
+    layout: str
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Answer:
     """Check `command` for so many ranks with its own `--check --json`. Starts no rank and imports no torch.
 
     Args:
@@ -282,4 +292,4 @@ def ask(command: Sequence[str], ranks: int, directory: Path, what: str) -> Check
     if done.returncode or report.layout is None:
         raise UserError(f"{what} cannot run: {report.error or report.explanation}", where=report.where,
                         instead=report.instead)
-    return report
+    return Answer(report.layout, report.global_batch or 0, report.micro_batch or 0, report.accumulation or 0)

@@ -165,7 +165,7 @@ def _told(done: Repeat, study: Study, hosts: Sequence[str]) -> str:
     name = f"{done.point:<{width}}  run {done.repeat}"
     if study.unit == "nodes":
         name += f"  on {','.join(hosts[:4])}{',…' if len(hosts) > 4 else ''}"
-    if done.error is not None:
+    if done.error is not None or not done.tokens_per_second:
         return f"{name}  FAILED: {done.error}"
     step_s = done.step_tokens / done.tokens_per_second
     text = f"{name}  {step_s * 1e3:8.1f} ms/step  {short_number(done.tokens_per_second):>6} tok/s"
@@ -259,7 +259,7 @@ def _last_traced(trace: Path) -> int:
 def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], rows: Sequence[dict[str, Any]],
                kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
-    resolved = read_layout(run_dir.layout)["batch"]
+    resolved = (read_layout(run_dir.layout) or {})["batch"]
     batch = {name: resolved[name] for name in ("global_batch", "micro_batch", "accumulation")}
     block_size, memory = record["model"]["block_size"], record["memory"]
     times = tuple(row["step_time_s"] for row in kept)

@@ -87,7 +87,7 @@ def split_table(points: Sequence[Measured]) -> Table:
         rank, host, times = point.slowest
         total = sum(split.values()) if split else 0.0
         rows.append((point.name, *(f"{split[part] * 1e3:.1f}" if split else "-" for part in SPLIT),
-                     f"{split['exposed_communication'] / total:.0%}" if total else "-",
+                     f"{split['exposed_communication'] / total:.0%}" if split and total else "-",
                      f"{point.mfu:.1%}" if point.mfu is not None else "-", _memory(point.peak_device_bytes),
                      _memory(point.peak_host_bytes), f"{rank} {host} ({times}/{len(point.good)})"))
     return Table("Where a step goes (ms of the mean rank in the traced steps; times and rates above leave these "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ezpz_llm.launch.binding.topology import Core, Domain, Topology
 from ezpz_llm.launch.hostlist import fold_numbers
@@ -83,24 +84,25 @@ def bind(wanted: str, site: Site, around: BindingInputs) -> Binding:
         if not _is_better_spelled(site, around):
             return Binding("depth", devices=around.devices, source=source, **_counted(site, around))
         how, source = "list", "cores near each rank's device"
-    if reason := _hindrance(site, around):
-        return _unbound(site, around, reason)
-    topology = around.topology
+    topology, reason = around.topology, _hindrance(site, around)
+    if topology is None or reason is not None:
+        return _unbound(site, around, reason or source)
     if topology.source != source:
         source = f"{source}, cores of {topology.source}"
     in_order = _in_a_row(topology, around.ranks)
     if how == "depth" and around.launcher in COUNTING:
         if not around.is_mask_fixed or _are_near(topology, in_order, _device_domains(around)):
-            return _spelled("depth", in_order, site, around, source)
+            return _spelled("depth", in_order, topology, site, around, source)
         source += ", cores near each rank's device"
-    return _spelled("list", deal(topology, around.ranks, _device_domains(around)), site, around, source)
+    dealt = deal(topology, around.ranks, _device_domains(around))
+    return _spelled("list", dealt, topology, site, around, source)
 
 
 def device_order(ids: Sequence[str], topology: Topology | None) -> tuple[str, ...]:
     """Devices in the order of the NUMA domains that they are attached to; as they are where one is not known."""
-    domains = topology.devices if topology else {}
-    if not all(device in domains for device in ids):
+    if topology is None or not topology.devices.keys() >= set(ids):
         return tuple(ids)
+    domains = topology.devices
     # The order in which cores are dealt, which need not be that of the domains' numbers.
     places = {domain.number: place for place, domain in enumerate(topology.domains)}
     return tuple(sorted(ids, key=lambda device: places.get(domains[device], len(places))))
@@ -155,9 +157,8 @@ def _hindrance(site: Site, around: BindingInputs) -> str | None:
     return None
 
 
-def _spelled(kind: str, dealt: Sequence[Sequence[Core]], site: Site, around: BindingInputs,
+def _spelled(kind: str, dealt: Sequence[Sequence[Core]], topology: Topology, site: Site, around: BindingInputs,
              source: str) -> Binding:
-    topology = around.topology
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in dealt]
     domains = [topology.domains_of(own) for own in cpus]
     return Binding(
@@ -195,12 +196,12 @@ def _unbound(site: Site, around: BindingInputs, source: str) -> Binding:
     return Binding(devices=around.devices, source=source, **_counted(site, around))
 
 
-def _counted(site: Site, around: BindingInputs) -> dict[str, int]:
+def _counted(site: Site, around: BindingInputs) -> dict[str, Any]:
     """As many CPUs and cores as each rank of a host can have; empty where nobody says."""
-    cores = len(around.topology.cores) if around.topology else 0
+    cores = around.topology.cores if around.topology else ()
     # A CPU is what the site's launcher counts, else what this host does.
-    per_core = site.threads_per_core if site.cores else max(map(len, around.topology.cores)) if cores else 1
-    cpus = cores * per_core
+    per_core = site.threads_per_core if site.cores else max(map(len, cores), default=1)
+    cpus = len(cores) * per_core
     if around.allotted is not None and (around.allotted < cpus or not cpus or around.launcher == "srun"):
         cpus = min(around.allotted, cpus) if site.cores else around.allotted
     if not cpus:
@@ -219,20 +220,21 @@ def deal(topology: Topology, ranks: int, wanted: Sequence[int | None] = ()) -> t
     idle; but no rank moves to another socket for that, which would leave the memory of one unused.
     """
     dealt = _evenly(topology, ranks)
-    if not dealt or not wanted or None in wanted or _are_near(topology, dealt, wanted):
+    near = [domain for domain in wanted if domain is not None]
+    if not dealt or not near or len(near) < len(wanted) or _are_near(topology, dealt, near):
         return dealt
-    dealt = _matched(topology, dealt, wanted)
-    if _are_near(topology, dealt, wanted):
+    dealt = _matched(topology, dealt, near)
+    if _are_near(topology, dealt, near):
         return dealt
-    in_domains = _in_own_domains(topology, wanted)
+    in_domains = _in_own_domains(topology, near)
     sockets = {domain.number: domain.socket for domain in topology.domains}
     stay = all(sockets.get(domain) in {sockets[number] for number in _numbers(topology, cores)}
-               for cores, domain in zip(dealt, wanted, strict=True))
+               for cores, domain in zip(dealt, near, strict=True))
     return in_domains if stay and all(in_domains) else dealt
 
 
 def _matched(topology: Topology, parts: Sequence[tuple[Core, ...]],
-             wanted: Sequence[int | None]) -> tuple[tuple[Core, ...], ...]:
+             wanted: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
     """`parts` in the order in which as many ranks as can be are near their device; the others take what is left."""
     left = list(range(len(parts)))
     taken: dict[int, int] = {}
@@ -244,7 +246,7 @@ def _matched(topology: Topology, parts: Sequence[tuple[Core, ...]],
     return tuple(parts[taken[rank] if rank in taken else left.pop(0)] for rank in range(len(parts)))
 
 
-def _in_own_domains(topology: Topology, wanted: Sequence[int | None]) -> tuple[tuple[Core, ...], ...]:
+def _in_own_domains(topology: Topology, wanted: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
     cores = {domain.number: domain.cores for domain in topology.domains}
     each = min(len(cores.get(domain, ())) // wanted.count(domain) for domain in wanted)
     before = [wanted[:rank].count(domain) for rank, domain in enumerate(wanted)]

@@ -82,7 +82,7 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
     # Slurm writes each task's mask anew.
     is_fixed = devices.source in MASKS or launcher.kind == "srun"
     topology = _topology(site, devices, is_host, name)
-    mask = ()
+    mask: tuple[str, ...] = ()
     if site.binding == "depth" and name in COUNTING and not is_fixed:
         mask = _order(devices.ids, device_order(devices.ids, topology), placement.most)
     by_launcher = any(word.startswith(_GIVES_DEVICES) for word in site.options.get(launcher.kind, ()))

@@ -115,7 +115,7 @@ def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
 
 
 def _node_of_each_cpu(root: Path) -> dict[int, int]:
-    nodes = {}
+    nodes: dict[int, int] = {}
     # A kernel without NUMA has no such folder, and a domain of memory alone no CPUs.
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         if cpus := (folder / "cpulist").read_text().strip():

@@ -117,7 +117,7 @@ def _mpiexec(source: str, env: Mapping[str, str], site_dialect: str | None) -> L
 def _find_mpiexec(source: str, env: Mapping[str, str],
                   site_dialect: str | None) -> tuple[Launcher | None, tuple[str, ...]]:
     """The first mpiexec that is an MPI's, None where there is none; and a note for each that was passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for program in _all("mpiexec", env):
         text = _version_text(program)
         if not _OF_PBS.match(text):

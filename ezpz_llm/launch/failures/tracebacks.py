@@ -162,11 +162,11 @@ def _group(lines: Sequence[str], start: int) -> Iterator[_Found]:
         if not re.match(r"^ *[|+]", line):
             break
         body.append(re.sub(r"^ *[|+] ?", "", line))
-    top = next((number for number, line in enumerate(body) if _EXCEPTION.match(line)), None)
-    if top is None:
+    heads = ((number, head) for number, line in enumerate(body) if (head := _EXCEPTION.match(line)))
+    top, head = next(heads, (0, None))
+    if head is None:
         return
     frames = _frames(body)
-    head = _EXCEPTION.match(body[top])
     parts = [line for line in body[top + 1:] if re.match(r"^[A-Za-z_][\w.]*: ", line)]
     message = (head["message"] or "") + "".join(f"\n{part}" for part in parts[:_MESSAGE_LINES])
     yield _Found(start, start + 1 + len(body), Raised(head["type"], message, _own(frames[::-1])))

@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
 from ezpz_llm.launch.cleanup import detach, end_marked, kill
@@ -132,10 +133,10 @@ class _Node:
             now = time.monotonic()
             if now >= gather_at:
                 gather_at = now + self.interval_s
-                self._guarded(lambda now=now: self._gather(now))
+                self._guarded(partial(self._gather, now))
             if now >= obey_at:
                 obey_at = now + self.control_interval_s
-                self._guarded(lambda now=now: self._obey(now))
+                self._guarded(partial(self._obey, now))
             if self._is_over(now):
                 return
             limit = max(0.0, min(_TICK_S, gather_at - now, obey_at - now, self.kill_at - now))
@@ -163,8 +164,9 @@ class _Node:
             self.stop, self.kill_at = stop, min(self.kill_at, now + stop.grace_s)
             # Shims pass it on to their ranks; processes that left a rank's group hear nothing before the end.
             self._signal_ranks(signal.SIGTERM)
-        for order in (*orders(SignalOrder, self.run_dir, self.run_id),
-                      *orders(StacksOrder, self.run_dir, self.run_id)):
+        found: list[SignalOrder | StacksOrder] = [*orders(SignalOrder, self.run_dir, self.run_id),
+                                                  *orders(StacksOrder, self.run_dir, self.run_id)]
+        for order in found:
             if order.token not in self.answered:
                 self.answered.add(order.token)
                 if isinstance(order, SignalOrder):

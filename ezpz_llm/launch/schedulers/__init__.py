@@ -13,7 +13,7 @@ from ezpz_llm.launch.ranks import leftovers
 from ezpz_llm.launch.schedulers import local, pbs, slurm
 from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler
 
-SCHEDULERS: tuple[Scheduler, ...] = (ModuleScheduler(slurm), ModuleScheduler(pbs))
+SCHEDULERS: tuple[Scheduler, ...] = tuple(map(ModuleScheduler, (slurm, pbs)))
 """In order of precedence, before those of other packages. Slurm first: it can come with a qsub of its own."""
 
 ENTRY_POINTS = "ezpz_llm.schedulers"
@@ -71,7 +71,7 @@ def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: st
     if len(in_jobs) > 1:
         return _settle(env)
     if in_jobs:
-        return schedulers()[in_jobs[0]].detect(env)
+        return _of(in_jobs[0], env)
     if hosts_from is None:
         local.refuse(env)
         return local.detect(env)

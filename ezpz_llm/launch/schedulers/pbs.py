@@ -109,7 +109,8 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     notes = []
     ends_at = job.ends_at
     now = job.asked_at or time.time()
-    if ends_at is not None and not (job.started <= now + _CLOCK_SLACK_S and ends_at >= now - _CLOCK_SLACK_S):
+    is_running = (job.started or 0.0) <= now + _CLOCK_SLACK_S and (ends_at or now) >= now - _CLOCK_SLACK_S
+    if ends_at is not None and not is_running:
         notes.append(f"the end of the job is not known: qstat's start, {time.ctime(job.started)}, and walltime do "
                      f"not fit its own time, {time.ctime(now)} (another time zone?)")
         ends_at = None
@@ -152,7 +153,7 @@ def _fields_of_json(found: Any, job_id: str) -> dict[str, Any]:
         return {}
     # The server's part of the id may be spelled out in one place and short in the other.
     number = job_id.split(".", 1)[0]
-    job = next((fields for name, fields in jobs.items() if name.split(".", 1)[0] == number), {})
+    job: Any = next((fields for name, fields in jobs.items() if name.split(".", 1)[0] == number), {})
     if not isinstance(job, dict):
         return {}
     resources = job.get("Resource_List")

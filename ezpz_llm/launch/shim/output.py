@@ -86,7 +86,7 @@ class Output:
         """Show what was begun as a line and never ended, and add the last of it to a log that left some out."""
         for stream, rest in self._begun.items():
             if rest:
-                self._to_console(stream, self._prefix + rest + b"\n")
+                self._to_console(stream, (self._prefix or b"") + rest + b"\n")
         self._begun = {1: b"", 2: b""}
         if self._left_out:
             last = bytes(self._kept[-min(_KEPT_BYTES, self._left_out):])
@@ -126,7 +126,7 @@ class Output:
             lines.append(rest[:_LONGEST_LINE])
             rest = rest[_LONGEST_LINE:]
         self._begun[stream] = rest
-        return [self._prefix + line.rstrip(b"\r\n") + b"\n" for line in lines]
+        return [(self._prefix or b"") + line.rstrip(b"\r\n") + b"\n" for line in lines]
 
     def _keep(self, data: bytes) -> None:
         begin = data[:self._room]

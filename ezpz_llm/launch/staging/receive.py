@@ -18,9 +18,8 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.base.outside import parse_json
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     way, to, *archives = argv
     if way == "room":
         return _check_room(Path(to).parent, int(archives[0]))
-    open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else partial(open, mode="rb")
+    open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else _as_it_lies
     folder = Path(to)
     remove_stale(folder)
     try:
@@ -104,7 +103,8 @@ def unpack(source: BinaryIO, to: Path) -> None:
     """
     with tarfile.open(fileobj=source, mode="r|") as tar:
         first = tar.next()
-        text = tar.extractfile(first).read() if first is not None and first.name == MANIFEST else b""
+        beginning = tar.extractfile(first) if first is not None and first.name == MANIFEST else None
+        text = beginning.read() if beginning else b""
         if not text:
             raise tarfile.ReadError(f"no {MANIFEST} at its beginning")
         manifest = as_dataclass(_Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
@@ -135,6 +135,10 @@ def _rewrite(path: Path, moved: Callable[[str], str]) -> None:
     if (new := moved(old)) != old:
         path.chmod(path.stat().st_mode | 0o200)
         path.write_text(new, errors="surrogateescape")
+
+
+def _as_it_lies(path: str) -> BinaryIO:
+    return open(path, "rb")
 
 
 @contextlib.contextmanager
@@ -179,7 +183,7 @@ def _finalize() -> None:
 class _Broadcast(io.RawIOBase):
     """A stream that is the same on every rank: what rank 0 reads from its file."""
 
-    def __init__(self, world: MPI.Intracomm, file: BinaryIO | None) -> None:
+    def __init__(self, world: MPI.Intracomm, file: io.BufferedIOBase | None) -> None:
         self._world = world
         self._file = file
         self._chunk = bytearray(CHUNK_BYTES)
@@ -188,7 +192,7 @@ class _Broadcast(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         if not self._left:
             size = self._file.readinto(self._chunk) if self._file else 0
             size = self._world.bcast(size)
