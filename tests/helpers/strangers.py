@@ -137,9 +137,14 @@ def _opened(held: Path) -> str:
 
 
 def _needed() -> list[Path]:
-    """The folders of this Python environment and of the checkout; none within another."""
+    """The folders of this Python environment, of links on the way to its Python, and of the checkout; none within
+    another."""
     found = {Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parents[1], ROOT,
              *(Path(entry) for entry in sys.path if os.path.isabs(entry) and os.path.isdir(entry))}
+    program = Path(sys.executable)
+    while program.is_symlink():
+        program = program.parent / program.readlink()
+        found.add(program.parent)
     found |= {path.resolve() for path in found}
     return sorted(path for path in found if not any(other in path.parents for other in found))
 
