@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from ezpz_llm.base.errors import run_command
-from ezpz_llm.dist import Dist
-from ezpz_llm.dist.stubbed import stubbed_collectives
-from ezpz_llm.observe import Window
 from ezpz_llm.trainer.options import parse
-from ezpz_llm.trainer.run import run
+from ezpz_llm.trainer.plan import check_run
+
+if TYPE_CHECKING:
+    from ezpz_llm.dist import Dist
+    from ezpz_llm.observe.profile import Window
 
 TRACED, TAKEN = 24, 64
 _STEPS = TRACED + TAKEN + 16
@@ -50,6 +52,8 @@ class Turns:
         self._inside = ExitStack()
         self._dist.barrier()
         if self._is_stubbed(step):
+            from ezpz_llm.dist.stubbed import stubbed_collectives
+
             self._inside.enter_context(stubbed_collectives())
         self._began = time.perf_counter()
 
@@ -81,8 +85,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str], taken: int) -> int:
-    """Train; `taken` steps, the last but one among them, are made in turns. Returns the exit code."""
+    """Train, or with --check only find errors, without torch; returns the exit code. Of the steps before the last,
+    `taken` are made in turns."""
     options = parse(argv)
+    if options.check:
+        check_run(options, options.world_size or 1)
+        return 0
+    from ezpz_llm.observe.profile import Window
+    from ezpz_llm.trainer.run import run
+
     return run(options, lambda dist: [Turns(dist, Window(options.config.steps - taken - 1, taken))])
 
 
