@@ -26,7 +26,7 @@ _STEPS = TRACED + TAKEN + 16
 _FIXED = {"steps": _STEPS, "trace-steps": TRACED, "save-every": -1, "eval-every": 0, "eval-tokens": 1024,
           "sample-tokens": 0, "profile": "false", "hellaswag": "null", "track": "null", "resume": "null",
           "warmup-steps": 1, "decay-steps": _STEPS, "log-every": 10 ** 6, "spike-norm": 0, "spike-loss": 0,
-          "bad-steps": 10 ** 6}
+          "bad-steps": 10 ** 6, "on-bad-steps": "stop"}
 
 _TURN = 4
 """Steps between changes; the first of each pays for the change, and is not counted."""

@@ -13,6 +13,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.causes import rank_causes
 from ezpz_llm.explain.counterfactual import command
 from ezpz_llm.explain.split import slow_link, split_traces
+from ezpz_llm.explain.without_collectives import main
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.model.config import get_model_config
@@ -188,6 +189,10 @@ def test_the_command_of_a_counterfactual_is_our_trainer_with_the_run_s_configura
     for broken in ({"config": []}, {"sources": None}, {"environment": {"world_size": "2; id"}}):
         with pytest.raises(UserError, match="no configuration"):
             command({**record, **broken}, tmp_path)
+
+
+def test_a_run_that_goes_back_to_checkpoints_has_a_counterfactual_that_writes_none():
+    assert main(["--check", "--world-size", "2", "--ds-config=zero2", "--on-bad-steps=rollback"]) == 0
 
 
 def test_bars_are_readable_without_colour():
