@@ -231,7 +231,10 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     if mfu is not None and mfu > 1:
         return _repeat(study, point, repeat, error="more than half of its steps give an MFU above 100 %, which "
                                                    "cannot be (the run's output has the numbers)")
-    return _as_repeat(study, point, repeat, record, rows, kept, mfu)
+    layout = read_layout(run_dir.layout)
+    if layout is None:
+        return _repeat(study, point, repeat, error=f"{run_dir.layout} is gone: its batch is not known")
+    return _as_repeat(study, point, repeat, record, layout["batch"], rows, kept, mfu)
 
 
 def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -256,10 +259,9 @@ def _last_traced(trace: Path) -> int:
     return last
 
 
-def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], rows: Sequence[dict[str, Any]],
-               kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
+def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], resolved: dict[str, Any],
+               rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
-    resolved = (read_layout(run_dir.layout) or {})["batch"]
     batch = {name: resolved[name] for name in ("global_batch", "micro_batch", "accumulation")}
     block_size, memory = record["model"]["block_size"], record["memory"]
     times = tuple(row["step_time_s"] for row in kept)
