@@ -72,8 +72,11 @@ def settle_beginning(options: Options, dist: Dist) -> Beginning:
 
 
 def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
-          watches: Callable[[Dist], Sequence[StepWatch]]) -> Session:
+          watches: Callable[[Dist], Sequence[StepWatch]] = lambda dist: ()) -> Session:
     """Prepare the data, build the model and its engine, go back to a checkpoint if asked to. Collective.
+
+    Args:
+        watches: what to call around each step besides the profiles that `options` ask for.
 
     Raises:
         UserError: whatever the user can mend; the same on every rank.
