@@ -48,7 +48,7 @@ class Trainer:
     def __init__(self, micro_batch: int) -> None:
         config = get_model_config("tiny-gpt2", vocab_size=BYTES)
         self.model = GPT(config)
-        init_weights(self.model, 1)
+        init_weights(self.model, config, 1)
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]}
                   for group in decay_groups(self.model, 0.1)]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)

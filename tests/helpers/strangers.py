@@ -103,7 +103,7 @@ def two_users() -> Iterator[Strangers]:
             until_the_end.callback(user.end_all)
         if (tried := users[0].python("import ezpz_llm.launch.__main__", timeout=_PREPARE_S)).returncode:
             pytest.skip(f"another user cannot use this Python environment: {tried.stderr.strip()[-300:]}")
-        yield Strangers(*users, shared)
+        yield Strangers(users[0], users[1], shared)
 
 
 def _namespace(folder: Path, is_root: bool) -> subprocess.Popen[str]:
