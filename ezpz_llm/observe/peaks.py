@@ -56,17 +56,24 @@ def _tensor(half: float, tf32: float, fp32: float) -> dict[str, float]:
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 
 _PARTS = (
-    _Part(r"\bA100\b", 108, _tensor(312, 156, 19.5), _NVIDIA + "a100/"),
+    # The 800s are the 100s with slower links and, from Hopper on, fewer products in double precision.
+    _Part(r"\bA[18]00\b", 108, _tensor(312, 156, 19.5), _NVIDIA + "a100/"),
+    _Part(r"\bA30$", 56, _tensor(165, 82, 10.3), _NVIDIA + "products/a30-gpu/"),
     # With sparsity the H100's tables give 1,979 (SXM), 1,671 (NVL) and 1,513 (PCIe; data sheet of 2022).
-    _Part(r"\bH100 PCIe\b", 114, _tensor(756, 378, 51), "NVIDIA H100 Tensor Core GPU data sheet, PCIe column"),
+    _Part(r"\bH[18]00 PCIe\b", 114, _tensor(756, 378, 51), "NVIDIA H100 Tensor Core GPU data sheet, PCIe column"),
     _Part(r"\bH100 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h100/"),
-    _Part(r"\bH100 (80GB|SXM)|\bGH200\b", 132, _tensor(989, 494, 67), _NVIDIA + "h100/"),
+    # A bare name, or one with the size of the memory, is that of an SXM module.
+    _Part(r"\bH[18]00($| \d+GB\b| SXM)|\bGH200\b", 132, _tensor(989, 494, 67), _NVIDIA + "h100/"),
+    _Part(r"\bH20(-3e)?$", 78, _tensor(148, 74, 44), "NVIDIA H20 specification"),
     _Part(r"\bH200 NVL\b", 132, _tensor(835, 417, 60), _NVIDIA + "h200/"),
     _Part(r"\bH200$", 132, _tensor(989, 494, 67), _NVIDIA + "h200/"),
-    # With sparsity the table of Blackwell parts gives 4,500 for one GPU of an HGX B200, 5,000 for one of a GB200.
+    # With sparsity the table of Blackwell parts gives 4,500 for one GPU of an HGX B200 (36,000 for the eight of an
+    # HGX B300), 5,000 for one of a GB200.
     _Part(r"\bB200\b", 148, _tensor(2250, 1100, 75), _NVIDIA + "hgx/"),
+    _Part(r"\bB300\b", 148, _tensor(2250, 1125, 75), _NVIDIA + "hgx/"),
     _Part(r"\bGB200\b", 148, _tensor(2500, 1250, 80), _NVIDIA + "gb200-nvl72/"),
     # Volta's tensor cores take fp16 only, and there is no tf32.
     _Part(r"\bV100-SXM2\b", 80, {"fp16": 125, "fp32": 15.7}, _NVIDIA + "v100/"),
@@ -74,18 +81,32 @@ _PARTS = (
     _Part(r"\bL40S\b", 142, _tensor(362, 183, 91.6), _NVIDIA + "l40s/"),
     _Part(r"\bL4\b", 58, _tensor(121, 60, 30.3), _NVIDIA + "l4/"),
     _Part(r"\bA40\b", 84, _tensor(149.7, 74.8, 37.4), _NVIDIA + "a40/"),
+    _Part(r"\bRTX A6000$", 84, _tensor(154.8, 77.4, 38.7), "NVIDIA GA102 GPU architecture white paper, RTX A6000"),
+    _Part(r"\bRTX 6000 Ada Generation$", 142, _tensor(364.2, 182.1, 91.1),
+          "NVIDIA RTX 6000 Ada Generation data sheet (1,457 in FP8 with sparsity)"),
     # With sums in fp32; half-precision sums, which torch does not ask for, are twice as fast.
+    _Part(r"\bRTX 3090$", 82, _tensor(71, 35.6, 35.6), "NVIDIA GA102 GPU architecture white paper, RTX 3090"),
     _Part(r"\bRTX 4090$", 128, _tensor(165.2, 82.6, 82.6), "NVIDIA Ada GPU architecture white paper, RTX 4090"),
+    _Part(r"\bRTX 5090$", 170, _tensor(209.5, 104.8, 104.8),
+          "NVIDIA RTX Blackwell GPU architecture white paper, RTX 5090"),
     _Part(r"\bA10\b", 72, _tensor(125, 62.5, 31.2), _NVIDIA + "products/a10-gpu/"),
-    # torch's device is one of the card's two dies: half of 383 (half precision) and of 95.7 (fp32 matrix).
-    _Part(r"\bMI250X\b", 110, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85},
-          "https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html"),
-    _Part(r"\bMI300X\b", 304, _tensor(1307.4, 653.7, 163.4),
-          "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
+    # torch's device is one of the card's two dies: half of 383 (half precision) and of 95.7 (fp32 matrix), and of
+    # 362.1 and 90.5. Drivers call the smaller one "MI250X / MI250" as well.
+    _Part(r"\bMI250X\b", 110, {"bf16": 191.5, "fp16": 191.5, "fp32": 47.85}, _AMD + "mi200/mi250x.html"),
+    _Part(r"\bMI250\b", 104, {"bf16": 181.05, "fp16": 181.05, "fp32": 45.25}, _AMD + "mi200/mi250.html"),
+    _Part(r"\bMI300A\b", 228, _tensor(980.6, 490.3, 122.6), _AMD + "mi300/mi300a.html"),
+    _Part(r"\bMI300X\b", 304, _tensor(1307.4, 653.7, 163.4), _AMD + "mi300/mi300x.html"),
+    _Part(r"\bMI325X\b", 304, _tensor(1307.4, 653.7, 163.4), _AMD + "mi300/mi325x.html"),
+    # This generation multiplies no tf32.
+    _Part(r"\bMI355X\b", 256, {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3}, _AMD + "mi350/mi355x.html"),
     # One tile: 512 vector engines, 8 an Xe core, at 1.6 GHz; 4096 bf16/fp16, 2048 tf32 (matrix engines) and 256
     # fp32 (vector) operations per clock and Xe core. Some systems' tiles have 448, and torch may show two as one.
     _Part(r"\bData Center GPU Max 1550\b", 512, _tensor(419.4, 209.7, 26.2),
           "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232873 (clock)",
+          scales=True),
+    # One tile: 448 vector engines at 1.55 GHz.
+    _Part(r"\bData Center GPU Max 1100\b", 448, _tensor(355.5, 177.8, 22.2),
+          "Intel Data Center GPU Max Series Technical Overview (operations per clock); Intel ARK 232876 (clock)",
           scales=True),
 )
 
@@ -102,10 +123,10 @@ def find_peak(name: str, precision: str, units: int | None = None) -> Peak | Non
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: one of {', '.join(PRECISIONS)}")
     for part in _PARTS:
-        if not re.search(part.pattern, name) or "MIG" in name:
-            continue
         share = 1.0 if units is None else units / part.units
-        if precision not in part.teraflops or not (share == 1.0 or part.scales):
+        if not re.search(part.pattern, name) or "MIG" in name or not (share == 1.0 or part.scales):
+            continue
+        if precision not in part.teraflops:
             return None
         return Peak(name, precision, part.teraflops[precision] * 1e12 * share, part.source)
     return None
