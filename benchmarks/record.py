@@ -39,7 +39,9 @@ RECORDS = {
 
 
 class Recording:
-    """A plugin of pytest whose presence tests see in the fixture `recording`."""
+    """A plugin of pytest whose presence, under this name, tests see in the fixture `recording`."""
+
+    __name__ = "recording"
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> int:
     written, *words = RECORDS[name]
     print(f"{name}: writes {written}", flush=True)
     return pytest.main([f"--rootdir={ROOT}", "-n0", *words[:-1], str(ROOT / words[-1]), *more],
-                       plugins=[("recording", Recording())])
+                       plugins=[Recording()])
 
 
 if __name__ == "__main__":
