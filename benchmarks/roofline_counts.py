@@ -1,0 +1,251 @@
+"""What an optimizer step asks of a device, counted on the trainer's own program without one.
+
+The program is `ezpz_llm.trainer.run.make_engine`'s: model, loss, engine, gradient norm, clipping and optimizer, at
+its true shapes. Its tensors are torch's fake ones, which have shapes and no storage. They say that they are on the
+CPU, since a build of torch without CUDA cannot take fake CUDA tensors through a backward pass. So two things are
+forced: the model's code takes the branches of a GPU, and attention is the flash kernel that torch chooses there.
+
+What is counted, and by which rule:
+- A kernel: each operator that torch dispatches, unless it only makes a view or reserves memory. A fused or foreach
+  optimizer call is one kernel for all its tensors; on a device it is a few.
+- Bytes: every input is read once and every output written once, whatever a cache may hold; an argument that the
+  operator's schema says is changed is read and written. An operator that picks rows or elements touches only these.
+- Products: torch's own formulas of FLOPs. Attention is not taken apart: a causal flash kernel makes half of the
+  formula's products, and in the backward pass it makes the scores again (5 products for the forward pass's 2).
+- Host reads: operators that wait for a number of the device's, such as `.item()`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine import build
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.model import loss
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import RunPlan, plan_run
+from ezpz_llm.trainer.run import make_engine
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: the bytes that it reads and writes, and the FLOPs of its matrix products.
+
+    `attention` tells the products of a flash kernel from those of a plain one, which run at another rate.
+    """
+
+    name: str
+    read: int
+    written: int
+    flops: float = 0.0
+    attention: bool = False
+
+
+@dataclass
+class Step:
+    """The kernels of one optimizer step in order, and the operators that wait for the device."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    host_reads: list[str] = field(default_factory=list)
+
+
+class Counter(TorchDispatchMode):
+    """Adds what is dispatched inside to `step`, except while it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = Step()
+        self._counts = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile's graphs run inside; torch would run the functions themselves instead."""
+        return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._counts:
+            return func(*args, **kwargs)
+        if func in _HOST_READS:
+            self.step.host_reads.append(func.overloadpacket.__name__)
+            if func is aten._local_scalar_dense.default:
+                return _ANY_NUMBER
+        found = func(*args, **kwargs)
+        if func.namespace == "aten" and (kernel := kernel_of(func, args, kwargs, found)) is not None:
+            self.step.kernels.append(kernel)
+        return found
+
+
+_HOST_READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,
+               aten.masked_select.default)
+_ANY_NUMBER = 1.0
+_FLASH = (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward)
+_RESERVES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_WRITES_ONLY = {"copy_", "zero_", "fill_"}
+_PICKS = {
+    "embedding": lambda args, found: (_bytes(args[1]) + _bytes(found), _bytes(found)),
+    "gather": lambda args, found: (_bytes(args[2]) + _bytes(found), _bytes(found)),
+    "index_put_": lambda args, found: (_bytes(args[1]) + _bytes(args[2]), _bytes(args[2])),
+}
+"""Bytes read and written of operators that touch what an index names, and not the whole tensor."""
+
+
+def kernel_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> Kernel | None:
+    """The kernel that a call of an operator with this result is; None where it is none."""
+    name = func.overloadpacket.__name__
+    if name in _RESERVES:
+        return None
+    read = written = 0
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        written += _bytes(value) * changed
+        if not argument.is_out and not (changed and name in _WRITES_ONLY):
+            read += _bytes(value)
+    if not written:
+        if _storages(found) <= _storages((args, kwargs)):
+            return None
+        written = _bytes(found)
+    if name in _PICKS:
+        read, written = _PICKS[name](args, found)
+    return Kernel(name, read, written, *products_of(func, args, kwargs, found))
+
+
+def products_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> tuple[float, bool]:
+    """The FLOPs of an operator's matrix products, and whether they are a flash attention kernel's."""
+    count = flop_registry.get(func.overloadpacket)
+    flops = count(*args, **kwargs, out_val=found) if count else 0.0
+    attention = func.overloadpacket in _FLASH
+    return flops / 2 if attention else flops, attention
+
+
+def _bytes(values: Any) -> int:
+    return sum(value.numel() * value.element_size() for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _storages(values: Any) -> set[int]:
+    return {value.untyped_storage()._cdata for value in tree_leaves(values) if isinstance(value, Tensor)}
+
+
+# The program, on fake tensors.
+def count_eager(plan: RunPlan) -> Step:
+    """Count the second optimizer step of a plan's program; the first one makes the moments."""
+    with fake_engine(plan) as engine:
+        samples = fake_samples(plan)
+        take_step(engine, samples)
+        with Counter() as counter:
+            take_step(engine, samples)
+    return counter.step
+
+
+def plan_of(words: Sequence[str]) -> RunPlan:
+    """The plan of a command line of `ezpz_llm.train` for one rank on a GPU.
+
+    Raises:
+        UserError: as there, or a precision whose attention is not the flash kernel.
+    """
+    plan = plan_run(parse(words), 1, device="cuda")
+    if plan.resolved.precision not in ("bf16", "fp16"):
+        raise UserError(f"in {plan.resolved.precision} attention is not the flash kernel that is counted here",
+                        where="--precision", instead="--precision bf16")
+    return plan
+
+
+@contextmanager
+def fake_engine(plan: RunPlan) -> Iterator[Engine]:
+    """The engine of a plan on one rank, with fake tensors and a GPU's branches inside."""
+    dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
+                RunDir(Path("unused")))
+    with (device_branches(), FakeTensorMode(), mock.patch.object(build, "give_storage", _give_fake_storage),
+          mock.patch.object(build, "init_weights")):
+        yield make_engine(plan, dist)
+
+
+def fake_samples(plan: RunPlan) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and targets, (B, T), of each micro batch of a step; to be made within `fake_engine`."""
+    batch = plan.resolved.batch
+    one = torch.empty(batch.micro_batch, plan.model.block_size, dtype=torch.long)
+    return [(one, one)] * batch.accumulation
+
+
+def take_step(engine: Engine, samples: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """One optimizer step."""
+    engine.train_step(samples, 1e-4, lambda phase: nullcontext())
+
+
+def _give_fake_storage(model: nn.Module) -> None:
+    """In the place of a move from the meta device, which torch refuses for fake parameters."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
+    model._tie()
+    model.to = lambda device: model  # they are where they belong
+
+
+@contextmanager
+def device_branches() -> Iterator[None]:
+    """Let the model's code take the branches of a GPU on tensors that say they are on the CPU.
+
+    It asks by comparing a device's type with "cpu": in its functions that word becomes one that no device has.
+    """
+    functions = {function: function.__code__ for function in _functions("ezpz_llm.model.")}
+    for function, code in functions.items():
+        function.__code__ = _without_cpu(code)
+    try:
+        with (mock.patch.dict(loss._ELEMENTS, clear=True),
+              mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash_attention)):
+            yield
+    finally:
+        for function, code in functions.items():
+            function.__code__ = code
+
+
+def _functions(prefix: str) -> Iterator[FunctionType]:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(prefix):
+            own = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
+            own += [value for kind in own if isinstance(kind, type) for value in vars(kind).values()]
+            functions = (getattr(value, "__func__", value) for value in own)  # static methods
+            yield from {function for function in functions if isinstance(function, FunctionType)}
+
+
+def _without_cpu(code: CodeType) -> CodeType:
+    return code.replace(co_consts=tuple(
+        "not the cpu" if value == "cpu" else _without_cpu(value) if isinstance(value, CodeType) else value
+        for value in code.co_consts))
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout_p: float,
+                     enable_gqa: bool) -> Tensor:
+    """What torch's scaled_dot_product_attention calls on a GPU; the kernel takes grouped keys as they are."""
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
