@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.rundir import write_json
 
 
@@ -41,12 +42,14 @@ GROUND = ("--ds-config", "ddp", "--corpus", "stdlib", "--tokenizer", "bytes", "-
 RUNGS = (
     Rung("fp32", ()),
     Rung("tf32", ("--precision", "tf32")),
-    Rung("bf16 autocast", ("--precision", "bf16")),
+    Rung("bf16 autocast", ("--precision", "bf16_autocast")),
     Rung("compiled blocks", ("--compile", "true")),
     Rung("fused attention", ("--attention", "auto")),
     Rung("rows to a multiple of 128", ("--vocab-multiple", "128")),
     Rung("fused AdamW, clipping", ("--optimizer", "adamw", "--grad-clip", "1")),
     Rung("chunked loss", ("--loss-chunk", "null")),
+    Rung("bf16 parameters", ("--precision", "bf16"), alone=True),
+    Rung("fp32 on top", ("--precision", "fp32"), alone=True),
     Rung("without compilation", ("--compile", "false"), alone=True),
     Rung("FlashAttention-3", ("--attention", "flash3"), alone=True),
     Rung("z-loss", ("--z-loss", "1e-4"), alone=True),
@@ -120,7 +123,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
             processors.append(time.process_time() - processor)
             losses.append(loss.item())
         tokens = plan.tokens_per_step
-        peak = peak_flops(device, plan.resolved.precision)
+        peak = peak_flops(device, RECIPES[plan.resolved.precision].products)
         result = {"tokens": tokens, "wall_s": walls[SKIP:], "cpu_s": processors[SKIP:],
                   "first_steps_s": walls[:SKIP], "losses": losses, "flops": flops_per_token(plan.model) * tokens,
                   "peak_flops": peak.flops if peak else None, "environment": run_environment(dist)}

@@ -3,7 +3,7 @@
     python3 benchmarks/record.py NAME [PYTEST ARGUMENTS]
 
 Without a name it lists them. A test only compares or asserts; here it gets the fixture `recording`, which lets it
-write. Most need root and what docs/testing.md says of simulated nodes.
+write. Most need root and what docs/evidence/testing.md says of simulated nodes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ RECORDS = {
                        "tests/explain/test_explain_run.py"),
     "deepspeed-keys": ("ezpz_llm/layout/deepspeed_keys.json", *ALL, "-k", "table_of_keys",
                        "tests/layout/test_ds_config.py"),
-    "faults": ("docs/faults.md", *ALL, "tests/launch/test_cluster_faults.py"),
+    "faults": ("docs/evidence/faults.md", *ALL, "tests/launch/test_cluster_faults.py"),
     "foreign-scripts": ("benchmarks/results/foreign_scripts.json", *ALL, "-k", "test_a_script_of",
                         "tests/launch/test_foreign_scripts.py"),
     "kills": ("benchmarks/results/kills.json", "-m", "slow", "tests/checkpoint/test_checkpoint_kills.py"),
-    "layout-links": ("benchmarks/results/layout_links.json and docs/traffic.md", "-m", "slow",
+    "layout-links": ("benchmarks/results/layout_links.json and docs/evidence/traffic.md", "-m", "slow",
                      "tests/observe/test_traffic_layouts.py"),
-    "layouts-page": ("the outputs in docs/layouts_command.md", *ALL, "-k", "page",
+    "layouts-page": ("the outputs in docs/reference/layouts_command.md", *ALL, "-k", "page",
                      "tests/layout/test_layouts_command.py"),
+    "planted-failures": ("docs/evidence/planted_failures.md and the second score in"
+                         " benchmarks/results/blind_failures.json", *ALL, "tests/launch/test_planted_failures.py"),
     "resume-matrix": ("benchmarks/results/resume_matrix.json", "-m", "slow",
                       "tests/checkpoint/test_checkpoint_layouts.py"),
     "scaling-links": ("benchmarks/results/scaling_links.json", "-m", "slow", "-k", "bandwidth",

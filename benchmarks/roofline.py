@@ -105,7 +105,7 @@ def by_operator(step: Step, device: Device) -> list[dict[str, Any]]:
 
 def measure(words: Sequence[str]) -> dict[str, Any]:
     """Count one work and bound it on every device."""
-    plan = plan_of(words)
+    plan = plan_of([*words, "--compile", "false"])
     model_flops = flops_per_token(plan.model) * plan.tokens_per_step
     steps = {"eager": count_eager(plan), "compiled": count_compiled(plan_of([*words, "--compile", "true"]))}
     return {"options": list(words), "model_flops": model_flops,
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("options", nargs="*", help="of ezpz_llm.train, for every work; after --")
     args = parser.parse_args()
-    words = ("--ds-config", "ddp", "--precision", "bf16", *args.options)
+    words = ("--ds-config", "ddp", "--precision", "bf16_autocast", *args.options)
     result = {
         "command": "python3 benchmarks/roofline.py " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),

@@ -38,7 +38,8 @@ from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model import loss
+from ezpz_llm.layout.precision_recipes import RECIPES
+from ezpz_llm.model import loss, loss_chunk
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, plan_run
@@ -108,6 +109,8 @@ class Counter(TorchDispatchMode):
 _HOST_READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,
                aten.masked_select.default)
 _ANY_NUMBER = 1.0
+_MEMORY = 80 * 10 ** 9
+"""Of the device, by which the loss chooses its chunks; with more they are no larger."""
 _FLASH = (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward)
 _RESERVES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _WRITES_ONLY = {"copy_", "zero_", "fill_"}
@@ -174,9 +177,9 @@ def plan_of(words: Sequence[str]) -> RunPlan:
         UserError: as there, or a precision whose attention is not the flash kernel.
     """
     plan = plan_run(parse(words), 1, device="cuda")
-    if plan.resolved.precision not in ("bf16", "fp16"):
+    if not RECIPES[plan.resolved.precision].is_half:
         raise UserError(f"in {plan.resolved.precision} attention is not the flash kernel that is counted here",
-                        where="--precision", instead="--precision bf16")
+                        where="--precision", instead="--precision bf16_autocast")
     return plan
 
 
@@ -186,7 +189,7 @@ def fake_engine(plan: RunPlan) -> Iterator[Engine]:
     dist = Dist(RankInfo(0, 1, 0, 1, 0, "benchmark"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
                 RunDir(Path("unused")))
     with (device_branches(), FakeTensorMode(), mock.patch.object(build, "give_storage", _give_fake_storage),
-          mock.patch.object(build, "init_weights")):
+          mock.patch.object(build, "load_values")):
         yield make_engine(plan, dist)
 
 
@@ -222,7 +225,7 @@ def device_branches() -> Iterator[None]:
     for function, code in functions.items():
         function.__code__ = _without_cpu(code)
     try:
-        with (mock.patch.dict(loss._ELEMENTS, clear=True),
+        with (mock.patch.object(loss, "most_logits_on", return_value=loss_chunk.most_logits("cuda", _MEMORY)),
               mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash_attention)):
             yield
     finally:

@@ -1,3 +1,30 @@
-"""Launch, train, check and measure GPT training under DeepSpeed on any HPC reservation, or none."""
+"""Launch, train, check and measure GPT training under DeepSpeed on any HPC reservation, or none.
+
+The names below are the public library, for training scripts of one's own (docs/use/library.md). Importing it
+imports no torch: a name is loaded where it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ezpz_llm.base import UserError
+    from ezpz_llm.library.hugging_face import trainer_callback
+    from ezpz_llm.library.run import Run, finish, phase, record, setup
+    from ezpz_llm.library.target import Target
+    from ezpz_llm.library.wrapping import Wrapped, load_checkpoint, save_checkpoint, wrap
 
 __version__ = "0.1.0"
+__all__ = ["Run", "Target", "UserError", "Wrapped", "__version__", "finish", "load_checkpoint", "phase", "record",
+           "save_checkpoint", "setup", "trainer_callback", "wrap"]
+
+_PLACES = {"UserError": "base", "Target": "library.target", "trainer_callback": "library.hugging_face",
+           **dict.fromkeys(("Run", "finish", "phase", "record", "setup"), "library.run"),
+           **dict.fromkeys(("Wrapped", "load_checkpoint", "save_checkpoint", "wrap"), "library.wrapping")}
+
+
+def __getattr__(name: str) -> Any:
+    from ezpz_llm.base import lazy  # here, since each of launch's small processes imports this module
+
+    return lazy(__name__, _PLACES)(name)

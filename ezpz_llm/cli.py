@@ -6,12 +6,25 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import run_command, unknown, version_text
+from ezpz_llm.base import UserError, run_command, unknown, version_text
+from ezpz_llm.base.parser import examples, help_width
 
 _PACKAGE = Path(__file__).parent
+_GROUPS = {
+    "Run": ("launch", "train", "submit"),
+    "Prepare a run": ("doctor", "preflight", "test_dist", "data", "layouts", "plan"),
+    "Follow a run, and find out why it is slow or has ended": ("watch", "why", "report", "explain"),
+    "Use what it made": ("generate", "evaluate", "checkpoint"),
+    "Compare and prove": ("scale", "certify"),
+    "Your shell": ("completion",),
+}
+"""Commands by what one wants to do."""
+_MEANT = dict.fromkeys(("status", "tail", "follow"), "watch")
+"""What other programs call a command."""
 
 
 def launch() -> int:
@@ -35,6 +48,8 @@ def _dispatch(argv: Sequence[str]) -> int | None:
         return 0
     commands = find_commands()
     name = argv[0].replace("-", "_")
+    if name in _MEANT:
+        raise UserError(f"unknown command {argv[0]!r}", where="ezpz-llm", instead=f"ezpz-llm {_MEANT[name]}")
     if name not in commands:
         raise unknown("command", argv[0], commands, where="ezpz-llm")
     sys.argv = [f"ezpz-llm {name}", *argv[1:]]
@@ -60,8 +75,19 @@ def _defines_main(path: Path) -> bool:
 
 
 def _help() -> str:
-    lines = ["usage: ezpz-llm COMMAND …     (each has --help)", "       ezpz-llm --version", ""]
-    for name, path in find_commands().items():
-        summary = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-        lines.append(f"  {name:<10}  {summary}")
-    return "\n".join(lines)
+    commands = find_commands()
+    grouped = {name for names in _GROUPS.values() for name in names}
+    others = tuple(name for name in commands if name not in grouped)
+    lines = ["usage: ezpz-llm COMMAND …     (each has --help, with examples)", "       ezpz-llm --version"]
+    for title, names in {**_GROUPS, "Other commands": others}.items():
+        lines += ["", title] if names else []
+        lines += [textwrap.fill(f"  {name:<10}  {_summary(commands[name])}", help_width(), break_on_hyphens=False,
+                                subsequent_indent=" " * 14) for name in names if name in commands]
+    return "\n".join([*lines, "", examples((
+        "launch -n 2 python3 -m ezpz_llm.train  a first run; `launch` is also a command of its own",
+        "ezpz-llm report  its curves"))])
+
+
+def _summary(path: Path) -> str:
+    """The first line of a command's docstring; nothing is imported."""
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
 import re
 from collections.abc import Callable, Sequence
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.base import run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.cli import find_commands, module_of
 from ezpz_llm.layout.ds_config import names
 from ezpz_llm.model.config import MODELS
@@ -53,7 +53,10 @@ _ZSH = "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && b
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="ezpz-llm completion", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("completion", description=__doc__, shown=(
+        'eval "$(ezpz-llm completion bash)"',
+        "ezpz-llm completion zsh >> ~/.zshrc",
+        "ezpz-llm completion fish > ~/.config/fish/completions/ezpz-llm.fish"))
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to complete in")
     shell = parser.parse_args(list(argv)).shell
     script = _fish(*collect()) if shell == "fish" else _bash(*collect())
@@ -79,8 +82,12 @@ def collect() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def _help(run: Callable[[Sequence[str]], object], *words: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
-        run([*words, "--help"])
+    """The help page with all options: `--help-all` where --help names it."""
+    text = io.StringIO()
+    for option in ("--help", "--help-all"):
+        if option == "--help" or option in text.getvalue():
+            with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+                run([*words, option])
     return text.getvalue()
 
 

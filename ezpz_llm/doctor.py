@@ -5,20 +5,21 @@ Exit code 0: nothing is bad. 1: something is, or a build failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections import Counter
 from collections.abc import Sequence
 
-from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.layout.ops import OPS
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="ezpz-llm doctor", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser("doctor", description=__doc__, shown=(
+        "ezpz-llm doctor",
+        "ezpz-llm doctor --build-ops cpu_adam  compile it now, not in the first run"))
     parser.add_argument("--build-ops", nargs="*", metavar="OP",
                         help=f"compile these ops into the cache (default: all that layouts need: {', '.join(OPS)})")
     parser.add_argument("--json", action="store_true", help="print the lines as JSON")

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
 from ezpz_llm.hf.tokenizer import given_warning, tokenizer_of
@@ -41,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.generate", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("generate", description=__doc__, shown=(
+        'ezpz-llm generate runs/gpt2 --prompt "import "',
+        "launch -n 2 python3 -m ezpz_llm.generate runs/gpt2 --ds-config tp2  on two ranks"))
     add_arguments(parser, batch=4)
     parser.add_argument("--prompt", default="Hello, I'm a language model,", metavar="TEXT",
                         help="where the text starts (%(default)s)")

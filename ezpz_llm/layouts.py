@@ -7,7 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.layout.listing import (
     as_json,
     check_world,
@@ -17,20 +18,30 @@ from ezpz_llm.layout.listing import (
     purposes,
     purposes_text,
 )
-from ezpz_llm.model.config import MODELS, get_model_config
+from ezpz_llm.layout.recommend import choices, choices_text, recommendation
+from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="ezpz-llm layouts", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("layouts", description=__doc__, shown=(
+        "ezpz-llm layouts  the names",
+        "ezpz-llm layouts --world 64 --model llama3-8b --memory 80  which one to take on 80 GB devices",
+        "ezpz-llm layouts --world 64 --model llama3-8b  what is legal there, and its memory"))
     parser.add_argument("--world", type=int, metavar="N", help="list what is legal on so many ranks")
     parser.add_argument("--model", default="tiny-gpt2", metavar="NAME",
                         help=f"the model to divide: {', '.join(MODELS)} (%(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="say which TP groups would cross nodes")
+    parser.add_argument("--memory", type=float, metavar="GB",
+                        help="what a device has: count activations, too, sort by what to try first, recommend one")
+    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N",
+                        help="sequences at once, for activations (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print it as JSON, in bytes")
     options = parser.parse_args(argv)
     check_world(options.world, options.ranks_per_node)
     model = get_model_config(options.model)
+    if options.memory is not None:
+        return _recommend(options, model)
     if options.world is None:
         print(json.dumps(purposes(), indent=2) if options.json else purposes_text(purposes()))
         return 0
@@ -39,6 +50,21 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(as_json(options.model, options.world, *found, options.ranks_per_node), indent=2))
     else:
         print(legal_text(options.model, options.world, *found, options.ranks_per_node, rich=sys.stdout.isatty()))
+    return 0
+
+
+def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
+    if options.world is None or options.json:
+        raise UserError("--memory takes --world, and prints text", instead="--world 64 --memory 80")
+    if not 0 < options.memory < 1e6 or options.micro_batch_size < 1:
+        raise UserError(f"{options.memory:g} GB and {options.micro_batch_size} sequences",
+                        where="--memory, --micro-batch-size", instead="--memory 80 --micro-batch-size 4")
+    memory = options.memory * 1e9
+    found = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
+    print(choices_text(found, memory, f"{options.model} on {options.world} ranks, GB a device with "
+                       f"{options.micro_batch_size} sequences at once", rich=sys.stdout.isatty()))
+    print(recommendation(found, memory, f"launch python3 -m ezpz_llm.train --model {options.model} "
+                         f"--micro-batch-size {options.micro_batch_size}"))
     return 0
 
 

@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.check.server import Place, rendezvous_point, secret_of
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -20,8 +21,9 @@ LIMIT_S = 60.0
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="preflight", allow_abbrev=False, description=__doc__,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser("preflight", description=__doc__, shown=(
+        "launch python3 -m ezpz_llm.preflight",
+        "launch --preflight python3 -m ezpz_llm.train  the same, and then the run"))
     made.add_argument("--limit", type=float, default=LIMIT_S, metavar="S",
                       help="seconds until the report, whatever hangs (%(default)g)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.base import run_command
 
 
 def main(argv: Sequence[str]) -> int:
-    """`scale …` makes a study; `scale report` and `scale compare` say what studies have come to."""
+    """`scale …` makes a study; `scale report`, `compare` and `paper` say what studies have come to."""
+    if argv and argv[0] == "paper":
+        from ezpz_llm.scaling.paper import main as paper
+
+        return paper(argv[1:])
     if argv and argv[0] in ("report", "compare"):
         from ezpz_llm.scaling.reporting import compare_main, report_main
 

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base import UserError, run_command
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
-from ezpz_llm.trainer.check_report import account, remarks, warning
+from ezpz_llm.trainer.check_report import explain_plan, remarks, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
-from ezpz_llm.trainer.resume import find_beginning
+from ezpz_llm.trainer.resume import find_resume_point
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,17 +55,17 @@ def _check(options: Options) -> CheckReport:
     Raises:
         UserError: the run cannot start.
     """
-    begins = find_beginning(options)
-    if begins.complete:
-        return CheckReport(explanation=begins.complete)
-    options = begins.options
+    point = find_resume_point(options)
+    if point.complete:
+        return CheckReport(explanation=point.complete)
+    options = point.options
     places = read_places(os.environ)
-    plan = check_run(options, options.world_size or 1, _device(places), puts_aside=begins.puts_aside)
+    plan = check_run(options, options.world_size or 1, _device(places), puts_aside=point.puts_aside)
     resolved, batch = plan.resolved, plan.resolved.batch
     warnings = (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan)),
                 *(f"note: {note}" for note in options.notes))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
-                       batch.accumulation, account(plan, places), tuple(filter(None, warnings)))
+                       batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
 
 
 def _device(places: Places) -> str | None:

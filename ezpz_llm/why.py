@@ -1,4 +1,4 @@
-"""Say why a run ended, or what a run that goes on is waiting for."""
+"""Say why a run ended, or what a running one is waiting for."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, run_command, show
-from ezpz_llm.base.private import open_private
+from ezpz_llm.base import UserError, open_private, run_command, show
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
-from ezpz_llm.launch.failures.postmortem import account, tail_text
+from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.liveness import Live, as_details, as_lines, look, who_is_silent
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir, newest_run, read_record
+from ezpz_llm.rundir import RunDir, newest_run, own_record, read_record
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
@@ -54,12 +54,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ezpz-llm why", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("why", description=__doc__, shown=(
+        "ezpz-llm why  the newest run",
+        "ezpz-llm why runs/gpt2 --stacks 0  where rank 0 of a run that hangs is"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
                         help="the run (default: the newest in runs/)")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--stacks", metavar="RANKS", type=_ranks, default=set(),
-                        help="of a run that goes on, show what these ranks do: 0,4-7 (default: silent ones)")
+                        help="of a run in progress, show what these ranks do: 0,4-7 (default: silent ones)")
     parser.add_argument("--logs", metavar="RANKS", type=_ranks, default=set(),
                         help="above 256 ranks, have the logs of these copied to the run directory when they end")
     parser.add_argument("--silent-after", metavar="S", type=float, default=_SILENT_AFTER_S,
@@ -112,7 +114,7 @@ def _over(run_dir: RunDir, record: dict, as_json: bool) -> int:
         show(json.dumps({"state": "not started", **ended}, indent=2) if as_json else
              f"{run_dir.path}: nothing was started: {ended['cause']} (code {ended['code']})")
         return 0
-    told = account(run_dir, facts_from(record, _last_sign(run_dir)))
+    told = postmortem_of(run_dir, facts_from(record, _last_sign(run_dir)))
     unknown = record.get("exit") is None
     if as_json:
         show(json.dumps({"state": "launch was killed" if unknown else "ended", "code": told.code,
@@ -152,8 +154,11 @@ def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Names
         return 0
     show(f"{run_dir.path}: running for {time.time() - record['launch']['started']:.0f} s")
     silent = [who_is_silent(live.silent)] if live.silent else []
-    for line in (*as_lines(live), *locks_of(record["launch"]["env"]), *silent):
+    # What is to be removed a run of another user does not say.
+    own = (own_record(run_dir) or {}).get("launch") or {}
+    for line in (*as_lines(live), *locks_of(own.get("env") or {}), *silent):
         show(f"  {line}")
+    show(f"  to follow it: ezpz-llm watch {run_dir.path}")
     for rank in wanted:
         if rank not in stacks:
             show(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")

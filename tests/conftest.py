@@ -1,4 +1,5 @@
-"""Simulated clusters for tests, started when the first test wants one; and an environment that stays clean."""
+"""Simulated clusters and a browser for tests, started when the first test wants one; and an environment that stays
+clean."""
 
 from __future__ import annotations
 
@@ -7,12 +8,18 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from browser import Browser, find_browser
 from forked_ranks import Server
 from simcluster.cluster import Cluster, missing
 from strangers import Strangers, two_users
 
 # pytest rewrites every assertion, for half of the seconds of a collection, unless it may keep what it made of them.
 sys.dont_write_bytecode = False
+# Tests run side by side: threads that spin while another test has their core made some ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What tests start keeps bytecode, too: else each of some thousand processes compiles the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _SETTLED = ("cluster", "gpu_cluster", "host_cluster")
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "EZPZ_LLM_RUN_DIR")
@@ -23,6 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in _FIXTURES for name in getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
+        if item.get_closest_marker("slow"):
+            # One parameter of a test that is full otherwise: -m full would select it, too.
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "full"]
 
 
 def _started(factory: pytest.TempPathFactory, **settings: object) -> Iterator[Cluster]:
@@ -30,6 +40,16 @@ def _started(factory: pytest.TempPathFactory, **settings: object) -> Iterator[Cl
         pytest.skip(why)
     with Cluster(factory.mktemp("cluster") / "sim", **settings) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser without a window, in which tests open pages."""
+    if (program := find_browser()) is None:
+        pytest.skip("no browser is installed (chromium)")
+    found = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,11 @@ from typing import Any
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.model.parameters import flops_per_token
+from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import start
-from ezpz_llm.trainer.session import WallClock
 from peers.collectives import apart
 from peers.data import SHARDS
 from peers.task import Clock, Task
@@ -42,7 +42,8 @@ def options(task: Task) -> list[str]:
     values = {
         "--model": model, "--n-layer": task.n_layer, "--n-head": task.n_head, "--n-embd": task.n_embd,
         "--block-size": task.block_size, "--bias": "true", "--dropout": 0, "--corpus": Path(task.data) / SHARDS,
-        "--ds-config": task.layout, "--precision": task.precision, "--compile": str(task.compile).lower(),
+        "--ds-config": task.layout, "--compile": str(task.compile).lower(),
+        "--precision": "bf16_autocast" if task.precision == "bf16" else task.precision,
         "--global-batch-size": task.global_batch, "--gradient-accumulation-steps": 1, "--steps": task.steps,
         "--lr": task.lr, "--warmup-steps": task.warmup_steps, "--beta2": 0.95, "--weight-decay": 0.1,
         "--eval-every": 0, "--eval-tokens": task.eval_windows * task.block_size, "--sample-tokens": 0,

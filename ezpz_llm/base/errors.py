@@ -1,5 +1,5 @@
-"""How a command tells its user what went wrong: what was found, where, and what to type instead; and how a process
-ends whose process groups must not be waited for.
+"""Errors of a user as messages: what was found, where, and what to type instead; and the end of a process whose
+process groups must not be waited for.
 
 Every room may import this module; it imports the standard library alone, our version, and what cleans text.
 """

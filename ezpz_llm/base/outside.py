@@ -6,6 +6,8 @@ fault is one `UserError` with the file. `ezpz_llm.base.schema` turns what was re
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ezpz_llm.base.errors import UserError
 
@@ -38,6 +40,26 @@ MOST_YAML_NODES = 100_000
 
 class NoFile(UserError):
     """There is no such file."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, open for reading: what is read part by part, of any length.
+
+    Raises:
+        NoFile: there is none.
+        UserError: it cannot be read, or is a pipe or a device, which could make its reader wait or have no end.
+    """
+    return io.BufferedReader(_Ready(_open(path), "rb"))
+
+
+class _Ready(io.FileIO):
+    """A file that is read without waiting. What calls itself regular and has nothing yet (/proc/kmsg) is an error:
+    Python's own returns None, which no reader looks for."""
+
+    def readinto(self, buffer: Any) -> int:
+        if (count := super().readinto(buffer)) is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return count
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -93,7 +115,7 @@ def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[di
     """
     import orjson  # a quarter of the time of Python's own, for files of a million lines
 
-    with os.fdopen(_open(path), "rb") as file:
+    with open_regular(path) as file:
         try:
             for number, line in enumerate(iter(lambda: file.readline(most_line + 1), b""), 1):
                 if len(line) > most_line:
@@ -429,15 +451,16 @@ def _size(count: int) -> str:
 
 
 # What the system and other programs say, which may be gone at any time: never an error.
-def system_text(path: str | Path, last: int | None = None, most: int = -1, errors: str = "replace") -> str:
-    """The text of a file such as those of /proc and /sys, its `last` bytes, or `most` of its bytes; empty where it
-    cannot be read."""
+def system_text(path: str | Path, last: int | None = None, most: int = MOST_BYTES, errors: str = "replace") -> str:
+    """The text of a file such as those of /proc and /sys, or a log: its `last` bytes, or `most` of its bytes; empty
+    where it cannot be read, or is no regular file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(Path(path)) as file:
             if last is not None:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+                most = last
             return file.read(most).decode(errors=errors)
-    except OSError:
+    except (OSError, UserError):
         return ""
 
 

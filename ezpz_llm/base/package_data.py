@@ -1,4 +1,4 @@
-"""Where the project's own data files are, the one cache outside the run directory, what other packages are and add.
+"""Data files of the project, the one cache outside the run directory, and other packages: versions, entry points.
 
 Data files (`ds_configs/`, `launchers/`, `jobs/`) lie at the repository root in an editable install and under
 `ezpz_llm/_data` in a wheel. The cache holds the virtual environment, token shards, tokenizer files,

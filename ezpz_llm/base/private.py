@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import MOST_BYTES, parse_json
+from ezpz_llm.base.outside import MOST_BYTES, open_regular, parse_json
 from ezpz_llm.base.schema import as_dataclass
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -210,6 +210,31 @@ def is_out_of_reach(parent: Path) -> bool:
         if found.st_uid not in trusted or (found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX):
             return False
     return True
+
+
+def is_own(path: Path, or_roots: bool = False) -> bool:
+    """Is this file or folder our own (or root's, if `or_roots`), no link, and not for everybody to write? Only
+    then is anything done that another could have written there."""
+    try:
+        found = path.lstat()
+    except (OSError, ValueError):  # a ValueError where the path holds a NUL
+        return False
+    return (found.st_uid in ({os.geteuid(), 0} if or_roots else {os.geteuid()})
+            and not found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode))
+
+
+def read_own(path: Path, most: int = MOST_BYTES) -> bytes | None:
+    """What a file holds that is our own and not for everybody to write; None for another one. Owner and content are
+    of one descriptor: a link or a folder that is exchanged in between brings nothing else in.
+
+    Raises:
+        UserError: there is none, or it cannot be read (`outside.open_regular`).
+    """
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+            return None
+        return file.read(most)
 
 
 def _open(path: Path) -> int:

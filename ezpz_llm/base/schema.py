@@ -24,6 +24,8 @@ LONGEST_HOST = 255
 """Characters of a host's name: DNS has at most 253."""
 MOST_STEPS = 10**9
 MOST_TOKENS = 10**15
+MOST_IDS = 2**24
+"""Tokens of a vocabulary; the largest known has 262,144."""
 MOST_REPEATS = 1000
 """Runs of one point of a study, and jobs of a chain."""
 LAST_SECOND = 253_402_300_799

@@ -8,9 +8,10 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base import UserError, read_json, run_command
 from ezpz_llm.certify.cases import Work, parser, plan
-from ezpz_llm.certify.lead import lead, results
+from ezpz_llm.certify.lead import lead, refusal, results
+from ezpz_llm.certify.recheck import compare, read_certificate
 from ezpz_llm.certify.report import conclude
 from ezpz_llm.launch.ranks import ALONE, find_rank
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir
@@ -20,10 +21,18 @@ def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code: 0 only if everything is the same maths."""
     options = parser().parse_args(argv)
     if options.check:
-        plan(options, options.world_size)
+        if options.recheck is None:
+            plan(options, options.world_size)
+        else:
+            read_certificate(options.recheck)
         return 0
     began = time.perf_counter()
     info = find_rank(os.environ)
+    if options.recheck is not None:
+        if info.source != ALONE:
+            raise UserError("a certificate is re-checked by one process, which starts the ranks", where="--recheck",
+                            instead="ezpz-llm certify --recheck FILE.json, without launch")
+        return _recheck(options, began)
     if info.source != ALONE or RUN_DIR_VARIABLE in os.environ:
         work = plan(options, info.world_size)
         from ezpz_llm.certify.worker import follow
@@ -34,12 +43,24 @@ def main(argv: Sequence[str]) -> int:
 
 def _lead(work: Work, options: Namespace, argv: Sequence[str], began: float) -> int:
     run_dir = RunDir((options.run_dir or default_run_dir("certify").path).absolute()).create()
-    if results(run_dir.path):
+    if results(run_dir.path) or refusal(run_dir.path):
         raise UserError("the run directory holds another certify's results", where=str(run_dir.path),
                         instead="another --run-dir")
     signal.signal(signal.SIGTERM, _end)
     environment = lead(work, run_dir.path)
     return conclude(work, options, argv, began, run_dir, environment)
+
+
+def _recheck(options: Namespace, began: float) -> int:
+    """Run a certificate's command again: 0 if it holds here."""
+    certificate = read_certificate(options.recheck)
+    again = parser().parse_args(certificate.words)
+    run_dir = again.run_dir = (options.run_dir or default_run_dir("recheck").path).absolute()
+    again.json, again.write_docs = options.json, False
+    _lead(plan(again), again, certificate.words, began)
+    holds, said = compare(certificate, read_json(run_dir / "certify.json"))
+    print(said, flush=True)
+    return 0 if holds else 1
 
 
 def _end(number: int, frame: object) -> None:

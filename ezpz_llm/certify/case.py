@@ -15,11 +15,14 @@ import torch
 from ezpz_llm import checkpoint
 from ezpz_llm.certify import recipe, verdict
 from ezpz_llm.certify.cases import Case, resolve_case
+from ezpz_llm.certify.copies import copies_apart
 from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.paths import one_process_with
 from ezpz_llm.certify.reference import (
     Reference,
     Trajectory,
     compare,
+    counted,
     make_engine,
     own_rows,
     read_reference,
@@ -36,6 +39,7 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.knobs import KNOBS
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import held_parameters, memory_per_rank
+from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, RECIPES, GradientDtypes
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
@@ -53,6 +57,8 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     Returns:
         The case with its numbers, `failures` (what failed, a sentence each) and `passed`.
     """
+    if case.fault and find_fault(case.fault).shared:
+        return one_process_with(case, dist)
     began = time.perf_counter()
     config, resolved = recipe.model_config(case.model), resolve_case(case, dist.device.type)
     layout = resolved.layout
@@ -61,8 +67,17 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
     seed = seed_checkpoint(root, case.model, case.dtype, steps)
     ours, watch = _run(case, config, resolved, dist, reference, seed, steps)
     release(dist.device)
-    found = verdict.findings(ours, _theirs(reference), config.n_layer, case.dtype)
-    failures = verdict.failures(found)
+    theirs = numbers_of(reference, config)
+    found = {**verdict.findings(ours, theirs, config.n_layer, case.dtype),
+             "format": formats(resolved, config, case.world, watch)}
+    return {**result_of(case, found, verdict.failures(found), ours, theirs, reference),
+            "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
+            **computed(resolved, config, case.world), "seconds": time.perf_counter() - began}
+
+
+def result_of(case: Case, found: dict[str, list[verdict.Finding]], failures: list[str], ours: verdict.Numbers,
+              theirs: verdict.Numbers, reference: Reference) -> dict[str, Any]:
+    """The case with its verdict and what was compared."""
     return {
         **asdict(case), "passed": not failures, "failures": failures,
         "kinds": [kind for kind, entries in found.items() if any(one.failed for one in entries)],
@@ -70,27 +85,24 @@ def certify_case(case: Case, root: Path, steps: int, dist: Dist) -> dict[str, An
         "norms": [ranks[0] for ranks in ours["norms"]],
         "reference": {"losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
                       "noise": {"loss": reference.noise["loss"], "norm": reference.noise["norm"]},
-                      "zero_by_symmetry": reference.symmetric},
-        "batch": asdict(resolved.batch), "parameters": parameter_count(config), **watch,
-        "arithmetic": [asdict(part) for part in memory_per_rank(layout, config, case.world)],
-        "textbook": textbook(layout, config, resolved.batch),
+                      "sight": verdict.sight(theirs), "zero_by_symmetry": reference.symmetric,
+                      "one_process": reference.one_process},
         "by_parameter": {kind: {one.what: [one.value, one.bound] for one in found[kind]}
                          for kind in ("gradient", "weight")},
-        "seconds": time.perf_counter() - began,
     }
 
 
 def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, reference: Reference, seed: Path,
          steps: int) -> tuple[verdict.Numbers, dict[str, Any]]:
     fault = find_fault(case.fault) if case.fault else None
+    if fault is not None and fault.settings is not None:
+        resolved = fault.settings(resolved)
     before = live_storages()
     spoil = None if fault is None else fault.model
     engine = make_engine(config, resolved, dist,
                          None if spoil is None else lambda model: spoil(model, dist, resolved.layout))
     ours: verdict.Numbers = {"first": compare(engine, config, reference, "weight", "first", dist)}
-    # Every weight is spoilt, so that one which the checkpoint does not bring back is not overlooked.
-    for part in engine.training_state().slices():
-        part.tensors["weight"].fill_(torch.nan)
+    _spoil(engine)
     checkpoint.load(seed, engine, dist)
     if fault is not None and fault.engine is not None:
         fault.engine(engine, dist)
@@ -106,11 +118,59 @@ def _run(case: Case, config: ModelConfig, resolved: Resolved, dist: Dist, refere
     seen = train(engine, config, dist, rows, steps, around=watcher.around, span=watcher.span,
                  after_first=compare_gradients)
     ours["weight"] = compare(engine, config, reference, "weight", "weight", dist)
+    ours["copy"] = copies_apart(engine, dist)
     everyone = all_gather(dist, (seen.losses, seen.norms, watcher.counter.totals(), watcher.memory))
     ours["losses"] = [sum(losses) / len(everyone) for losses in zip(*(one[0] for one in everyone), strict=True)]
     ours["norms"] = list(zip(*(one[1] for one in everyone), strict=True))
     ours["held_out"] = seen.held_out
     return ours, {"collectives": by_ranks([one[2] for one in everyone]), "memory": [one[3] for one in everyone]}
+
+
+def computed(resolved: Resolved, config: ModelConfig, world: int) -> dict[str, Any]:
+    """What a result has that is computed, not measured: the arithmetic of memory and the textbook's traffic."""
+    precision, gradients = resolved.precision, resolved.gradients
+    return {"arithmetic": [asdict(part) for part in memory_per_rank(resolved.layout, config, world,
+                                                                    precision=precision, gradients=gradients)],
+            "textbook": textbook(resolved.layout, config, resolved.batch, precision, gradients)}
+
+
+def formats(resolved: Resolved, config: ModelConfig, world: int, watch: Mapping[str, Any]) -> list[verdict.Finding]:
+    """Whether gradients travel and are held in no fewer bytes than what was asked for takes.
+
+    In recipes with master weights, where a sum in bf16 instead of fp32 is lost in the noise of bf16's products.
+    """
+    layout, batch, gradients = resolved.layout, resolved.batch, resolved.gradients
+    if not RECIPES[resolved.precision].has_masters:
+        return []
+    expected = textbook(layout, config, batch, resolved.precision, gradients)
+    # Stages 1 and 2 are computed by stage 2's settings, which reduce in each micro-step; pipelines reduce once.
+    times = batch.accumulation if layout.zero.stage in (1, 2) and layout.pp == 1 else 1
+    by_kind: Counter[str] = Counter()
+    for name, size in expected.items():
+        by_kind[name.partition(" (")[0]] += size  # "reduce_scatter (2 ranks)" among others
+    least = by_kind["all_reduce"] + times * by_kind["reduce_scatter"]
+    sent = max(sum(one["kinds"].get(kind, {"bytes": 0})["bytes"] for kind in ("all_reduce", "reduce_scatter"))
+               for one in watch["collectives"])
+    parts = memory_per_rank(layout, config, world, precision=resolved.precision, gradients=gradients)
+    asked = sum(part.bytes for part in parts if part.kind == "gradients" and part.where == "device")
+    held = max(one["gradients"] for one in watch["memory"])
+    return [verdict.Finding(f"bytes of gradients that {what}", max(0, need - seen), 0.0, f": {seen} of {need}")
+            for what, seen, need in (("are reduced", sent, least), ("are held", held, asked))]
+
+
+@torch.no_grad()
+def _spoil(engine: Engine) -> None:
+    """Make every weight NaN, so that one which a checkpoint does not bring back is not overlooked.
+
+    The parameters that ranks compute with, too: an engine that does not copy what it has loaded into them would
+    else go on from the initial weights, which are the checkpoint's.
+    """
+    for part in engine.training_state().slices():
+        part.tensors["weight"].fill_(torch.nan)
+    for parameter in engine.module.parameters():
+        parameter.fill_(torch.nan)
+        if hasattr(parameter, "ds_tensor"):  # ZeRO-3's share, of which the parameter itself has nothing
+            parameter.ds_tensor.fill_(torch.nan)
 
 
 class _Watcher:
@@ -141,12 +201,22 @@ class _Watcher:
         return nullcontext()
 
 
-def _theirs(reference: Reference) -> verdict.Numbers:
-    names = [key.removeprefix("weight/") for key in reference.tensors if key.startswith("weight/")]
+def numbers_of(reference: Reference, config: ModelConfig | None) -> verdict.Numbers:
+    """What a reference has to be compared with; `config` is None for a module that is not ours."""
+    tensors = {key: value.double() for key, value in reference.tensors.items()}
+    names = [key.removeprefix("weight/") for key in tensors if key.startswith("weight/")]
+
+    def movement(name: str) -> float:
+        """How far the steps took a parameter, but for elements that rounding alone moves."""
+        moved = tensors[f"weight/{name}"] - tensors[f"first/{name}"]
+        mask = counted(config, name, tuple(moved.shape))
+        return (moved if mask is None else moved * mask).norm().item()
+
     return {
         "losses": reference.losses, "held_out": reference.held_out, "norms": reference.norms,
-        "noise": reference.noise, "numel": {name: reference.tensors[f"weight/{name}"].numel() for name in names},
-        **{kind: {name: reference.tensors[f"{kind}/{name}"].double().norm().item() for name in names}
+        "noise": reference.noise, "numel": {name: tensors[f"weight/{name}"].numel() for name in names},
+        "movement": {name: movement(name) for name in names},
+        **{kind: {name: tensors[f"{kind}/{name}"].norm().item() for name in names}
            for kind in ("gradient", "weight")},
     }
 
@@ -155,8 +225,11 @@ def _theirs(reference: Reference) -> verdict.Numbers:
 _FP32 = 4
 
 
-def textbook(layout: Layout, model: ModelConfig, batch: Batch) -> dict[str, int]:
-    """Bytes of the buffers of one step on the rank with most parameters, by kind, activations in fp32.
+def textbook(layout: Layout, model: ModelConfig, batch: Batch, precision: str = "fp32",
+             gradients: GradientDtypes = FP32_GRADIENTS) -> dict[str, int]:
+    """Bytes of the buffers of one step on the rank with most parameters, by kind.
+
+    Parameters and activations are fp32, but in recipes with master weights of two bytes.
 
     Gradients (Rajbhandari et al. 2020, arXiv:1910.02054): all-reduced whole; in ZeRO stages 1 and 2
     reduce-scattered, and new parameters gathered; in stage 3 (and FSDP) parameters are gathered in both passes of
@@ -166,22 +239,24 @@ def textbook(layout: Layout, model: ModelConfig, batch: Batch) -> dict[str, int]
     (Jacobs et al. 2023, arXiv:2309.14509): queries, keys, values and the product exchanged all to all in each pass.
     """
     found: Counter[str] = Counter()
-    weights = _FP32 * max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+    held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+    itemsize = 2 if RECIPES[precision].has_masters else _FP32
     peers = batch.dp_size * layout.sp
     if peers > 1:
-        volume: Mapping[str, int] = {"all_reduce": weights}
+        reduced = 2 if gradients.reduced == "bf16" else _FP32
+        volume: Mapping[str, int] = {"all_reduce": reduced * held, "all_gather": itemsize * held}
         for knob in KNOBS:
             if knob.traffic is not None:
                 volume = knob.traffic(volume, layout, batch.accumulation, peers)
         found.update(volume)
     layers = -(-model.n_layer // layout.pp)
     tokens = batch.micro_batch * batch.accumulation * (model.block_size // layout.sp)
-    activations = _FP32 * tokens * model.n_embd
+    activations = itemsize * tokens * model.n_embd
     if layout.tp > 1:
         found["all_reduce"] += (4 * layers + (2 if layout.pp == 1 else 1)) * activations
     if layout.pp > 1:
         found["send"] += activations
         found["recv"] += activations
     if layout.sp > 1:
-        found["all_to_all"] += 2 * layers * _FP32 * tokens * (2 * model.n_embd + 2 * model.kv_width)
+        found["all_to_all"] += 2 * layers * itemsize * tokens * (2 * model.q_width + 2 * model.kv_width)
     return dict(sorted(found.items()))

@@ -11,19 +11,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base import UserError, unknown
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.injected_faults import FAULTS, find_fault
+from ezpz_llm.certify.target_file import ACCUMULATION, DTYPES, LAYOUTS, TargetFile, find_target
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.layout import Layout, read_layout
+from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.model.config import MODELS
 
 _DP_SIZES = (1, 2, 4)
 _MOST_RANKS = 4
-_WORLDS = {"3d": (8,)}
-"""World sizes that the degrees of a ds_config do not say: the third dimension of 3d is data-parallel."""
+_WORLDS = {"3d": (8,), "zero3_hpz2": (4,), "fsdp2_within2": (4,)}
+"""World sizes that the degrees of a ds_config do not say: the third dimension of 3d is data-parallel, and on two
+ranks groups of two are all of them."""
+
+_ROUNDED = ("ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1", "tp2_zero3", "sp2",
+            "pp2", "pp2_tp2")
+"""One layout of each kind: what --quick certifies in bf16 too."""
+
+_NEVER_ON = "dropout, recomputation, fp16, the data reader, targets that are ignored, 3 ranks"
+"""Paths that no layout has switched on, with --quick or without."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +88,20 @@ def resolve_case(case: Case, device: str | None) -> Resolved:
                                precision=case.dtype, device=device, model=recipe.model_config(case.model)))
     if resolved.deepspeed is None:
         return resolved
-    zero = resolved.deepspeed["zero_optimization"]
-    scaled = {key: min(zero.get(key, most), most) for key, most in recipe.SCALED.items()
-              if resolved.layout.zero.stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}
-    deepspeed = {**resolved.deepspeed, "zero_optimization": {**zero, **scaled}}
+    zero = scaled_down(resolved.deepspeed["zero_optimization"], resolved.layout.zero.stage)
+    deepspeed = {**resolved.deepspeed, "zero_optimization": zero}
     if "aio" in deepspeed:
         deepspeed["aio"] = {**deepspeed["aio"], "block_size": recipe.SMALLEST_FILE}
     return replace(resolved, deepspeed=deepspeed)
+
+
+def scaled_down(zero: dict[str, Any], stage: int | None,
+                parameters: int = recipe.SCALED_FOR) -> dict[str, Any]:
+    """A block "zero_optimization" with buckets and thresholds for a small model of so many parameters."""
+    # DeepSpeed wants buckets that are a multiple of 2 (nccl_start_alignment_factor).
+    most = {key: max(2, value * parameters // recipe.SCALED_FOR // 2 * 2) for key, value in recipe.SCALED.items()}
+    return {**zero, **{key: min(zero.get(key, value), value) for key, value in most.items()
+                       if stage == 3 or (key.endswith("bucket_size") and not key.startswith("stage3"))}}
 
 
 def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
@@ -96,16 +114,38 @@ def all_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequ
 
 def quick_cases(layouts: Sequence[str], worlds: Sequence[int] | None, models: Sequence[str],
                 dtypes: Sequence[str]) -> list[Case]:
-    """Each layout once in the first precision, in its smallest world of several ranks (of those asked for, if any),
-    the models in turn; and two in the other precisions."""
+    """Each layout in its smallest world of several ranks (of those asked for, if any), the first precision and each
+    model; and one of each kind in the last precision that it has, with the first model.
+
+    That is `tiny-gpt2`: rounding moves its gradients in bf16 by a sixth of what it does to `tiny-llama`'s.
+    """
     cases = []
-    for number, layout in enumerate(layouts):
+    for layout in layouts:
         sizes = [size for size in natural_worlds(layout) if worlds is None or size in worlds] or list(worlds or ())
         world = next((size for size in sizes if size > 1), sizes[0])
-        cases.append(Case(layout, world, models[number % len(models)], dtypes[0]))
-    cases += [replace(case, model=models[-1], dtype=dtype) for case in cases if case.layout in ("zero3", "tp2")
-              for dtype in dtypes[1:]]
+        cases += [Case(layout, world, model, dtypes[0]) for model in models]
+        if layout in _ROUNDED:
+            rounded = [Case(layout, world, models[0], dtype) for dtype in reversed(dtypes[1:])]
+            # One whose op is not built is no other's place: it is missing.
+            illegal = {one.case for one in divide(rounded, None)[1] if one.illegal}
+            cases += [case for case in rounded if case not in illegal][:1]
     return sorted(cases, key=lambda case: case.world)
+
+
+def left_out(work: Work) -> str:
+    """What of the whole matrix --quick does not have, and what no cell has, as lines to print."""
+    layouts = list(dict.fromkeys(case.layout for case in work.cases))
+    whole, _ = divide(all_cases(layouts, None, recipe.MODELS, recipe.DTYPES), None)
+    rest = [case for case in whole if case not in work.cases]
+    never = (f"no layout has switched on: {_NEVER_ON}\n"
+             "one process alone is held to the definition of these, but of fp16 only its loss scale and skipped "
+             "steps, and not of 3 ranks")
+    if not work.quick or not rest:
+        return never
+    worlds = ", ".join(map(str, sorted({case.world for case in rest})))
+    dtypes = ", ".join(dict.fromkeys(case.dtype for case in rest))
+    return (f"--quick leaves out {len(rest)} of {len(whole)} cases of these layouts: on {worlds} ranks, "
+            f"in {dtypes} (without it all are run)\n{never}")
 
 
 def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[Skipped]]:
@@ -116,13 +156,17 @@ def divide(cases: Sequence[Case], device: str | None) -> tuple[list[Case], list[
         try:
             resolve_case(case, device)
         except UserError as error:
-            # An op that is not built is a state of this machine, and has a command that mends it.
-            illegal = not (error.instead or "").startswith("ezpz-llm doctor")
-            mend = "" if illegal or not error.instead else f" (type: {error.instead})"
-            skipped.append(Skipped(case, error.found + mend, illegal))
+            skipped.append(_skipped(case, error))
         else:
             legal.append(case)
     return legal, skipped
+
+
+def _skipped(case: Case, why: UserError) -> Skipped:
+    # An op that is not built is a state of this machine, and has a command that mends it.
+    illegal = not (why.instead or "").startswith("ezpz-llm doctor")
+    mend = "" if illegal or not why.instead else f" (type: {why.instead})"
+    return Skipped(case, why.found + mend, illegal)
 
 
 # The command line, validated.
@@ -143,6 +187,8 @@ class Work:
     skipped: tuple[Skipped, ...]
     steps: int
     device: str
+    quick: bool = False
+    target: TargetFile | None = None
 
 
 class _OldName(argparse.Action):
@@ -157,24 +203,32 @@ class _OldName(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="ezpz-llm certify", allow_abbrev=False, description=_DESCRIPTION,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser("certify", description=_DESCRIPTION, shown=(
+        "ezpz-llm certify  every layout, on ranks of this machine",
+        "launch -n 4 python3 -m ezpz_llm.certify --layouts pp2_tp2,zero3  on the ranks of a reservation"))
     made.add_argument("--layouts", default="all", metavar="all|NAME,…",
                       help="names in ds_configs/, or paths (%(default)s)")
     made.add_argument("--world", metavar="N,…",
                       help="numbers of ranks (each layout's natural ones, up to 4; 8 for 3d)")
     made.add_argument("--model", default=",".join(recipe.MODELS), metavar="NAME,…",
                       help="shapes (%(default)s; these two in a still smaller size)")
-    made.add_argument("--dtype", default=",".join(recipe.DTYPES), metavar="NAME,…", help="(%(default)s)")
-    made.add_argument("--steps", type=int, default=recipe.STEPS, metavar="K", help="optimizer steps (%(default)s)")
+    made.add_argument("--target", metavar="FILE.py:FUNCTION",
+                      help=f"certify a training of your own, which FUNCTION() gives as an ezpz_llm.Target, under "
+                           f"{', '.join(LAYOUTS)}")
+    made.add_argument("--recheck", type=Path, metavar="FILE.json",
+                      help="run what a certificate is of once more, here, and say whether it holds")
+    made.add_argument("--dtype", metavar="NAME,…",
+                      help=f"({','.join(recipe.DTYPES)}; of a --target {','.join(DTYPES)})")
+    made.add_argument("--steps", type=int, metavar="K",
+                      help=f"optimizer steps ({recipe.STEPS}, with --quick {recipe.QUICK_STEPS})")
     made.add_argument("--quick", action="store_true",
-                      help="each layout once, in the first --dtype and its smallest world of several ranks, and "
-                           "zero3 and tp2 in the others")
+                      help="each layout in every --model, in the first --dtype and its smallest world of several "
+                           "ranks; and one of each kind of layout in bf16")
     made.add_argument("--inject-fault", metavar="NAME,…",
                       help=f"inject faults, one after the other; it must then fail: {', '.join(FAULTS)}")
     made.add_argument("--plant", dest="inject_fault", action=_OldName, help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path, metavar="FILE", help="write all numbers with versions and seeds")
-    made.add_argument("--write-docs", action="store_true", help="write the table of docs/layouts.md from this run")
+    made.add_argument("--write-docs", action="store_true", help="write the table into docs/reference/layouts.md")
     made.add_argument("--device", default="auto", choices=("auto", *DEVICES),
                       help="where to compute (%(default)s)")
     made.add_argument("--run-dir", type=Path, metavar="D", help="where to write (launch's, or a new one in runs/)")
@@ -192,25 +246,20 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
     Raises:
         UserError: an unknown name, a number that makes no sense, a fault that cannot be injected, nothing to do.
     """
-    if options.steps < 3:
-        raise UserError(f"{options.steps} steps are too few to see a steady one", where="--steps",
+    steps = options.steps
+    if steps is None:
+        steps = recipe.QUICK_STEPS if options.quick else recipe.STEPS
+    if steps < 3:
+        raise UserError(f"{steps} steps are too few to see a steady one", where="--steps",
                         instead="3 or more")
     _check_outputs(options)
+    if options.target is not None:
+        return _plan_target(options, world_size, steps)
     layouts = ds_config.names() if options.layouts == "all" else _words(options.layouts, "--layouts")
-    models, dtypes = _words(options.model, "--model"), _words(options.dtype, "--dtype")
-    for name in layouts:
-        try:
-            layout_of(name)
-        except UserError as error:
-            raise UserError(error.found, where="--layouts", instead=error.instead) from None
+    models, dtypes = _words(options.model, "--model"), _dtypes(options, recipe.DTYPES)
+    _check_layouts(layouts)
     _check_known(models, tuple(MODELS), "model", "--model")
-    _check_known(dtypes, recipe.DTYPES, "precision", "--dtype")
-    worlds = _worlds(options.world)
-    if world_size is not None:
-        if worlds and world_size not in worlds:
-            raise UserError(f"started on {world_size} ranks, but asked for {options.world}", where="--world",
-                            instead="no --world under launch, or certify alone, which starts ranks itself")
-        worlds = (world_size,)
+    worlds = _worlds(options.world, world_size)
     device = "cpu" if options.device == "auto" else options.device
     cases, skipped = divide((quick_cases if options.quick else all_cases)(layouts, worlds, models, dtypes), device)
     if not cases and not any(not one.illegal for one in skipped):
@@ -220,7 +269,57 @@ def plan(options: argparse.Namespace, world_size: int | None = None) -> Work:
                         instead=f"--world {' or '.join(map(str, natural))}")
     if options.inject_fault:
         cases = _with_faults(_words(options.inject_fault, "--inject-fault"), cases)
-    return Work(tuple(cases), tuple(skipped), options.steps, options.device)
+    return Work(tuple(cases), tuple(skipped), steps, options.device, options.quick)
+
+
+def _plan_target(options: argparse.Namespace, world_size: int | None, steps: int) -> Work:
+    """Return the cases of a target: each layout in its smallest world of several ranks, or in those asked for."""
+    file = find_target(options.target)
+    for name, other in {"--model": options.model != ",".join(recipe.MODELS), "--quick": options.quick,
+                        "--inject-fault": options.inject_fault, "--write-docs": options.write_docs}.items():
+        if other:
+            raise UserError("a target is a training of its own, with faults of its own", where=name,
+                            instead=f"--target without {name}")
+    layouts = list(LAYOUTS) if options.layouts == "all" else _words(options.layouts, "--layouts")
+    _check_layouts(layouts)
+    for name in layouts:
+        layout = layout_of(name)
+        if layout.pp * layout.sp > 1 or layout.zero.tiled:
+            raise UserError(f"{name} cuts layers, of which certify knows those of the trainer's own models alone",
+                            where="--layouts", instead=",".join(LAYOUTS))
+    dtypes = _dtypes(options, DTYPES)
+    worlds = _worlds(options.world, world_size)
+    cases = [Case(name, world, file.title, dtype) for name in layouts
+             for world in worlds or [size for size in natural_worlds(name) if size > 1][:1] for dtype in dtypes]
+    legal: list[Case] = []
+    skipped: list[Skipped] = []
+    for case in sorted(cases, key=lambda case: case.world):
+        try:
+            resolve(Request(case.layout, world_size=case.world, micro_batch=1, accumulation=ACCUMULATION,
+                            precision=case.dtype, device="cpu" if options.device == "auto" else options.device))
+        except UserError as error:
+            skipped.append(_skipped(case, error))
+        else:
+            legal.append(case)
+    if not cases or not legal:
+        raise UserError("there is nothing to certify ("
+                        + "; ".join(dict.fromkeys(f"{one.case.layout}: {one.reason}" for one in skipped)) + ")",
+                        where="--layouts, --world", instead="--world 2")
+    return Work(tuple(legal), tuple(skipped), steps, options.device, target=file)
+
+
+def _check_layouts(layouts: Sequence[str]) -> None:
+    for name in layouts:
+        try:
+            layout_of(name)
+        except UserError as error:
+            raise UserError(error.found, where="--layouts", instead=error.instead) from None
+
+
+def _dtypes(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
+    words = list(known) if options.dtype is None else _words(options.dtype, "--dtype")
+    _check_known(words, known, "precision", "--dtype")
+    return words
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -235,7 +334,10 @@ def _with_faults(names: Sequence[str], cases: Sequence[Case]) -> list[Case]:
     """Each case with each of the faults that it can have; every fault in one case at least."""
     found = []
     for name in names:
-        reasons = {case: find_fault(name).needs(layout_of(case.layout), case.world) for case in cases}
+        fault = find_fault(name)
+        reasons = {case: "its precision has no master weights"
+                   if fault.of_masters and not RECIPES[case.dtype].has_masters
+                   else fault.needs(layout_of(case.layout), case.world) for case in cases}
         found += [replace(case, fault=name) for case, reason in reasons.items() if reason is None]
         if None not in reasons.values():
             why = "; ".join(dict.fromkeys(f"{case.layout} on {case.world} rank{'s' * (case.world > 1)}: {reason}"
@@ -252,13 +354,18 @@ def _words(text: str, where: str) -> list[str]:
     return words
 
 
-def _worlds(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = _words(text, "--world")
+def _worlds(text: str | None, world_size: int | None) -> tuple[int, ...] | None:
+    """The world sizes of `--world`; those of the ranks that are there, if any are."""
+    words = [] if text is None else _words(text, "--world")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{text!r} is not a list of world sizes", where="--world", instead="--world 2,4")
-    return tuple(int(word) for word in words)
+    asked = tuple(map(int, words))
+    if world_size is None:
+        return asked or None
+    if asked and world_size not in asked:
+        raise UserError(f"started on {world_size} ranks, but asked for {text}", where="--world",
+                        instead="no --world under launch, or certify alone, which starts ranks itself")
+    return (world_size,)
 
 
 def _check_known(words: Sequence[str], known: Sequence[str], kind: str, where: str) -> None:

@@ -8,42 +8,43 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import read_json
-from ezpz_llm.base.schema import as_dataclass, as_type
+from ezpz_llm.base import UserError, as_dataclass, as_type, read_json
 from ezpz_llm.certify.cases import Case, Work
+from ezpz_llm.certify.injected_faults import find_fault
+from ezpz_llm.certify.target_file import TargetFile
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
 
-_START_S, _REFERENCE_S, _CASE_S = 120, 120, 90
+_START_S, _REFERENCE_S, _CASE_S = 120, 180, 90
 _IDLE_S = 240
 
 
 def lead(work: Work, root: Path) -> dict[str, Any]:
-    """Run everything; what `run_environment` told of the ranks. Results are in the results' file.
-
-    Raises:
-        UserError: the reference could not be computed.
+    """Run everything; what `run_environment` told of the ranks. Results are in the results' file; where one process
+    is not what it must be, or could not be run, the refusal's file says so and nothing more is run.
     """
     environment: dict[str, Any] = {}
-    # The job of one rank comes first, also without cases of its own: it makes the references.
-    for world in sorted({1, *(case.world for case in work.cases)}):
+    for world in sorted({case.world for case in work.cases}):
         cases = [case for case in work.cases if case.world == world]
-        references, attempt = references_of(work.cases) if world == 1 else (), 0
-        while cases or references:
+        attempt = 0
+        while cases:
             attempt += 1
+            references = _missing_references(work, root, world)
             folder = root / (f"world-{world}" if attempt == 1 else f"world-{world}-{attempt}")
             before = len(results(root))
-            code = _launch(Job(root, references, tuple(cases), work.steps, work.device), world, folder)
+            job = Job(root, references, tuple(cases), work.steps, work.device, work.target)
+            code = _launch(job, world, folder)
             seen = read_record(RunDir(folder)).get("environment", {})
             environment = environment or seen
-            cases, references = cases[len(results(root)) - before:], ()
+            cases = cases[len(results(root)) - before:]
             why = _take_failure(root, code, folder)
-            if code and not all(reference_numbers(root, model, dtype, work.steps).is_file()
-                                for model, dtype in references_of(work.cases)):
-                raise UserError(f"the reference could not be computed: {why}", where=str(folder), exit_code=1,
-                                instead=f"ezpz-llm why {folder}")
-            # Ranks that could not even be set up (too few devices, say) will not be for the next case either.
+            # Ranks that could not even be set up have said nothing of the references.
+            if code and seen and _missing_references(work, root, world):
+                refuse(root, UserError(f"the reference could not be computed: {why}",
+                                       instead=f"ezpz-llm why {folder}"))
+            if refusal(root) is not None:
+                return environment
+            # Nor will they be set up (too few devices, say) for the next case.
             lost = cases[:1] if seen else cases
             for case in lost:
                 append_line(results_file(root), {**asdict(case), "passed": False, "failures": [why],
@@ -51,6 +52,17 @@ def lead(work: Work, root: Path) -> dict[str, Any]:
                 print(f"{case.title}: NOT the same\n    {why}", flush=True)
             cases = cases[len(lost):]
     return environment
+
+
+def _missing_references(work: Work, root: Path, world: int) -> tuple[tuple[str, str], ...]:
+    """Those still to be made; the first job whose ranks can be set up makes all of them, and of a target those for
+    so many ranks.
+    """
+    if work.target is None:
+        return tuple(one for one in references_of(work.cases)
+                     if not reference_numbers(root, *one, work.steps).is_file())
+    return tuple(one for one in references_of([case for case in work.cases if case.world == world])
+                 if not reference_numbers(root, *one, work.steps, world).is_file())
 
 
 def _launch(job: Job, world: int, folder: Path) -> int:
@@ -84,13 +96,14 @@ def _take_failure(root: Path, code: int, folder: Path) -> str:
 # A job for ranks and the files it leaves behind.
 @dataclass(frozen=True)
 class Job:
-    """A job of ranks below `root`: references first, on rank 0, then cases."""
+    """A job of ranks below `root`: references first, each made by one rank, then cases by all of them."""
 
     root: Path
     references: tuple[tuple[str, str], ...]
     cases: tuple[Case, ...]
     steps: int
     device: str
+    target: TargetFile | None = None
 
     def write(self, path: Path) -> None:
         """Write the job's file."""
@@ -107,9 +120,48 @@ def results_file(root: Path) -> Path:
     return root / "cells.jsonl"
 
 
-def reference_numbers(root: Path, model: str, dtype: str, steps: int) -> Path:
-    """The file that is written last of a reference."""
-    return root / "reference" / f"{model}-{dtype}-{steps}" / "reference.json"
+def refuse(root: Path, why: UserError) -> None:
+    """Write down why one process is no reference, so that no layout is compared with it."""
+    write_json(_refusal_file(root), {"why": why.found, "instead": why.instead or ""})
+
+
+def refusal(root: Path) -> dict[str, str] | None:
+    """What `refuse` wrote: "why", and "instead", what to do; None where nothing was refused."""
+    path = _refusal_file(root)
+    return as_type(dict[str, str], read_json(path), str(path)) if path.is_file() else None
+
+
+def _refusal_file(root: Path) -> Path:
+    return root / "refused.json"
+
+
+def reference_numbers(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Path:
+    """The file that is written last of a reference.
+
+    Args:
+        world: of a target, the number of ranks that it is compared with.
+    """
+    ranks = "" if world is None else f"-for-{world}-ranks"
+    return root / "reference" / f"{model}-{dtype}-{steps}{ranks}" / "reference.json"
+
+
+class Definition(TypedDict):
+    """A topic of `ezpz_llm/certify/definitions.py`: what is wrong with it, None if nothing, and its seconds."""
+
+    what: str
+    wrong: str | None
+    seconds: float
+
+
+def definitions_file(root: Path) -> Path:
+    """The file of the topics that were checked, in their order."""
+    return root / "reference" / "definitions.json"
+
+
+def definitions(root: Path) -> list[Definition]:
+    """What that file says; nothing where they were not checked."""
+    path = definitions_file(root)
+    return as_type(list[Definition], read_json(path), str(path)) if path.is_file() else []
 
 
 def results(root: Path) -> list[dict[str, Any]]:
@@ -118,5 +170,6 @@ def results(root: Path) -> list[dict[str, Any]]:
 
 
 def references_of(cases: Sequence[Case]) -> tuple[tuple[str, str], ...]:
-    """(model, dtype) of every reference that cases need."""
-    return tuple(dict.fromkeys((case.model, case.dtype) for case in cases))
+    """(model, dtype) of every reference that cases need: one whose fault all layouts share has the definition."""
+    return tuple(dict.fromkeys((case.model, case.dtype) for case in cases
+                               if not (case.fault and find_fault(case.fault).shared)))

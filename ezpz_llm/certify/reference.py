@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import read_json
-from ezpz_llm.base.schema import as_type
-from ezpz_llm.certify import recipe
+from ezpz_llm.base import UserError, as_type, read_json
+from ezpz_llm.certify import one_process, recipe
 from ezpz_llm.certify.lead import reference_numbers
+from ezpz_llm.certify.one_process import DISAGREES, WITH_ITSELF, Evaluated, Observed, settings_of, state_of
+from ezpz_llm.certify.plain_step import MicroBatch, State, cosine_rate
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.backends import DEVICES
@@ -43,7 +43,7 @@ _SPLITS = (8, 1, 4)
 """Micro-steps of the runs that measure noise; the reference itself has ACCUMULATION."""
 
 
-class _Noise(TypedDict):
+class Noise(TypedDict):
     loss: float
     norm: list[float]
     gradient: dict[str, float]
@@ -54,8 +54,9 @@ class _Numbers(TypedDict):
     losses: list[float]
     norms: list[float]
     held_out: float
-    noise: _Noise
+    noise: Noise
     symmetric: dict[str, float]
+    one_process: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,15 @@ class Reference:
             out), of each step's "norm", and by parameter of "gradient" and "weight" (2-norms of differences,
             without the elements that are zero by symmetry).
         symmetric: by name of such elements, their gradient's norm relative to the whole parameter's.
+        one_process: by phase, what of it is farthest from the definition of the step, in units of its bound.
     """
 
     losses: list[float]
     norms: list[float]
     held_out: float
-    noise: _Noise
+    noise: Noise
     symmetric: dict[str, float]
+    one_process: dict[str, dict[str, Any]]
     tensors: dict[str, Tensor]
 
 
@@ -85,29 +88,36 @@ def alone(dist: Dist) -> Dist:
 
 
 def make_reference(root: Path, model: str, dtype: str, steps: int, dist: Dist) -> None:
-    """Train one process, write its seed checkpoint, its tensors and its numbers below `root`; one rank calls it.
+    """Train one process, hold it to the definition of the step, and write its seed checkpoint, its tensors and its
+    numbers below `root`; one rank calls it.
 
     Raises:
-        UserError: clipping was not active on every step, or a parameter has no gradient.
+        UserError: it disagrees with the definition or, in another order of its sums, with itself; clipping was not
+            active on every step, or a parameter has no gradient.
     """
     numbers = reference_numbers(root, model, dtype, steps)
-    if numbers.is_file():
-        return
     folder = numbers.parent
     folder.mkdir(parents=True, exist_ok=True)
     config, me = recipe.model_config(model), alone(dist)
-    seen, tensors = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
+    seen, tensors, made = _run(config, dtype, steps, me, recipe.ACCUMULATION, seed_folder=folder / "seed")
+    found, spread = one_process.judge(made, dtype)
+    one_process.refuse(found, DISAGREES, f"{model} {dtype}")
     check_gradients(config, tensors)
     if min(seen.norms) <= recipe.CLIP:
         raise UserError(f"the gradient norm {min(seen.norms):.3g} of {model} lies below the clip {recipe.CLIP}: "
                         "clipping is not tested", where="certify", instead="another --model, or fewer --steps")
     others = []
     for number, accumulation in enumerate(_SPLITS):
-        with _other_sums(number):
-            others.append(_run(config, dtype, steps, me, accumulation, order=number + 1))
+        with other_sums(number):
+            other, values, made = _run(config, dtype, steps, me, accumulation, order=number + 1)
+        others.append((other, values))
+        # The noise of all of them is what the tolerances come from: none may have more than rounding gives.
+        differs, _ = one_process.judge(made, dtype, spread)
+        one_process.refuse(differs, WITH_ITSELF, f"{model} {dtype} in {accumulation} micro-steps")
     save_file(tensors, folder / "tensors.safetensors")
     write_json(numbers, {
-        **asdict(seen), "noise": _noise(config, seen, tensors, others), "symmetric": _symmetric(config, tensors)})
+        **asdict(seen), "noise": baseline_noise(config, seen, tensors, others),
+        "symmetric": _symmetric(config, tensors), "one_process": one_process.worst_by_phase(found)})
 
 
 def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -133,9 +143,9 @@ def check_gradients(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
                                         "ezpz_llm/certify/recipe.py (zero_by_symmetry)")
 
 
-def read_reference(root: Path, model: str, dtype: str, steps: int) -> Reference:
-    """Read what `make_reference` wrote."""
-    path = reference_numbers(root, model, dtype, steps)
+def read_reference(root: Path, model: str, dtype: str, steps: int, world: int | None = None) -> Reference:
+    """Read what `make_reference` wrote, or of a target what `make_target_reference` did for so many ranks."""
+    path = reference_numbers(root, model, dtype, steps, world)
     numbers: _Numbers = as_type(_Numbers, read_json(path), str(path))
     return Reference(**numbers, tensors=load_file(path.with_name("tensors.safetensors")))
 
@@ -145,9 +155,13 @@ def seed_checkpoint(root: Path, model: str, dtype: str, steps: int) -> Path:
     return checkpoint.find(reference_numbers(root, model, dtype, steps).with_name("seed"))
 
 
-def counted(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """1 for elements that are compared, 0 for those that are zero by symmetry; None where all are compared."""
-    if name not in (symmetric := recipe.zero_by_symmetry(config)):
+def counted(config: ModelConfig | None, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """1 for elements that are compared, 0 for those that are zero by symmetry; None where all are compared.
+
+    Args:
+        config: None for a module that is not ours, of which all are.
+    """
+    if config is None or name not in (symmetric := recipe.zero_by_symmetry(config)):
         return None
     mask = torch.ones(shape)
     mask[slice(*symmetric[name])] = 0
@@ -155,40 +169,58 @@ def counted(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor | 
 
 
 def _run(config: ModelConfig, dtype: str, steps: int, me: Dist, accumulation: int, order: int = 0,
-         seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor]]:
+         seed_folder: Path | None = None) -> tuple[Trajectory, dict[str, Tensor], list[Observed]]:
     resolved = resolve(Request("ddp", world_size=1, global_batch=recipe.GLOBAL_BATCH, accumulation=accumulation,
                                clip=recipe.CLIP, precision=dtype, device=me.device.type))
     engine = make_engine(config, resolved, me, loss_chunk=0)
     if seed_folder is not None:
         checkpoint.save(engine, me, RunDir(seed_folder), {"step": 0})
-    tensors = {f"first/{name}": value for name, value in _values(engine, "weight").items()}
+    data: list[np.ndarray] = []
+    states: list[State] = [state_of(engine)]
 
     def permuted(batch: np.ndarray, step: int) -> np.ndarray:
-        return batch[np.random.default_rng((order, step)).permutation(len(batch))] if order else batch
+        """This rank's rows of a step, kept in `data`; for any order but 0 in one of their own."""
+        rows = own_rows(me)(batch, step)
+        data.append(rows[np.random.default_rng((order, step)).permutation(len(rows))] if order else rows)
+        return data[-1]
 
-    def keep_gradients(seen: Trajectory) -> None:
-        scale = 1 / (1 - recipe.BETAS[0]) / seen.clip_factor
-        tensors.update({f"gradient/{name}": value * scale for name, value in _values(engine, "exp_avg").items()})
+    @contextmanager
+    def keep_state(step: int) -> Iterator[None]:
+        """Keep the engine's state after each step."""
+        yield
+        states.append(state_of(engine))
 
-    seen = train(engine, config, me, lambda batch, step: permuted(own_rows(me)(batch, step), step), steps,
-                 after_first=keep_gradients)
-    tensors.update({f"weight/{name}": value for name, value in _values(engine, "weight").items()})
-    return seen, tensors
+    seen = train(engine, config, me, permuted, steps, around=keep_state)
+    scale = 1 / (1 - recipe.BETAS[0]) / seen.clip_factor
+    tensors = {**{f"first/{name}": value for name, value in states[0].weights.items()},
+               **{f"gradient/{name}": value * scale for name, value in states[1].first.items()},
+               **{f"weight/{name}": value for name, value in states[-1].weights.items()}}
+    settings = settings_of(config, recipe.CLIP)
+    made = [Observed(f"step {step + 1}", states[step], states[step + 1], on_cpu(micro_batches(engine, data[step])),
+                     cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, 0, steps), settings, seen.losses[step],
+                     seen.norms[step])
+            for step in range(steps)]
+    held_out = on_cpu(micro_batches(engine, recipe.sequences(config, recipe.HELD_OUT)))
+    made[-1] = replace(made[-1], evaluated=Evaluated(held_out, seen.held_out))
+    return seen, tensors, made
 
 
-def _values(engine: Engine, kind: str) -> dict[str, Tensor]:
-    return {part.name: part.tensors[kind].detach().cpu().clone().view(part.shape)
-            for part in engine.training_state().slices()}
+def on_cpu(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """Micro batches for the plain step."""
+    return [(tokens.cpu(), targets.cpu()) for tokens, targets in batches]
 
 
 @contextmanager
-def _other_sums(seed: int) -> Iterator[None]:
+def other_sums(seed: int) -> Iterator[None]:
     """Every linear layer adds its products in another order, as the sum of two halves that are rounded apart.
 
     Forward these are halves of the inputs, backward halves of the outputs: so does a layout that divides a layer
     over ranks or tiles by rows or by columns. The shuffle is another one for each shape.
     """
     def shuffled(self: nn.Linear, x: Tensor) -> Tensor:
+        """The layer's product, its columns summed in two halves of a random order and its rows computed in
+        another.
+        """
         generator = torch.Generator().manual_seed(seed)
         columns, rows = (torch.randperm(size, generator=generator).to(x.device)
                          for size in (self.in_features, self.out_features))
@@ -208,16 +240,18 @@ def _other_sums(seed: int) -> Iterator[None]:
         nn.Linear.forward = plain
 
 
-def _noise(config: ModelConfig, seen: Trajectory, tensors: dict[str, Tensor],
-           others: list[tuple[Trajectory, dict[str, Tensor]]]) -> _Noise:
+def baseline_noise(config: ModelConfig | None, seen: Trajectory, tensors: dict[str, Tensor],
+                   others: Sequence[tuple[Trajectory, dict[str, Tensor]]]) -> Noise:
+    """The largest differences of other runs of one process; see `Reference`."""
     def apart(kind: str, name: str) -> float:
+        """The largest distance (2-norm) of a tensor in the other runs from the one in this."""
         mine = tensors[f"{kind}/{name}"]
         mask = counted(config, name, tuple(mine.shape))
         differences = [found[f"{kind}/{name}"].double() - mine.double() for _, found in others]
         return max((one if mask is None else one * mask).norm().item() for one in differences)
 
     names = [key.removeprefix("first/") for key in tensors if key.startswith("first/")]
-    return _Noise(
+    return Noise(
         loss=max(abs(a - b) for other, _ in others
                     for a, b in zip([*other.losses, other.held_out], [*seen.losses, seen.held_out], strict=True)),
         norm=[max(abs(other.norms[step] - norm) for other, _ in others) for step, norm in enumerate(seen.norms)],
@@ -239,8 +273,8 @@ Row = list[float]
 """Of one rank and parameter: elements owned, squared difference of these, and of all that the rank holds."""
 
 
-def compare(engine: Engine, config: ModelConfig, reference: Reference, kind: str, against: str, dist: Dist,
-            scale: float = 1.0) -> dict[str, dict[str, float]]:
+def compare(engine: Engine, config: ModelConfig | None, reference: Reference, kind: str, against: str, dist: Dist,
+            scale: float = 1.0) -> dict[str, dict[str, Any]]:
     """The difference of every parameter from the reference. Collective.
 
     Args:
@@ -249,10 +283,11 @@ def compare(engine: Engine, config: ModelConfig, reference: Reference, kind: str
 
     Returns:
         By parameter: "elements" that the ranks own, each counted where it is owned; "difference", the 2-norm over
-        the whole parameter; "copy", the largest 2-norm over what one rank holds, whoever owns it, with that "rank";
-        infinite where a value is not a number.
+        the whole parameter; "ranks", by rank that has some of it the 2-norm over what it holds, whoever owns it.
+        Infinite where a value is not a number.
     """
     def squared(part: Slice, whole: torch.Tensor) -> float:
+        """The squared distance of one part of a tensor from its share of the whole; inf where either is NaN."""
         box = tuple(slice(*side) for side in part.box)
         difference = part.tensors[kind].detach().cpu().double() * scale - _cut(whole, box, part).double()
         mask = counted(config, part.name, part.shape) if against != "first" else None
@@ -276,18 +311,16 @@ def _cut(whole: torch.Tensor, box: tuple[slice, ...], part: Slice) -> torch.Tens
     return whole[box].flatten()[part.start:part.stop]
 
 
-def _of_all_ranks(ranks: list[dict[str, Row]]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = defaultdict(
-        lambda: {"elements": 0, "difference": 0.0, "copy": 0.0, "rank": 0})
+def _of_all_ranks(ranks: list[dict[str, Row]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
     for rank, rows in enumerate(ranks):
         for name, (elements, own, held) in rows.items():
-            entry = found[name]
+            entry = found.setdefault(name, {"elements": 0, "difference": 0.0, "ranks": {}})
             entry["elements"] += int(elements)
             entry["difference"] += own
-            if held > entry["copy"]:
-                entry["copy"], entry["rank"] = held, rank
+            entry["ranks"][rank] = held ** 0.5
     for entry in found.values():
-        entry["difference"], entry["copy"] = entry["difference"] ** 0.5, entry["copy"] ** 0.5
+        entry["difference"] **= 0.5
     return dict(sorted(found.items()))
 
 
@@ -306,15 +339,16 @@ class Trajectory:
 
     @property
     def clip_factor(self) -> float:
-        """Factor that clipping multiplied the first step's gradient by."""
-        return min(1.0, recipe.CLIP / (self.norms[0] + 1e-6))
+        """Factor that clipping multiplied the first step's gradient by; NaN where its norm is no number."""
+        norm = self.norms[0]
+        return min(1.0, recipe.CLIP / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
 
 def make_engine(config: ModelConfig, resolved: Resolved, dist: Dist,
                 sabotage: Callable[[torch.nn.Module], None] | None = None,
-                loss_chunk: int = recipe.LOSS_CHUNK) -> Engine:
+                loss_chunk: int = recipe.LOSS_CHUNK, seed: int = recipe.SEED) -> Engine:
     """The model with its initial weights in the engine of a layout; `sabotage` sees the model before the engine."""
-    model = assemble(config, resolved.layout, dist.mesh, recipe.SEED, dist.device.type)
+    model = assemble(config, resolved.layout, dist.mesh, seed, dist.device.type)
     configure_head(model, loss_chunk)
     if sabotage is not None:
         sabotage(model)
@@ -356,7 +390,7 @@ def micro_batches(engine: Engine, rows: np.ndarray) -> Iterator[tuple[torch.Tens
 def train(engine: Engine, config: ModelConfig, dist: Dist, rows: Rows, steps: int, *,
           around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
           span: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
-          after_first: Callable[[Trajectory], None]) -> Trajectory:
+          after_first: Callable[[Trajectory], None] = lambda seen: None) -> Trajectory:
     """`steps` optimizer steps and a held-out batch. Collective.
 
     Args:

@@ -1,4 +1,4 @@
-"""Verdict table, certify.json and the table of docs/layouts.md from a run of certify (imports no torch)."""
+"""Verdict table, certify.json and the table in docs/reference/layouts.md from a run of certify (no torch)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.cases import Skipped, Work, layout_of
-from ezpz_llm.certify.lead import results
+from ezpz_llm.base import UserError, grouped
+from ezpz_llm.certify import recipe, target_file, verdict
+from ezpz_llm.certify.cases import Skipped, Work, layout_of, left_out
+from ezpz_llm.certify.lead import Definition, definitions, refusal, results
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, update_record, write_atomic
 
 Result = dict[str, Any]
 _COLUMNS = ("layout", "model", "ranks", "dtype", "loss / bound", "norm / bound", "gradient, worst",
-            "weights, worst", "verdict")
-_WIDTH = 150
+            "weights, worst", "bound / fall", "bound / moved", "verdict")
+_WIDTH = 180
 
 
 def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
@@ -34,14 +34,20 @@ def all_passed(results: Sequence[Result], skipped: Sequence[Skipped]) -> bool:
 
 
 def verdict_table(results: Sequence[Result], *, rich: bool) -> str:
-    """One row a case. Gradients and weights in units of their bounds."""
+    """One row a case. Gradients and weights in units of their bounds; then what certify could see there: the loss's
+    bound beside the loss's fall, the weights' beside their movement, in the median.
+    """
     return table("certify", _COLUMNS, [_row(one) for one in results], rich=rich, width=_WIDTH,
                  marked=[number for number, one in enumerate(results) if not one["passed"]])
 
 
-def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
-    """Return the failures, the skipped cases and the overall verdict as text."""
-    lines = []
+def closing(results: Sequence[Result], skipped: Sequence[Skipped], refused: dict[str, str] | None = None) -> str:
+    """Return the failures, the skipped cases and the overall verdict as text.
+
+    Args:
+        refused: why one process is no reference, and what to do, as `lead.refusal` gives it.
+    """
+    lines = [refused["why"], f"    {refused['instead']}"] if refused else []
     for one in results:
         if not one["passed"]:
             lines += [f"{title(one)}:", *(f"    {line}" for line in one["failures"])]
@@ -54,7 +60,8 @@ def closing(results: Sequence[Result], skipped: Sequence[Skipped]) -> str:
         lines.append(f"without a gradient, by symmetry, and so judged by the losses: {', '.join(quiet)}")
     failed = sum(not one["passed"] for one in results)
     missing = sum(not one.illegal for one in skipped)
-    lines.append(f"{len(results) - failed} of {len(results)} are the same maths as one process"
+    compared = f"{len(results) - failed} of {len(results)} are the same maths as one process"
+    lines.append(("no layout was compared" if refused and not results else compared)
                  + (f"; {missing} could not be run" if missing else ""))
     return "\n".join(lines)
 
@@ -70,27 +77,49 @@ def title(one: Result) -> str:
     return f"{one['layout']} {one['model']} {one['dtype']} on {one['world']} ranks{fault}"
 
 
-def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
-           seconds: float) -> dict[str, Any]:
-    """Return the content of certify.json: all but the numbers of each parameter, which cells.jsonl has."""
-    machine = {name: value for name, value in environment.items()
-               if name in ("versions", "platform", "device", "threads")}
-    references = {f"{one['model']} {one['dtype']}": one["reference"] for one in results if "reference" in one}
+def basis(steps: int) -> dict[str, Any]:
+    """What a certificate rests on, whatever was measured: the recipe and the constants of the bounds."""
     return {
-        "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
-        "passed": all_passed(results, work.skipped), "environment": machine,
-        "recipe": {"steps": work.steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
+        "recipe": {"steps": steps, "global_batch": recipe.GLOBAL_BATCH, "accumulation": recipe.ACCUMULATION,
                    "pipeline_accumulation": recipe.PIPELINE_ACCUMULATION, "clip": recipe.CLIP,
                    "betas": recipe.BETAS, "eps": recipe.EPS, "weight_decay": recipe.WEIGHT_DECAY,
-                   "lr": [recipe.learning_rate(step, work.steps) for step in range(work.steps)],
-                   "seed": recipe.SEED, "data_seed": recipe.DATA_SEED},
+                   "lr": [recipe.learning_rate(step, steps) for step in range(steps)],
+                   "seed": recipe.SEED, "data_seed": recipe.DATA_SEED,
+                   "shapes": {name: asdict(recipe.model_config(name)) for name in recipe.MODELS}},
         "bounds": {"rounding": verdict.ROUNDING, "k": verdict.K, "C": verdict.C, "factor": verdict.FACTOR,
                    "least_loss": verdict.LEAST_LOSS},
+    }
+
+
+def record(work: Work, results: Sequence[Result], environment: dict[str, Any], command: str,
+           seconds: float, refused: dict[str, str] | None = None,
+           held: Sequence[Definition] = ()) -> dict[str, Any]:
+    """Return the content of certify.json: all but the numbers of each parameter, which cells.jsonl has.
+
+    Args:
+        refused: as `lead.refusal` gives it.
+        held: the definitions that one process was held to first, as `lead.definitions` gives them.
+    """
+    machine = {name: value for name, value in environment.items()
+               if name in ("versions", "platform", "device", "threads")}
+    references = {_reference(one, work): one["reference"] for one in results if "reference" in one}
+    return {
+        "command": command, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1),
+        "passed": refused is None and all_passed(results, work.skipped),
+        "refused": refused, "environment": machine,
+        **({"definitions": held} if held else {}),
+        **(basis(work.steps) if work.target is None else target_file.basis(work.target, work.steps)),
         "skipped": [{**vars(one.case), "reason": one.reason, "illegal": one.illegal} for one in work.skipped],
         "references": references,
         "results": [{key: value for key, value in one.items() if key not in ("by_parameter", "reference")}
                     for one in results],
     }
+
+
+def _reference(one: Result, work: Work) -> str:
+    """The reference of a result, in words; a target's is of so many ranks."""
+    ranks = "" if work.target is None else f" for {one['world']} ranks"
+    return f"{one['model']} {one['dtype']}{ranks}"
 
 
 def as_json(kept: dict[str, Any]) -> str:
@@ -117,6 +146,8 @@ def _row(one: Result) -> tuple[str, ...]:
               for kind in ("loss", "norm")),
             *(f"{worst[kind]['ratio']:.2f} {_short(worst[kind]['what'])}" if kind in worst else "-"
               for kind in ("gradient", "weight")),
+            *(f"{sight[what]:.2g}" if (sight := one.get("reference", {}).get("sight")) else "-"
+              for what in ("loss", "weights")),
             "the same" if one["passed"] else "NOT the same")
 
 
@@ -127,24 +158,29 @@ def _short(what: str) -> str:
 def conclude(work: Work, options: Namespace, argv: Sequence[str], began: float, run_dir: RunDir,
              environment: dict) -> int:
     """Print and write the outcome; the exit code. One process calls it."""
-    found = results(run_dir.path)
+    found, refused, held = results(run_dir.path), refusal(run_dir.path), definitions(run_dir.path)
     command = shlex.join(["ezpz-llm", "certify", *argv])
-    kept = record(work, found, environment, command, time.perf_counter() - began)
+    kept = record(work, found, environment, command, time.perf_counter() - began, refused, held)
     for path in (run_dir.path / "certify.json", *([options.json] if options.json else [])):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(path), as_json(kept))
     update_record(run_dir, certify={"passed": kept["passed"], "command": command})
-    print(verdict_table(found, rich=sys.stdout.isatty()))
-    print(closing(found, work.skipped))
+    if found:
+        print(verdict_table(found, rich=sys.stdout.isatty()))
+    print(closing(found, work.skipped, refused))
+    if held and refused is None:
+        print(f"one process was held to its definitions first: {', '.join(one['what'] for one in held)}")
+    if work.target is None:
+        print(left_out(work))
     print(f"{kept['seconds']:.0f} s; all numbers: {run_dir.path / 'certify.json'}", flush=True)
-    if options.write_docs:
+    if options.write_docs and refused is None:
         write_docs(kept)
     return 0 if kept["passed"] else 1
 
 
-# The table "Certified" of docs/layouts.md.
+# The table "Certified" of docs/reference/layouts.md.
 BEGIN, END = "<!-- certified: written by certify --write-docs -->", "<!-- certified: end -->"
-_PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "layouts.md"
 _HEADER = ("layout", "legal with", "certified", "memory a rank, measured / arithmetic",
            "collectives a step of a rank", "textbook")
 _EXTRA_WORLD = 8
@@ -174,8 +210,10 @@ def certified(kept: dict[str, Any]) -> str:
     layouts = dict.fromkeys([one["layout"] for one in results] + [one["layout"] for one in kept["skipped"]])
     versions = kept["environment"].get("versions", {})
     named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "deepspeed", "python") if name in versions)
+    passed = sum(one["passed"] for one in results)
     about = (
-        f"`{kept['command']}`, {kept['date']}, {named}. Bytes and collectives are those of {recipe.MODELS[0]} as "
+        f"`{kept['command']}`, {kept['date']}, {named}: {passed} of {len(results)} cases passed in "
+        f"{kept['seconds'] / 60:.0f} minutes. Bytes and collectives are those of {recipe.MODELS[0]} as "
         "certify has it, in fp32, in the largest world that was certified, on rank 0. Memory is parameters, "
         "gradients and optimizer (with DeepSpeed's copy of its share), the most of each that lives during a step; "
         "after the plus sign come whole parameters that stage 3 has gathered or keeps, and buckets and other "
@@ -183,8 +221,20 @@ def certified(kept: dict[str, Any]) -> str:
         "buckets and thresholds are scaled down with the model.")
     rows = [_HEADER, ("---",) * len(_HEADER), *(_docs_row(name, results, kept) for name in sorted(layouts))]
     lines = [*textwrap.wrap(about, 116, break_long_words=False, break_on_hyphens=False), "",
-             *(f"| {' | '.join(row)} |" for row in rows), ""]
+             *(f"| {' | '.join(row)} |" for row in rows), "", *_sights(kept)]
     return "\n".join(lines)
+
+
+def _sights(kept: dict[str, Any]) -> list[str]:
+    """The second table: how small the bounds are beside what the recipe's steps do."""
+    sights = {name: one["sight"] for name, one in kept["references"].items() if "sight" in one}
+    if not sights:
+        return []
+    rows = [("reference", "loss: bound / fall", "weights: bound / movement, median", "largest"), ("---",) * 4,
+            *((name, *("-" if sight[what] is None else f"{sight[what]:.2g}"
+                       for what in ("loss", "weights", "weights_largest")))
+              for name, sight in sights.items())]
+    return [*(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def _docs_row(name: str, results: list[dict[str, Any]], kept: dict[str, Any]) -> tuple[str, ...]:

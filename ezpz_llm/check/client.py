@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypedDict, cast
 
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, as_type, parse_json, read_json
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.base.outside import parse_json, read_json
-from ezpz_llm.base.schema import as_type
 from ezpz_llm.check.facts import (
     environment_facts,
     host_facts,
@@ -103,7 +101,7 @@ def _try_ports(place: Place, info: RankInfo) -> Connection | str:
 
 
 def _greet(connection: socket.socket, frames: Frames, info: RankInfo) -> bool:
-    """Whether it is rank 0 that listens there, and not somebody who takes his time to say nothing."""
+    """True if it is rank 0 that listens there, and not somebody who takes his time to say nothing."""
     deadline, said = time.monotonic() + FIRST_WORDS_S, False
     try:
         connection.sendall(frames.opening)
@@ -174,6 +172,7 @@ def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> 
     sending, measuring = threading.Lock(), Measuring(env)
 
     def answer(question: Mapping[str, Any]) -> None:
+        """Answer one question of rank 0's: facts, the time, the network, or what the measuring process finds."""
         stage = question["ask"]
         if stage == FACTS:
             found: Mapping[str, Any] = gather_facts(info, env)
@@ -187,6 +186,7 @@ def converse(connection: Connection, info: RankInfo, env: Mapping[str, str]) -> 
             connection.socket.sendall(connection.frames.pack({"stage": stage, "answer": found}))
 
     def begin(question: Mapping[str, Any]) -> None:
+        """Answer a question in a thread of its own, since one stage may hang while the next is asked for."""
         # Each in a thread: facts and measuring may hang, and rank 0 asks for other things meanwhile.
         threading.Thread(target=answer, args=(question,), daemon=True).start()
 
@@ -293,6 +293,7 @@ def follow(info: RankInfo, env: Mapping[str, str], run_dir: RunDir, rendezvous: 
     path = report_path(run_dir)
 
     def is_over() -> bool:
+        """True once rank 0 has written its report, or the time is up."""
         # A report of an earlier preflight in the same directory says nothing about this one.
         is_judged = path.exists() and path.stat().st_mtime > began - _GRACE_S
         return is_judged or time.monotonic() > until

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, show
-from ezpz_llm.base.private import run_secret
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, grouped, run_secret, show
 from ezpz_llm.check.client import read_unreached, take_part, unreached_files
 from ezpz_llm.check.judge import Gathered, judge
 from ezpz_llm.check.judge.gathered import COMPUTE, LINK, MPI, NETWORK, NODE, READY
@@ -97,6 +95,9 @@ class _Lead:
         told = self.board.accounted
 
         def done() -> bool:
+            """True once every rank has told its facts or has been told of as unreached; files are looked for
+            now and then.
+            """
             nonlocal next_look
             began = time.monotonic()
             if len(told) >= self.info.world_size:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import cache_dir
+from ezpz_llm.base import UserError, cache_dir
 from ezpz_llm.check import software
 from ezpz_llm.check.facts import host_facts, named_interfaces, numa_domains, room
 from ezpz_llm.check.judge.gathered import Finding, format_bytes, judged
@@ -31,7 +30,7 @@ def run_checks(env: Mapping[str, str]) -> list[Finding]:
 
 
 # The reservation: scheduler, job, launcher, site.
-_COMMANDS = {"Slurm": ("sbatch", "srun"), "PBS": ("qsub", "qstat")}
+_COMMANDS = {"Slurm": ("sbatch", "srun"), "PBS": ("qsub", "qstat"), "Flux": ("flux",), "LSF": ("bsub", "bjobs")}
 
 
 def reservation_checks(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -53,7 +52,7 @@ def available(env: Mapping[str, str]) -> Finding:
     path = env.get("PATH", "")
     here = [f"{name} ({', '.join(found)})" for name, commands in _COMMANDS.items()
             if (found := [command for command in commands if shutil.which(command, path=path)])]
-    return Finding("ok", "scheduler", " and ".join(here) or "no Slurm or PBS commands on PATH")
+    return Finding("ok", "scheduler", " and ".join(here) or f"no commands of {', '.join(_COMMANDS)} on PATH")
 
 
 def job(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -> Finding:

@@ -1,5 +1,5 @@
-"""What one process finds on its host, as values that JSON can hold (imports no torch): cores, memory, disks,
-versions and the environment variables that matter; interfaces, names, routes, and the network that NCCL or MPI
+"""Facts that one process finds on its host, as values of JSON (imports no torch): cores, memory, disks, versions
+and the environment variables that matter; interfaces, names, routes, and the network that NCCL or MPI
 chose."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 
 import psutil
 
-from ezpz_llm.base.outside import system_text
-from ezpz_llm.base.package_data import installed
+from ezpz_llm.base import installed, system_text
 from ezpz_llm.launch.addresses import address_towards, resolve
 from ezpz_llm.launch.devices import MASKS, visible_devices
 from ezpz_llm.launch.hostlist import expand_numbers

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ezpz_llm.base.outside import parse_json
+from ezpz_llm.base import parse_json
 from ezpz_llm.check.facts import addresses, first_line, used_interfaces
 from ezpz_llm.check.judge.gathered import MPI
 from ezpz_llm.launch.cleanup import die_with_parent

@@ -1,4 +1,4 @@
-"""What preflight prints and writes."""
+"""Report of preflight: its lines on the console, and preflight.json."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from ezpz_llm.check.judge.gathered import (
 from ezpz_llm.check.judge.network import link_rates, talks_over
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.observe.tables import table
-from ezpz_llm.rundir import RunDir, write_json
-from ezpz_llm.rundir.secrets import without_secrets
+from ezpz_llm.rundir import RunDir, without_secrets, write_json
 
 _MOST_HOSTS = 24
 """Longer tables are printed without their middle."""

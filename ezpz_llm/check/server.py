@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, cleaned
+from ezpz_llm.base import UserError, cleaned, make_private, run_secret
 from ezpz_llm.base.frames import Frames
-from ezpz_llm.base.private import make_private, run_secret
 from ezpz_llm.launch.addresses import holder, listen, own_end
 from ezpz_llm.rundir import RunDir
 

@@ -13,9 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json
-from ezpz_llm.base.package_data import extensions_dir, installed
+from ezpz_llm.base import UserError, extensions_dir, installed, parse_json
 from ezpz_llm.check.facts import drivers, mpi_library, torch_build
 from ezpz_llm.check.judge.gathered import Finding, judged
 from ezpz_llm.launch.devices import visible_devices
@@ -59,7 +57,7 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
     """
     if not build:
         return Finding("bad", "torch", "not installed",
-                       "launchers/with-env finds or installs one (docs/install.md)")
+                       "launchers/with-env finds or installs one (docs/use/install.md)")
     versions = [f"{name} {build[key]}" for key, (name, _) in _BUILDS.items() if key in build]
     found = f"{build['version']}, built for {' and '.join(versions) or 'CPU'}"
     makers = {maker for key, (_, maker) in _BUILDS.items() if key in build}
@@ -75,7 +73,7 @@ def torch_check(build: Mapping[str, str], loaded: Mapping[str, str],
         (_numbers(build["version"]) < _LEAST_TORCH, "bad",
          "torch 2.6 or newer: load a newer module, or set EZPZ_LLM_TORCH"),
         (is_other, "bad",
-         "a torch built for that: EZPZ_LLM_TORCH names one for launchers/with-env (docs/install.md)"),
+         "a torch built for that: EZPZ_LLM_TORCH names one for launchers/with-env (docs/use/install.md)"),
         (is_newer, "bad", "a torch built for an older CUDA, or a newer driver"),
         (bool(makers) and not loaded, "warn", "right for a login node only"))
 
@@ -127,16 +125,12 @@ def mpi(library: str | None, dialect: str | None) -> Finding:
     if library is None:
         return Finding("warn", "MPI library", "mpi4py loads none",
                      "only programs that use MPI need one: load the site's MPI module, or pip install mpich")
-    if dialect is not None and not _fit(library, dialect):
+    # MPICH, Intel MPI and Cray's share one start-up protocol (PMI); Open MPI's ranks need Open MPI's mpiexec.
+    if dialect is not None and ("open mpi" in library.lower()) != dialect.startswith("Open MPI"):
         return Finding("bad", "MPI library", f"mpi4py loads {library}, but mpiexec is {dialect}",
                      "ranks that use MPI would each be rank 0 of 1: put the mpiexec of that library first on PATH, "
                      "or name its own library in MPI4PY_LIBMPI")
     return Finding("ok", "MPI library", library)
-
-
-def _fit(library: str, dialect: str) -> bool:
-    # MPICH, Intel MPI and Cray's share one start-up protocol (PMI); Open MPI's ranks need Open MPI's mpiexec.
-    return ("open mpi" in library.lower()) == dialect.startswith("Open MPI")
 
 
 def _mpiexec(env: Mapping[str, str]) -> str | None:
@@ -219,7 +213,7 @@ def clock(now: float, is_kept: bool | None) -> Finding:
 
 
 def clock_is_kept() -> bool | None:
-    """Whether the kernel's clock is synchronised, by adjtimex(2), which only asks."""
+    """True if the kernel's clock is synchronised, by adjtimex(2), which only asks."""
     try:
         state = ctypes.create_string_buffer(256)
         answer = ctypes.CDLL(None).adjtimex(state)

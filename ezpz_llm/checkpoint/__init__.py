@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can load, whatever layout saved them (see docs/checkpoints.md).
+"""Checkpoints that any layout can load, whatever layout saved them (see docs/reference/checkpoints.md).
 
 `find`, `prune` and `Keep` import no torch; what does is imported when it is first asked for.
 """

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, run_command, show
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, run_command, show, user_path
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import LATEST, MANIFEST, complete, latest, read_manifest, read_state, verify
 from ezpz_llm.evaluate.model import SOURCE_HELP
@@ -32,25 +32,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ezpz-llm checkpoint", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("checkpoint", description=__doc__, shown=(
+        "ezpz-llm checkpoint inspect runs/gpt2",
+        "ezpz-llm checkpoint export runs/gpt2 exported/  a folder that transformers loads",
+        "ezpz-llm checkpoint fetch openai-community/gpt2"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = commands.add_parser("inspect", help="what it holds, without reading its tensors", allow_abbrev=False)
+    add = commands.add_parser("inspect", help="what it holds, without reading its tensors")
     add.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     add.add_argument("--parameters", action="store_true", help="list every parameter, its shape and its place")
     add.add_argument("--json", action="store_true", help="print it as JSON")
-    add = commands.add_parser("verify", help="compare every file with its hash, and the index with the model",
-                              allow_abbrev=False)
+    add = commands.add_parser("verify", help="compare every file with its hash, and the index with the model")
     add.add_argument("folder", metavar="FOLDER", help="a run directory (all its checkpoints), or a checkpoint")
-    add = commands.add_parser("export", help="write a folder that transformers' AutoModelForCausalLM loads",
-                              allow_abbrev=False)
+    add = commands.add_parser("export", help="write a folder that transformers' AutoModelForCausalLM loads")
     add.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     add.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     add.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"),
                      help="of the weights (%(default)s)")
     add.add_argument("--shard-gb", type=float, default=5.0, metavar="X",
                      help="the most that one file of weights gets, in 10^9 bytes (%(default)s)")
-    add = commands.add_parser("fetch", help="download a GPT-2 or Llama of the hub, for use without a network",
-                              allow_abbrev=False)
+    add = commands.add_parser("fetch", help="download a GPT-2 or Llama of the hub, for use without a network")
     add.add_argument("hub_id", metavar="HUB_ID", help="such as openai-community/gpt2")
     add.add_argument("--revision", metavar="R", help="a branch, tag or commit")
     return parser

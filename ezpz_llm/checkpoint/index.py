@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import file_in
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import UserError, as_dataclass, file_in
 from ezpz_llm.checkpoint.manifest import FORMAT, INDEX, damaged, read_json
 from ezpz_llm.layout.optimizers import OPTIMIZERS
 from ezpz_llm.model.parameters import Box, size
@@ -176,12 +174,9 @@ def _incomplete(parameter: Parameter) -> str | None:
     for box, stop in boxes.items():
         if stop != size(box):
             return f"a gap or an overlap at element {stop} of box {list(box)}"
-    if any(_overlap(one, other) for one, other in itertools.combinations(boxes, 2)):
+    if any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+           for one, other in itertools.combinations(boxes, 2)):
         return "boxes that overlap"
     if sum(map(size, boxes)) != math.prod(parameter.shape):
         return "a gap between boxes"
     return None
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))

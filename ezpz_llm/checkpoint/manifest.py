@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from ezpz_llm.base import outside
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import file_in
-from ezpz_llm.base.schema import MOST_STEPS, Range, as_type
-from ezpz_llm.rundir import write_atomic, write_json
-from ezpz_llm.rundir.files import hash_file, sweep_checkpoints
+from ezpz_llm.base import MOST_STEPS, Range, UserError, as_type, file_in, outside, system_text
+from ezpz_llm.rundir import hash_file, sweep_checkpoints, write_atomic, write_json
 
 MANIFEST, INDEX, STATE, LATEST = "manifest.json", "index.json", "state.json", "latest"
 
 _NAME = re.compile(r"step-(\d{8,})")
+_LONGEST_NAME = 256
 
 
 def folder_name(step: int) -> str:
@@ -51,7 +48,7 @@ def complete(checkpoints: Path) -> list[Path]:
 def latest(checkpoints: Path) -> Path | None:
     """The checkpoint that `latest` names, whether or not it is there; None where it names none."""
     pointer = checkpoints / LATEST
-    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    name = system_text(pointer, most=_LONGEST_NAME).strip()
     return checkpoints / name if _NAME.fullmatch(name) else None
 
 
@@ -217,8 +214,9 @@ def verify(folder: Path, records: Iterable[FileRecord]) -> None:
         check_size(folder, record)
         try:
             found = hash_file(folder / record.name)
-        except OSError as error:
-            raise damaged(folder, f"{record.name} cannot be read: {error.strerror}") from error
+        except (OSError, UserError) as error:
+            why = error.found if isinstance(error, UserError) else error.strerror
+            raise damaged(folder, f"{record.name} cannot be read: {why}") from error
         if found != record.sha256:
             raise damaged(folder, f"{record.name} has sha256 {found}, the manifest expects {record.sha256}")
 

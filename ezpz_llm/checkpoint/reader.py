@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint import writer
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, check_model, common, read_index
 from ezpz_llm.checkpoint.manifest import Damaged, damaged, none_whole, read_manifest, read_state, shard_name, verify
@@ -64,13 +66,15 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
         UserError: the checkpoint is damaged (Damaged), or of another model, or has no optimizer state, or `accept`
             refuses it. The same on every rank; the engine is unchanged.
     """
-    training = engine.training_state()
+    training, buffers = engine.training_state(), writer.buffers_of(engine.module)
 
     def read() -> tuple[dict[str, Any], Index]:
+        """State and index of the folder, refused where they are not of this model."""
         state, index = read_state(folder), read_index(folder)
         if accept is not None:
             accept(folder, state)
         check_model(index, training.shapes, folder, training.kinds)
+        _check_buffers(folder, buffers)
         return state, index
 
     # Settled before anything is read: what other ranks have found damaged says nothing.
@@ -78,28 +82,32 @@ def load(folder: Path, engine: Engine, dist: Dist, accept: Accept | None = None)
     state, index = together(dist, read)
     alike = (state["world_size"], state.get("degrees")) == (dist.world_size, asdict(dist.mesh.degrees))
     with ExitStack() as stack:
-        files = _Files(folder, stack)
+        # Each shard is opened (mapped, not read) when it is first needed.
+        open_file = functools.cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
         for part in training.slices():
-            fill(part.tensors, (part.box, part.start, part.stop), index.parameters[part.name], files.open)
+            fill(part.tensors, (part.box, part.start, part.stop), index.parameters[part.name], open_file)
+        for name, buffer in buffers.items():
+            buffer.copy_(open_file(shard_name(0)).get_tensor(f"{writer.BUFFER}{name}").view(buffer.shape))
         if alike:
-            writer.restore(_random_states(files.open(shard_name(dist.rank))), engine.device)
+            writer.restore(_random_states(open_file(shard_name(dist.rank))), engine.device)
     training.loaded(state["optimizer_step"])
     if training.scale is not None and state["loss_scale"] is not None:
         training.scale.load_state_dict(state["loss_scale"])
     return {**state, "rng_restored": alike}
 
 
-class _Files:
-    """The shards of a checkpoint, each opened (mapped, not read) when it is first needed."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self.stack = folder, stack
-        self.opened: dict[str, Any] = {}
-
-    def open(self, name: str) -> Any:
-        if name not in self.opened:
-            self.opened[name] = self.stack.enter_context(safe_open(self.folder / name, framework="pt"))
-        return self.opened[name]
+def _check_buffers(folder: Path, buffers: Mapping[str, torch.Tensor]) -> None:
+    """
+    Raises:
+        UserError: the model has a buffer that the checkpoint has not.
+    """
+    if not buffers:
+        return
+    with safe_open(folder / shard_name(0), framework="pt") as shard:
+        there = set(shard.keys())
+    if missing := [name for name in buffers if f"{writer.BUFFER}{name}" not in there]:
+        raise UserError(f"the checkpoint is of another model: it has no buffer {missing[0]}", where=str(folder),
+                        instead="the model of the run that saved it")
 
 
 def fill(tensors: Mapping[str, torch.Tensor], part: Part, stored: Parameter,

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, nearest
+from ezpz_llm.base import UserError, nearest
 from ezpz_llm.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -71,7 +71,7 @@ def find(where: str | Path) -> Path:
 
 
 def has_any(where: str | Path) -> bool:
-    """Whether there is a checkpoint at that place, whole or not."""
+    """True if there is a checkpoint at that place, whole or not."""
     try:
         return bool(candidates(where))
     except UserError:

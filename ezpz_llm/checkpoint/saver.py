@@ -17,13 +17,14 @@ from typing import Any
 import psutil
 import torch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.manifest import complete, start_partial
 from ezpz_llm.checkpoint.retention import Keep, prune
-from ezpz_llm.checkpoint.writer import Shard, complete_folder, facts, read_shard, write_shard
+from ezpz_llm.checkpoint.writer import Shard, buffers_of, complete_folder, facts, read_shard, write_shard
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import broadcast, gather, together
 from ezpz_llm.dist.backends import DEVICES
+from ezpz_llm.dist.device import synchronize
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.rundir import RunDir
@@ -62,8 +63,7 @@ class HostMemory:
             size = tensor.numel() * tensor.element_size()
             place = self._memory[at:at + size].view(tensor.dtype)
             copies.append(place.copy_(tensor.detach().view(-1), non_blocking=True))
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()
+        synchronize(self._device)
         return replace(shard, tensors=iter(copies))
 
 
@@ -105,6 +105,7 @@ def start_task(action: Callable[[], Any], in_background: bool) -> Future[Any]:
     future: Future[Any] = Future()
 
     def run() -> None:
+        """The action, with its outcome in the future."""
         try:
             future.set_result(action())
         except BaseException as error:  # raised again where the outcome is asked for
@@ -151,7 +152,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is still writing."""
+        """True if this rank is still writing."""
         return self._save is not None and not self._save.task.done()
 
     def start(self, engine: Engine, state: dict[str, Any], *, at_once: bool = False) -> str | None:
@@ -172,7 +173,8 @@ class Saver:
         folders = self._together(step, lambda: start_partial(self._run_dir.checkpoints, step), on_main=True)
         partial = broadcast(self._dist, folders)
         record = {**state, **facts(engine, self._dist, training)}
-        shard = read_shard(training, self._dist.rank, engine.device)
+        buffers = buffers_of(engine.module) if self._dist.is_main else {}
+        shard = read_shard(training, self._dist.rank, engine.device, buffers)
         note = None
         in_background = self._in_background and not at_once
         if in_background and self._memory is None:
@@ -231,6 +233,7 @@ class Saver:
     def _together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
         """What `action` gives, on every rank or rank 0 alone; an OSError on any rank becomes NotWritten on all."""
         def attempt() -> Any:
+            """What `action` gives; an OSError as NotWritten, with the checkpoint that stands."""
             try:
                 return action()
             except OSError as failure:

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ezpz_llm import __version__
 from ezpz_llm.checkpoint.index import WEIGHT, Piece, write_index
@@ -23,6 +25,9 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.optimizer_state import EngineState, owned
 from ezpz_llm.rundir import write_json
+
+BUFFER = "buffer/"
+"""How the names of buffers begin in rank 0's file."""
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
 """What a rank wrote: its file, and (parameter name, piece) for what is in it."""
@@ -42,8 +47,15 @@ class Shard:
     tensors: Iterator[torch.Tensor]
 
 
-def read_shard(training: EngineState, rank: int, device: torch.device) -> Shard:
-    """What `rank` has to write: the tensors that it answers for, and its random states as they are now."""
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module that belong to its state, such as running statistics, by name."""
+    kept = module.state_dict().keys() if any(True for _ in module.buffers()) else ()
+    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def read_shard(training: EngineState, rank: int, device: torch.device,
+               buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Shard:
+    """What `rank` has to write: the tensors that it answers for, its random states as they are now, `buffers`."""
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
@@ -55,8 +67,9 @@ def read_shard(training: EngineState, rank: int, device: torch.device) -> Shard:
         key = part.name if f"{WEIGHT}/{part.name}" not in outline else f"{part.name}/{len(pieces)}"
         outline.update({f"{kind}/{key}": torch.empty(part.numel, device="meta") for kind in training.kinds})
         pieces.append((part.name, Piece(part.box, part.start, part.stop, file=name, key=key)))
-    states = capture(device)
-    outline.update({f"rng/{source}": value for source, value in states.items()})
+    states = {f"rng/{source}": value for source, value in capture(device).items()}
+    states.update({f"{BUFFER}{key}": value for key, value in buffers.items()})
+    outline.update(states)
     parts = (part for _, part in owned(training.slices(), raw) if part is not None)
     values = (part.tensors[kind] for part in parts for kind in training.kinds)
     return Shard(name, outline, pieces, chain(values, states.values()))
@@ -131,7 +144,7 @@ def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
 
 # Write a safetensors file one tensor at a time, hashing it on the way.
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16",
-           torch.int64: "I64", torch.uint8: "U8"}
+           torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 def write_tensors(path: Path, outline: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor],

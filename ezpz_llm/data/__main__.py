@@ -1,13 +1,16 @@
-"""Turn text into token shards; verify and show them; provide a tokenizer's file."""
+"""Turn text into token shards; verify and show them; name a training step's documents; provide a tokenizer."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, run_command, show
+from ezpz_llm.base import UserError, run_command, show
+from ezpz_llm.base.parser import CommandParser
 
 # The rooms are imported where they are used: `--help` needs none of them.
 
@@ -23,18 +26,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.data", description=__doc__)
+    parser = CommandParser("data", description=__doc__, shown=(
+        "ezpz-llm data prepare my_text/ --tokenizer gpt2  once, before the job",
+        "ezpz-llm data which runs/gpt2 --step 412  the documents that a step of a run read",
+        "ezpz-llm data tokenizer gpt2 --download  on a machine with a network"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add = commands.add_parser("prepare", help="text to token shards; prints the folder")
     add.add_argument("corpus", metavar="CORPUS",
                      help="stdlib, shakespeare, fineweb-edu, hf:NAME[:CONFIG][@REVISION] (a data set of the hub), "
                           "or the path of a file of text, JSON lines or parquet, plain, gzipped or zst, of a "
-                          "folder of such, or of shards of build-nanogpt or nanoGPT; or several with weights, as "
-                          "A=0.7,B=0.3")
+                          "folder of such, or of shards of build-nanogpt or nanoGPT, or Megatron's X.bin and "
+                          "X.idx as X; or several with weights, as A=0.7,B=0.3")
     add.add_argument("--tokenizer", metavar="T",
-                     help="bytes, char, gpt2, or a folder that has one of these: token shards, a checkpoint or a "
-                          "tokenizer.json (default: char for shakespeare, gpt2 for data sets, else bytes)")
+                     help="bytes, char, gpt2, a tokenizer.json, a *.model of SentencePiece, or a folder that has "
+                          "one: a model, token shards or a checkpoint (default: char for shakespeare, gpt2 for "
+                          "data sets, else bytes)")
     add.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: one in the cache)")
     source = add.add_mutually_exclusive_group()
     source.add_argument("--file", type=Path, metavar="F", help="shakespeare only: its text, as a local file")
@@ -65,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         add = commands.add_parser(name, help=what)
         add.add_argument("folder", type=Path, metavar="DIR")
         add.set_defaults(run=run)
+
+    add = commands.add_parser("which", help="name the documents that a step of a run read")
+    add.add_argument("folder", type=Path, metavar="RUN", help="the run directory")
+    add.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
+    add.add_argument("--json", action="store_true", help="print them as JSON")
+    add.set_defaults(run=_which)
 
     add = commands.add_parser("tokenizer", help="provide the file that the gpt2 tokenizer needs")
     add.add_argument("name", choices=["gpt2"])
@@ -129,6 +142,17 @@ def _show(args: argparse.Namespace) -> int:
         ("made by", facts["command"]),
     ]
     show("\n".join(f"{name:12} {text}" for name, text in lines))
+    return 0
+
+
+def _which(args: argparse.Namespace) -> int:
+    from ezpz_llm.data.which import described, step_read
+
+    read = step_read(args.folder, args.step)
+    if args.json:
+        print(json.dumps(asdict(read)))
+    else:
+        show(described(read))
     return 0
 
 

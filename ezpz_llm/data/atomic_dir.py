@@ -11,13 +11,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import read_json
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import UserError, as_dataclass, read_json
 from ezpz_llm.rundir import write_atomic
 
 _LOCK = ".lock"
@@ -186,4 +184,5 @@ class Journal:
 
     def save(self, folder: Path) -> None:
         """Replace the journal in `folder`, in one step."""
-        write_atomic(folder / JOURNAL, json.dumps(asdict(self)))
+        # Not asdict, which copies each of the counts.
+        write_atomic(folder / JOURNAL, json.dumps(vars(self)))

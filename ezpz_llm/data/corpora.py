@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.package_data import cache_dir, user_path
+from ezpz_llm.base import UserError, cache_dir, unknown, user_path
 from ezpz_llm.data.downloads import PublicFile, reading
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.hub import NAMES, HubDataset, find_dataset
@@ -198,7 +197,7 @@ class Options:
     """Settings for preparing a corpus; what is None is the corpus's own default.
 
     Attributes:
-        tokenizer: "bytes", "char", "gpt2" or a folder; see `ezpz_llm.data.tokenizers`.
+        tokenizer: "bytes", "char", "gpt2", a file or a folder; see `ezpz_llm.data.tokenizers`.
         val_fraction: the last part of the token stream is the validation split.
         val_tokens: or so many tokens at its beginning are.
         shard_tokens: tokens a shard file.

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, cleaned
-from ezpz_llm.base.package_data import cache_dir
+from ezpz_llm.base import UserError, cache_dir, cleaned, read_bytes
 from ezpz_llm.rundir import write_atomic
 
 _TIMEOUT_S = 60
+_MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PublicFile:
         if not self.path.exists():
             raise UserError(f"{self.what} is not on this machine", where=str(self.path),
                             instead=f"provide it once with: {self.provide}")
-        self._check(_read(self.path), str(self.path), f"provide it again with: {self.provide}")
+        self._check(read_bytes(self.path, _MOST_BYTES), str(self.path), f"provide it again with: {self.provide}")
         return self.path
 
     def copy_from(self, source: Path) -> Path:
@@ -65,7 +65,7 @@ class PublicFile:
         Raises:
             UserError: no such file, or other content.
         """
-        content = _read(source)
+        content = read_bytes(source, _MOST_BYTES)
         self._check(content, str(source), f"it should have {self.size:,} bytes, as at {self.address}")
         return self._keep(content)
 
@@ -101,11 +101,6 @@ class PublicFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, content)
         return self.path
-
-
-def _read(path: Path) -> bytes:
-    with reading(path):
-        return path.read_bytes()
 
 
 @contextlib.contextmanager
@@ -160,8 +155,14 @@ def progress(label: str, total_bytes: int, shown: bool, done: int = 0) -> Iterat
 def _bar(label: str, total: int, done_before: int) -> Iterator[Callable[[int], None]]:
     # Imported here: only a terminal needs it.
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn as Speed,
+    )
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -175,6 +176,7 @@ def _lines(label: str, total: int, done_before: int) -> Callable[[int], None]:
     of = f" of {total / 1e6:,.1f}" if total else ""
 
     def advance(done: int) -> None:
+        """Count `done` bytes more, and print a line if the last one is long enough ago."""
         nonlocal last, done_so_far
         done_so_far += done
         now = time.monotonic()

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.downloads import progress, reading, say
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
+from ezpz_llm.data.shards import open_npy
 from ezpz_llm.data.tokenize_corpus import entropy
+from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, to_entry
 from ezpz_llm.rundir import write_json
 
@@ -54,9 +56,10 @@ class ForeignShards:
         files = [path for paths in self.splits.values() for path in paths]
         if (self.folder / _META).is_file():
             files.append(self.folder / _META)
-        stats = [(path.name, path.stat()) for path in files]
+        with reading(self.folder):
+            stats = [(path.name, path.stat()) for path in files]
         # Which table of characters it is, the shards say themselves.
-        asked = self.tokenizer and self.tokenizer.name
+        asked = self.tokenizer and (self.tokenizer.name if self.tokenizer.file is None else self.tokenizer.table)
         known = [str(self.folder), asked, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
         return hashlib.sha256(json.dumps([FORMAT, "foreign", known]).encode()).hexdigest()
 
@@ -90,7 +93,8 @@ def find_foreign(corpus: str, tokenizer: Choice | None) -> ForeignShards | None:
         if not paths:
             raise UserError(f"these shards of {written_by} have no {name} split", where=str(folder),
                             instead=f"put the files of the {name} split there, too")
-    if tokenizer is not None and tokenizer.name == ("char" if (folder / _META).is_file() else _DEFAULT):
+    if tokenizer is not None and tokenizer.file is None and tokenizer.name == (
+            "char" if (folder / _META).is_file() else _DEFAULT):
         tokenizer = None  # so that they are read once, whether or not it was typed
     return ForeignShards(folder, written_by, {name: tuple(paths) for name, paths in splits.items()}, tokenizer)
 
@@ -102,6 +106,7 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
         UserError: a shard is truncated or of another type, or has ids that the tokenizer does not know.
     """
     tokenizer = _tokenizer(shards)
+    asked = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
     opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
     dtypes = {tokens.dtype for split in opened.values() for tokens in split}
     if len(dtypes) > 1:
@@ -120,12 +125,14 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
                          "sha256": _count(tokens, tokenizer, counts, advance)}
                 splits[name]["shards"].append(entry)
     np.save(folder / COUNTS, counts)
+    if shards.tokenizer is not None and shards.tokenizer.file is not None:
+        copy_files(shards.tokenizer.file, folder)
     end = tokenizer.end_of_text
     write_json(folder / MANIFEST, {
         "format": FORMAT,
         "request": shards.fingerprint,
         "command": shlex.join(["python3", "-m", "ezpz_llm.data", "prepare", str(shards.folder), "--tokenizer",
-                               tokenizer.name]),
+                               asked]),
         "written_by": shards.written_by,
         "source": {"corpus": str(shards.folder), "files": sum(map(len, opened.values())), "bytes": size},
         "tokenizer": to_entry(tokenizer),
@@ -144,8 +151,8 @@ def _tokenizer(shards: ForeignShards) -> Tokenizer:
     found: Tokenizer | None = None
     if shards.written_by == "nanoGPT" and meta.is_file():
         found = CharTokenizer(_characters(meta))
-        if shards.tokenizer is not None and shards.tokenizer.name != "char":
-            raise UserError(f"these tokens are characters, not of the tokenizer {shards.tokenizer.name}",
+        if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(found)):
+            raise UserError(f"these tokens are characters, not of the tokenizer {shards.tokenizer.describe()}",
                             where=str(meta), instead="leave --tokenizer out")
     elif shards.tokenizer is not None and shards.tokenizer.name == "char":
         raise UserError("which characters these tokens are is not known: there is no meta.pkl",
@@ -163,7 +170,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _characters(meta: Path) -> str:
     """The table in nanoGPT's meta.pkl."""
     try:
-        with reading(meta), meta.open("rb") as file:
+        with reading(meta), open_regular(meta) as file:
             table = _PlainUnpickler(file).load()["itos"]
         characters = [table[number] for number in range(len(table))]
         if characters != sorted(set(characters)) or {*map(len, characters)} != {1}:
@@ -178,12 +185,16 @@ def _characters(meta: Path) -> str:
 
 def _open(path: Path) -> np.memmap:
     """The tokens of one file."""
-    with reading(path):
-        try:
-            tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, "<u2", "r")
-        except ValueError as error:
-            raise UserError(f"this shard is truncated, or no shard: {error}", where=str(path),
-                            instead="copy or fetch that file again") from error
+    again = "copy or fetch that file again"
+    if path.suffix == ".npy":
+        tokens = open_npy(path, "shard", again)
+    else:
+        with reading(path):
+            try:
+                tokens = np.memmap(path, "<u2", "r")
+            except ValueError as error:
+                raise UserError(f"this shard is truncated, or no shard: {error}", where=str(path),
+                                instead=again) from error
     if tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")) or tokens.ndim != 1:
         raise UserError(f"this shard holds {tokens.dtype} in {tokens.ndim} dimensions", where=str(path),
                         instead="shards of uint16 or uint32 in one dimension")
@@ -195,7 +206,7 @@ def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
     """Add to `counts` how often each id occurs; returns the file's sha256."""
     path = Path(str(tokens.filename))
     digest = hashlib.sha256()
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         digest.update(file.read(tokens.offset))
         for first in range(0, tokens.size, _AT_ONCE):
             part = np.asarray(tokens[first:first + _AT_ONCE])

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from ezpz_llm.base.errors import UserError, import_package, require_package
-from ezpz_llm.base.outside import JsonText, parse_json
+from ezpz_llm.base import JsonText, UserError, import_package, open_regular, parse_json, require_package
 from ezpz_llm.data.downloads import reading
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def open_unpacked(path: Path, packing: Packing | None) -> Iterator[Stream]:
     Raises:
         UserError: it cannot be read.
     """
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         yield Stream(path, file, packing)
 
 
@@ -129,7 +128,8 @@ def open_unpacked(path: Path, packing: Packing | None) -> Iterator[Stream]:
 BOM = b"\xef\xbb\xbf"
 _PACKED_NAMES = (".gz", ".zst", ".zstd")
 _HEAD = 1 << 16
-_LONGEST_LINE = 64 << 20
+LONGEST_LINE = 64 << 20
+"""Or an item of an array: more of one document is not kept in memory, several times over."""
 _PACKED = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 _PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"
 _ZIP = "a zip archive, as .docx, .xlsx, .npz and PyTorch files are"
@@ -176,7 +176,7 @@ def find_format(path: Path) -> Format:
     Raises:
         UserError: it holds no documents that can be read here; names what it is.
     """
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_regular(path) as file:
         head = file.read(_HEAD)
         packing = next((packing for magic, packing in _PACKED.items() if head.startswith(magic)), None)
     if packing is None:
@@ -237,7 +237,7 @@ def _first_lines(path: Path, head: bytes, packing: Packing | None) -> list[bytes
         lines.pop()  # it may be cut
         if not any(line.strip() for line in lines):
             with open_unpacked(path, packing) as stream:
-                lines = stream.read(_LONGEST_LINE).removeprefix(BOM).lstrip().split(b"\n")[:1]
+                lines = stream.read(LONGEST_LINE).removeprefix(BOM).lstrip().split(b"\n")[:1]
     return [line for line in lines if line.strip()][:2]
 
 
@@ -263,12 +263,14 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
     number, taken, begin = 0, 0, first
     with open_unpacked(path, packing) as stream:
         def read(size: int) -> str:
+            """The next `size` bytes as text; bytes of a character cut in two wait for the rest."""
             data = stream.read(size)
             return decoder.decode(data, final=len(data) < size)
 
-        text = JsonText(read)
+        text = JsonText(read, LONGEST_LINE)
 
         def members() -> Iterator[Any]:
+            """The wanted member of each object from number `first` on, None where it has none."""
             nonlocal number, taken
             for item in text.items():
                 if number < first:
@@ -290,14 +292,14 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
 def gathered(found: Iterable[Any], size: int) -> Iterator[list[str | UserError | None]]:
     """Texts of together about `size` characters; None in place of what is no text."""
     texts: list[str | UserError | None] = []
-    held = 0
+    buffered = 0
     for text in found:
         is_text = isinstance(text, str)
         texts.append(text if is_text else None)
-        held += len(text) if is_text else 0
-        if held >= size:
+        buffered += len(text) if is_text else 0
+        if buffered >= size:
             yield texts
-            texts, held = [], 0
+            texts, buffered = [], 0
     if texts:
         yield texts
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, require_package
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, require_package, user_path
 from ezpz_llm.data.atomic_dir import Interrupted
 from ezpz_llm.data.formats import TEXT, Documents, gathered
 
@@ -44,7 +43,7 @@ class HubDataset:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder of this machine, and nothing is downloaded."""
+        """True if it is a folder of this machine, and nothing is downloaded."""
         return Path(self.name).is_absolute()
 
 
@@ -110,8 +109,8 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
             stream.load_state_dict(state["stream"])
         with contextlib.closing(iter(stream)) as rows:
             for texts in gathered((row[key] for row in rows), size):
-                held = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts if isinstance(text, str))
-                documents = Documents(dataset.words, number, texts, held)
+                taken = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts if isinstance(text, str))
+                documents = Documents(dataset.words, number, texts, taken)
                 number += len(texts)
                 yield documents, {"documents": number, "stream": stream.state_dict()}
 
@@ -128,4 +127,4 @@ def _reaching(dataset: HubDataset) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0]
         raise Interrupted(f"the data set cannot be read: {reason}", where=dataset.words,
                           instead="check its name and the network, and give the same command again: "
-                                  "it goes on where it stopped") from error
+                                  "it continues where it stopped") from error

@@ -14,17 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError, require_package
+from ezpz_llm.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import building
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.downloads import say, writing
-from ezpz_llm.data.foreign import find_foreign, index_shards
+from ezpz_llm.data.foreign import ForeignShards, find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
+from ezpz_llm.data.megatron import MegatronData, find_megatron, index_megatron
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
-from ezpz_llm.data.shards import BLOCK, TokenData, shares
+from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
 from ezpz_llm.data.tokenize_corpus import entropy, make
+from ezpz_llm.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
 from ezpz_llm.rundir import write_json
 
@@ -46,7 +48,7 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
             file of text, JSON lines, a JSON array or parquet, or of a folder of such; the path of a prepared
             folder, or of another program's shards, which are used as they are; or several of these with weights, as
             A=0.7,B=0.3.
-        tokenizer: "bytes", "char", "gpt2" or the folder of one of these (see `ezpz_llm.data.tokenizers`);
+        tokenizer: "bytes", "char", "gpt2", or a file or folder that has one (see `ezpz_llm.data.tokenizers`);
             default: "char" for shakespeare, "gpt2" for data sets, else "bytes".
         out: the folder to make; default: one in the cache.
         val_fraction: the last part of the token stream to validate on; default 0.1 for one file, 0.02 for many.
@@ -101,7 +103,8 @@ def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | No
 
 
 def _is_prepared(corpus: str) -> bool:
-    return prepared_folder(corpus) is not None or find_foreign(corpus, None) is not None
+    return (prepared_folder(corpus) is not None or find_foreign(corpus, None) is not None
+            or find_megatron(corpus, None) is not None)
 
 
 def _single(corpus: str, options: Options, *, check: bool = True, workers: int | None = None,
@@ -109,13 +112,13 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
     """The folder of a corpus that is not mixed; with `check` none is made, and None stands for one to be made."""
     choice = None if options.tokenizer is None else choose(options.tokenizer)
     folder = prepared_folder(corpus)
-    shards = None if folder else find_foreign(corpus, choice)
+    shards = None if folder else find_foreign(corpus, choice) or find_megatron(corpus, choice)
     if folder or shards:
         _check_no_choice(corpus, options)
     if shards:
         if check and not _finished(shards.index, shards.fingerprint):
             return None
-        folder = _made(shards.index, shards.fingerprint, show, lambda hidden: index_shards(shards, hidden, show))
+        folder = _made(shards.index, shards.fingerprint, show, lambda hidden: _index(shards, hidden, show))
     if folder:
         return _of_choice(folder, choice)
     request = _known(make_request(corpus, options))
@@ -126,6 +129,13 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
         _made(request.folder, request.fingerprint, show,
               lambda hidden: make(request, hidden, workers or _default_workers(request), show))
     return request.folder
+
+
+def _index(shards: ForeignShards | MegatronData, hidden: Path, show: bool) -> None:
+    if isinstance(shards, MegatronData):
+        index_megatron(shards, hidden, show)
+    else:
+        index_shards(shards, hidden, show)
 
 
 def _check_place(folder: Path) -> None:
@@ -171,7 +181,7 @@ def _of_choice(folder: Path, choice: Choice | None) -> Path:
 
 def _known(request: Request) -> Request:
     """The request; of a given table of characters the one without, if that was prepared and has the same table."""
-    if request.tokenizer.table is None or request.options.out is not None:
+    if request.tokenizer.name != "char" or request.tokenizer.entry is None or request.options.out is not None:
         return request
     plain = replace(request, tokenizer=choose(request.tokenizer.name))
     same = (_finished(plain.folder, plain.fingerprint)
@@ -201,7 +211,7 @@ def _ready(request: Request, download: bool, most: int | None) -> bool:
     """
     if _finished(request.folder, request.fingerprint):
         return True
-    if request.tokenizer.name == "gpt2":
+    if request.tokenizer.name == "gpt2" and request.tokenizer.file is None:
         GPT2_VOCAB.find()
     for file in () if request.corpus.plain else request.corpus.files[:most]:
         find_format(file.path)
@@ -269,14 +279,16 @@ def write_mixture(words: str, parts: Sequence[tuple[Path, float]], fingerprint: 
         if not (data.folder / COUNTS).is_file():
             raise UserError("this folder was prepared by a version that did not count its tokens",
                             where=str(data.folder), instead="remove it, and prepare it again")
-        try:
-            counts = np.load(data.folder / COUNTS)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"the counts of its tokens cannot be read: {error}", where=str(data.folder / COUNTS),
-                            instead="remove the folder, and prepare it again") from error
+        again = "remove the folder, and prepare it again"
+        counts = open_npy(data.folder / COUNTS, "array of counts", again)
+        if counts.dtype != np.int64 or counts.shape != histogram.shape:
+            raise UserError(f"these counts are {counts.dtype} {counts.shape}, of {histogram.size:,} tokens",
+                            where=str(data.folder / COUNTS), instead=again)
         histogram += counts / counts.sum() * count / BLOCK
     manifests = [data.manifest for data in opened]
     first = manifests[0]
+    if "kind" in first["tokenizer"]:
+        copy_files(find_copy(opened[0].folder, first["tokenizer"]), folder)
     write_json(folder / MANIFEST, {
         "format": FORMAT,
         "request": fingerprint,

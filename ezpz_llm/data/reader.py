@@ -8,16 +8,16 @@ data set its own state. What is packed is unpacked again up to that offset.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json
+from ezpz_llm.base import UserError, parse_json
 from ezpz_llm.data.corpora import Corpus, SourceFile
 from ezpz_llm.data.formats import (
     BOM,
+    LONGEST_LINE,
     TEXT,
     Documents,
     Format,
@@ -28,7 +28,7 @@ from ezpz_llm.data.formats import (
     read_rows,
 )
 from ezpz_llm.data.hub import read_dataset
-from ezpz_llm.data.tokenizers import whole_characters
+from ezpz_llm.data.text import cut_text, whole_characters
 
 PIECE_BYTES = 4 << 20
 
@@ -88,11 +88,13 @@ class Task:
 
 
 def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PIECE_BYTES,
-          revision: str | None = None, reading: Reading = STRICT) -> Iterator[Task]:
+          revision: str | None = None, reading: Reading = STRICT,
+          cut: Callable[[bytes], int] = cut_text) -> Iterator[Task]:
     """The corpus in order from the place `after`, in tasks of about `size` bytes: small files are taken together.
 
     Args:
         revision: of a data set; see `ezpz_llm.data.hub`.
+        cut: the tokenizer's own: where a long text may be cut.
 
     Raises:
         UserError: a file or data set cannot be read.
@@ -103,14 +105,14 @@ def tasks(corpus: Corpus, after: Mapping[str, Any] | None = None, size: int = PI
             yield Task([documents], {"dataset": state}, reading)
         return
     pieces: list[Piece | Documents] = []
-    held = 0
+    buffered = 0
     place: dict[str, Any] = {}
-    for piece, place in _located(corpus, after or {}, size, reading):
+    for piece, place in _located(corpus, after or {}, size, reading, cut):
         pieces.append(piece)
-        held += _content_bytes(piece)
-        if held >= size:
+        buffered += _content_bytes(piece)
+        if buffered >= size:
             yield Task(pieces, place, reading)
-            pieces, held = [], 0
+            pieces, buffered = [], 0
     if pieces:
         yield Task(pieces, place, reading)
 
@@ -204,8 +206,8 @@ def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None
                      instead=f"{advice}; or {_SKIP}")
 
 
-def _located(corpus: Corpus, after: Mapping[str, Any], size: int,
-             reading: Reading) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
+def _located(corpus: Corpus, after: Mapping[str, Any], size: int, reading: Reading,
+             cut: Callable[[bytes], int]) -> Iterator[tuple[Piece | Documents, dict[str, Any]]]:
     """Each piece, and the place after it."""
     first, offset, line = after.get("file", 0), after.get("offset", 0), after.get("line", 1)
     taken = after.get("taken", 0)
@@ -221,7 +223,7 @@ def _located(corpus: Corpus, after: Mapping[str, Any], size: int,
         elif form.kind == "text" and reading.skips and (found := _unreadable(file, form)):
             yield found, {"file": number + 1}
         else:
-            for piece in _pieces(file, form, size, offset, line, taken):
+            for piece in _pieces(file, form, size, offset, line, taken, cut):
                 lines = piece.data.count(b"\n") if piece.is_jsonl else 0
                 taken += piece.source_bytes
                 yield piece, {"file": number, "offset": piece.offset + len(piece.data), "line": piece.line + lines,
@@ -246,19 +248,25 @@ def _unreadable(file: SourceFile, form: Format) -> Documents | None:
             offset += len(block)
 
 
-def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, taken: int) -> Iterator[Piece]:
+def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, taken: int,
+            cut: Callable[[bytes], int]) -> Iterator[Piece]:
     is_jsonl = form.kind == "lines"
     carry = b""
     with open_unpacked(file.path, form.packing) as stream:
         stream.skip(offset)
         while True:
+            if len(carry) > LONGEST_LINE:
+                what = "this line is longer" if is_jsonl else "this text has no place to cut it at, within more"
+                where = f"{file.path}:{line}" if is_jsonl else f"{file.path}, byte {offset:,}"
+                raise UserError(f"{what} than {LONGEST_LINE >> 20} MiB", where=where,
+                                instead="cut it into several, or leave it out")
             # Reading as much again as was carried over keeps the work linear where no place to cut is found.
             wanted = max(size, len(carry))
             block = stream.read(wanted)
             data = carry + block
             end = len(data)
             if len(block) == wanted:
-                end = data.rfind(b"\n") + 1 if is_jsonl else cut_text(data)
+                end = data.rfind(b"\n") + 1 if is_jsonl else cut(data)
             if end:
                 # So that the pieces of a file add up to its size, wherever the work was taken up in between.
                 read = end if form.packing is None else max(0, stream.taken - taken)
@@ -269,24 +277,3 @@ def _pieces(file: SourceFile, form: Format, size: int, offset: int, line: int, t
             line += data.count(b"\n", 0, end) if is_jsonl else 0
             offset += end
             carry = data[end:]
-
-
-def cut_text(data: bytes) -> int:
-    """The last place where cutting changes no token; 0 where there is none.
-
-    GPT-2's pieces never reach over a single space or newline between two characters that are not white space: a
-    space belongs to the word after it, a newline stands alone. So the cut is before such a space, or after such
-    a newline. The other tokenizers can be cut anywhere.
-    """
-    return _last_between_words(data, b" ", 0) or _last_between_words(data, b"\n", 1)
-
-
-def _last_between_words(data: bytes, separator: bytes, shift: int) -> int:
-    place = len(data)
-    while (place := data.rfind(separator, 0, place)) > 0:
-        # At most four bytes make a character; what is cut off at either end is ignored, not its neighbour.
-        before = data[max(0, place - 4):place].decode("utf-8", "ignore")
-        after = data[place + 1:place + 5].decode("utf-8", "ignore")
-        if before and after and not before[-1].isspace() and not after[0].isspace():
-            return place + shift
-    return 0

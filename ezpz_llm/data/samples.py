@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenStream
 
 IGNORED = -100
@@ -130,7 +130,17 @@ class Batches:
 def _places(lengths: tuple[int, ...], counts: tuple[int, ...], block_size: int, seed: int,
             block: int) -> tuple[np.ndarray, np.ndarray]:
     """Stream and start offset of each sample of a block."""
-    which, indices = draw(counts, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
+    return _places_of(lengths, counts, block_size, seed, np.arange(block * _BLOCK, (block + 1) * _BLOCK))
+
+
+def places(mixture: Mixture, block_size: int, seed: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stream and start offset of each of these samples, int64 like `indices`."""
+    return _places_of(tuple(map(len, mixture.streams)), mixture.counts, block_size, seed, indices)
+
+
+def _places_of(lengths: Sequence[int], counts: Sequence[int], block_size: int, seed: int,
+               samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    which, indices = draw(counts, seed, samples)
     starts = np.empty_like(indices)
     for part, length in enumerate(lengths):
         rows = which == part
@@ -217,6 +227,7 @@ class ReadAhead(Batches):
         self._next: tuple[int, Future[list[tuple[np.ndarray, np.ndarray]]]] | None = None
 
     def micro_batches(self, consumed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The same as of `Batches`; the step after it is being read when this returns."""
         read_next = super().micro_batches
         if self._next and self._next[0] == consumed:
             found = self._next[1].result()

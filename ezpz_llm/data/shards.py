@@ -13,15 +13,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ezpz_llm.base import apportioned
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest
+from ezpz_llm.base import UserError, apportioned, open_regular, unknown
+from ezpz_llm.data.downloads import reading
+from ezpz_llm.data.manifest import MANIFEST, SHARD, SHARD_TOKENS, TRAIN, VAL, read_manifest, read_part
 from ezpz_llm.data.tokenizers import Tokenizer, from_entry
-from ezpz_llm.rundir.files import hash_file
+from ezpz_llm.rundir import hash_file
 
 BLOCK = 4096
 """Samples of which each stream of a mixture gives a fixed number."""
@@ -34,10 +35,12 @@ class TokenStream:
         shards: path and number of tokens of each, in order.
         where: what to call it in an error.
         offsets: bytes before the first token of each file; none if not given.
+        vocab_size: ids that there are, where nobody has read all tokens yet; what is read is looked at then.
     """
 
     def __init__(self, shards: Sequence[tuple[Path, int]], dtype: np.dtype, where: str,
-                 offsets: Sequence[int] | None = None) -> None:
+                 offsets: Sequence[int] | None = None, vocab_size: int | None = None) -> None:
+        self._vocab_size = vocab_size
         self.where = where
         self.dtype = dtype
         self._maps = [np.memmap(path, dtype, "r", offset, (tokens,))
@@ -48,7 +51,11 @@ class TokenStream:
         return int(self._starts[-1])
 
     def __getitem__(self, place: slice) -> np.ndarray:
-        """Tokens [a:b] in the shards' type; a view where they lie in one shard, so not to be written to."""
+        """Tokens [a:b] in the shards' type; a view where they lie in one shard, so not to be written to.
+
+        Raises:
+            UserError: one is beyond `vocab_size`.
+        """
         start, stop, _ = place.indices(len(self))
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         parts = []
@@ -57,9 +64,15 @@ class TokenStream:
             parts.append(self._maps[first][start - begin:stop - begin])
             start = int(self._starts[first + 1])
             first += 1
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+        if self._vocab_size is None or not found.size:
+            return found
+        if found.min() < 0 or found.max() >= self._vocab_size:
+            at = int(np.flatnonzero((found < 0) | (found >= self._vocab_size))[0])
+            raise UserError(f"token {found[at]:,} at place {place.indices(len(self))[0] + at:,}: the tokenizer has "
+                            f"only {self._vocab_size:,}", where=self.where,
+                            instead="name the tokenizer that made these tokens with --tokenizer")
+        return found
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """(len(starts), length) int64: the `length` tokens from each start."""
@@ -111,7 +124,8 @@ class TokenData:
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.parts = [(TokenData.open(Path(part["folder"])), part["weight"]) for part in manifest.get("parts", ())]
+        self.parts = [(TokenData(part, read_part(part, folder)), weight) for part, weight in
+                      ((Path(one["folder"]), one["weight"]) for one in manifest.get("parts", ()))]
 
     @classmethod
     def open(cls, folder: Path) -> TokenData:
@@ -127,9 +141,9 @@ class TokenData:
         """The tokenizer that made the tokens.
 
         Raises:
-            UserError: the one of that name here is another, or its file is not on this machine.
+            UserError: the one of that name here is another, or its file or library is not on this machine.
         """
-        return from_entry(self.manifest["tokenizer"], str(self.folder / MANIFEST))
+        return from_entry(self.manifest["tokenizer"], str(self.folder / MANIFEST), self.folder)
 
     @property
     def vocab_size(self) -> int:
@@ -166,12 +180,31 @@ class TokenData:
         shards = self.manifest["splits"][name]["shards"]
         dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
         return TokenStream([(self.folder / shard["file"], shard["tokens"]) for shard in shards], dtype,
-                           f"split {name!r} of {self.folder}", [shard.get("offset", 0) for shard in shards])
+                           f"split {name!r} of {self.folder}", [shard.get("offset", 0) for shard in shards],
+                           self.vocab_size if "document_index" in self.manifest else None)
 
     def first_tokens(self, count: int) -> np.ndarray:
         """The first tokens to train on; of a mixture, its first part's."""
         data = self.parts[0][0] if self.parts else self
         return data._stream(TRAIN)[:count]
+
+
+def open_npy(path: Path, what: str, instead: str) -> np.memmap:
+    """An array in a file of numpy's, by memory map.
+
+    Raises:
+        UserError: it is truncated, or no such file; with `what` it should be, and what to do `instead`.
+    """
+    with reading(path):
+        open_regular(path).close()
+        try:
+            # Not np.load, which opens archives and pickles, too.
+            return np.lib.format.open_memmap(path, mode="r")
+        # Of a header that does not parse numpy lets whatever its tokenizer and parser raise out.
+        except (ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError,
+                TokenError) as error:
+            raise UserError(f"this {what} is truncated, or no {what}: {error}", where=str(path),
+                            instead=instead) from error
 
 
 # Writing a split's stream of tokens as shard files, hashed at the end, to be gone on with after a kill.

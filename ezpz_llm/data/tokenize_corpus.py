@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL, Interrupted, Journal, clear
 from ezpz_llm.data.corpora import Request
 from ezpz_llm.data.downloads import progress, say
@@ -26,6 +26,7 @@ from ezpz_llm.data.hub import resolve_revision
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD, TRAIN, VAL
 from ezpz_llm.data.reader import Piece, Reading, Task, tasks, texts
 from ezpz_llm.data.shards import ShardWriter
+from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Tokenizer, from_entry, to_entry
 from ezpz_llm.rundir import write_json
 
@@ -142,16 +143,18 @@ def _kept(folder: Path, found: str, where: str | None, instead: str, error: OSEr
     if not (folder / JOURNAL).exists():
         return error
     return Interrupted(f"{found}; what was prepared so far is kept", where=where,
-                       instead=f"{instead}, and give the same command again: it goes on where it stopped")
+                       instead=f"{instead}, and give the same command again: it continues where it stopped")
 
 
 def _take_up(request: Request, folder: Path, show: bool) -> _Work:
     journal = Journal.load(folder, request.fingerprint)
     if journal is not None and journal.broken <= request.options.max_broken:
-        tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL))
+        _copy_tokenizer(request, folder)
+        tokenizer = from_entry(journal.tokenizer, str(folder / JOURNAL), folder)
         work = _Work(request, folder, journal, tokenizer, np.array(journal.counts, np.int64))
         if work.go_on():
             clear(folder, but=(JOURNAL, SHARD))
+            _copy_tokenizer(request, folder)
             if show:
                 say(f"going on after {journal.documents:,} documents, {work.tokens:,} tokens of an earlier process")
             return work
@@ -160,8 +163,15 @@ def _take_up(request: Request, folder: Path, show: bool) -> _Work:
     if corpus.dataset is not None and (revision := resolve_revision(corpus.dataset)):
         facts["revision"] = revision
     tokenizer = _tokenizer(request, facts.get("revision"))
+    _copy_tokenizer(request, folder)
     journal = Journal(request.fingerprint, to_entry(tokenizer), facts=facts)
     return _Work(request, folder, journal, tokenizer, np.zeros(tokenizer.vocab_size, np.int64))
+
+
+def _copy_tokenizer(request: Request, folder: Path) -> None:
+    """Put the tokenizer's file, if it has one, beside the shards, where those who read them find it."""
+    if request.tokenizer.file is not None:
+        copy_files(request.tokenizer.file, folder)
 
 
 def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
@@ -170,9 +180,9 @@ def _encode(work: _Work, workers: int, label: str, show: bool) -> None:
     saved = time.monotonic()
     if not journal.read_all:
         waiting = tasks(corpus, journal.after, revision=journal.facts.get("revision"),
-                        reading=_reading(work.request))
+                        reading=_reading(work.request), cut=work.tokenizer.cut)
         with progress(label, corpus.size, show, journal.source_bytes) as advance:
-            for encoded in encode_all(waiting, journal.tokenizer, workers):
+            for encoded in encode_all(waiting, journal.tokenizer, workers, work.folder):
                 work.write(encoded.tokens)
                 work.counts += encoded.counts
                 journal.after = encoded.after
@@ -204,7 +214,7 @@ def _count_broken(work: _Work, broken: Sequence[UserError]) -> None:
         if journal.broken >= most:
             raise Interrupted(f"{error.found}; {most} broken documents were left out before it, as many as may be",
                               where=error.where,
-                              instead=f"--max-broken {10 * most}: it goes on where it stopped")
+                              instead=f"--max-broken {10 * most}: it continues where it stopped")
         journal.broken += 1
         if len(journal.broken_first) < _BROKEN_NAMED:
             journal.broken_first.append(f"{error.where}: {error.found}")
@@ -270,6 +280,8 @@ def remarks(source: Mapping[str, Any], shown: int = 5) -> Iterator[str]:
         named = "".join(f"\n  {one}" for one in first[:shown])
         rest = "\n  …" if 0 < shown < source["broken"]["documents"] else ""
         yield f"{source['broken']['documents']:,} broken documents were left out{named}{rest}"
+    if "sampled" in source:
+        yield f"the unigram entropy is an estimate, from {source['sampled']:,} tokens"
     if "byte_order_marks" in source:
         yield f"{source['byte_order_marks']:,} byte-order marks at the beginning of files were dropped"
 
@@ -334,22 +346,22 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
             if begins:
                 parts += separator
                 documents += 1
-            parts.append(tokenizer.encode(text))
+            parts.append(tokenizer.encode(text) if begins else tokenizer.encode_rest(text))
     tokens = pack(np.concatenate(parts), tokenizer.vocab_size)
     return Encoded(tokens, np.bincount(tokens, minlength=tokenizer.vocab_size), documents,
                    task.source_bytes, task.after, tuple(broken),
                    sum(isinstance(piece, Piece) and piece.has_mark for piece in task.pieces))
 
 
-def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int) -> Iterator[Encoded]:
-    """The tasks' tokens in order; `entry` is the tokenizer's (see `to_entry`).
+def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int, folder: Path) -> Iterator[Encoded]:
+    """The tasks' tokens in order; `entry` is the tokenizer's (see `to_entry`), whose file, if any, is in `folder`.
 
     Raises:
         UserError: text that cannot be read.
         Interrupted: a process was killed.
     """
     if workers == 1:
-        tokenizer = from_entry(entry)
+        tokenizer = from_entry(entry, folder=folder)
         for task in tasks:
             yield encode_task(task, tokenizer)
         return
@@ -358,20 +370,20 @@ def encode_all(tasks: Iterable[Task], entry: Mapping[str, Any], workers: int) ->
     waiting: deque = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode_in_worker, task, dict(entry)))
+            waiting.append(pool.submit(_encode_in_worker, task, dict(entry), folder))
             if len(waiting) >= _WAITING_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise Interrupted("a tokenising process was killed, perhaps for want of memory",
-                          instead="try fewer at once: --workers 1; it goes on where it stopped") from error
+                          instead="try fewer at once: --workers 1; it continues where it stopped") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _encode_in_worker(task: Task, entry: Mapping[str, Any]) -> Encoded:
-    return encode_task(task, from_entry(entry))
+def _encode_in_worker(task: Task, entry: Mapping[str, Any], folder: Path) -> Encoded:
+    return encode_task(task, from_entry(entry, folder=folder))
 
 
 def _begin_worker() -> None:

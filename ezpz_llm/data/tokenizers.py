@@ -1,4 +1,5 @@
-"""Tokenizers: bytes and characters need no file, gpt2 needs one (`vocab.bpe`), kept in the cache.
+"""Tokenizers: bytes and characters need no file, gpt2 needs one (`vocab.bpe`), kept in the cache; and which one a
+user means, who may name the file or folder of another library's (`tokenizer_files.py`), too.
 
 Text that contains "<|endoftext|>" is ordinary text to each of them; the end-of-text token is only ever written
 by `prepare`, before each document, as in GPT-2's own training data.
@@ -18,12 +19,17 @@ from typing import Any, Protocol
 import numpy as np
 import tiktoken
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.outside import read_json
-from ezpz_llm.base.package_data import user_path
-from ezpz_llm.base.schema import as_type
+from ezpz_llm.base import UserError, as_type, read_json, require_package, unknown, user_path
 from ezpz_llm.data.downloads import PublicFile
 from ezpz_llm.data.manifest import MANIFEST, TokenizerEntry
+from ezpz_llm.data.text import cut_text, whole_characters
+from ezpz_llm.data.tokenizer_files import (
+    FileTokenizer,
+    entry_of_file,
+    find_copy,
+    find_file,
+    load,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZERS = ("bytes", "char", "gpt2")
@@ -61,8 +67,27 @@ class Tokenizer(Protocol):
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text; bytes that are not UTF-8 come out as U+FFFD."""
 
+    def cut(self, data: bytes) -> int:
+        """A place where a document may be cut, so that its ids are those of both parts; 0 where there is none."""
 
-class EncodingTokenizer:
+    def encode_rest(self, text: str) -> np.ndarray:
+        """Ids of the second part."""
+
+
+class _CutBetweenWords:
+    """Parts of a text are encoded as texts of their own."""
+
+    def cut(self, data: bytes) -> int:
+        return cut_text(data)
+
+    def encode_rest(self, text: str) -> np.ndarray:
+        return self.encode(text)
+
+    def encode(self, text: str) -> np.ndarray:
+        raise NotImplementedError
+
+
+class EncodingTokenizer(_CutBetweenWords):
     """A tiktoken `Encoding` whose one special token is end-of-text, the last id."""
 
     def __init__(self, name: str, pieces: str, ranks: dict[bytes, int]) -> None:
@@ -74,9 +99,11 @@ class EncodingTokenizer:
         self.fingerprint = _fingerprint(name, pieces, ranks)
 
     def encode(self, text: str) -> np.ndarray:
+        """Ids (1-d, uint32); `<|endoftext|>` in a text is ordinary text."""
         return self.encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 come out as U+FFFD."""
         return self.encoding.decode(np.asarray(ids).tolist())
 
 
@@ -86,12 +113,7 @@ def _fingerprint(name: str, pieces: str, ranks: Mapping[bytes, int]) -> str:
     return hashlib.sha256(f"{name}\n{pieces}\n{table}".encode()).hexdigest()
 
 
-def gpt2_fingerprint(ranks: Mapping[bytes, int]) -> str:
-    """The fingerprint of the gpt2 tokenizer, if these were its ranks."""
-    return _fingerprint("gpt2", _GPT2_PIECES, ranks)
-
-
-class CharTokenizer:
+class CharTokenizer(_CutBetweenWords):
     """One id per distinct character, in code point order; there is no end-of-text.
 
     Args:
@@ -125,6 +147,7 @@ class CharTokenizer:
         return ids.astype(np.uint32)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        """The text of `ids`, one character each."""
         return "".join(self.characters[i] for i in np.asarray(ids).tolist())
 
 
@@ -189,9 +212,16 @@ def provide_gpt2(folder: Path) -> Path:
 
 
 def to_entry(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A tokenizer's entry in a manifest, enough to build it again."""
+    """A tokenizer's entry in a manifest, enough to build it again; where it has a file, beside a copy of that."""
+    if isinstance(tokenizer, FileTokenizer):
+        return dict(tokenizer.entry)
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
     return entry | {"table": tokenizer.characters} if isinstance(tokenizer, CharTokenizer) else entry
+
+
+def gpt2_entry() -> dict[str, Any]:
+    """The entry of gpt2, for which its file is not needed."""
+    return {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
 
 
 def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
@@ -200,18 +230,25 @@ def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
     Raises:
         UserError: the tokenizer of that name here is not the one that made the tokens.
     """
+    if "kind" in entry:
+        return  # whose ids are those of its file, compared when that is read
     if entry["name"] != "gpt2":
         from_entry(entry, where)
     elif entry["fingerprint"] != GPT2_FINGERPRINT:
         raise _another(entry, GPT2_FINGERPRINT, where)
 
 
-def from_entry(entry: Mapping[str, Any], where: str | None = None) -> Tokenizer:
+def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path | None = None) -> Tokenizer:
     """The tokenizer that wrote a manifest's tokens.
 
+    Args:
+        folder: where a copy of its file may be; see `find_copy`.
+
     Raises:
-        UserError: the one of that name here is not the same, so the ids would mean other text.
+        UserError: the one of that name, or in that folder, is not the same, so the ids would mean other text.
     """
+    if "kind" in entry:
+        return load(find_copy(folder or Path(), entry), entry)
     tokenizer = get_tokenizer(entry["name"], entry.get("table", ""))
     if tokenizer.fingerprint != entry["fingerprint"]:
         raise _another(entry, tokenizer.fingerprint, where)
@@ -225,28 +262,18 @@ def _another(entry: Mapping[str, Any], here: str, where: str | None) -> UserErro
     )
 
 
-def whole_characters(text: str) -> str:
-    """`text` with lone surrogates, which no UTF-8 can hold, replaced by U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-# Which tokenizer `--tokenizer` names: one of ours by its name, or the one that a folder belongs to.
-TOKENIZER_JSON = "tokenizer.json"
+# Which tokenizer `--tokenizer` names: one of ours by name, another library's file, or the one of a folder.
 _STATE = "state.json"
-_OTHER_FILES = {"tokenizer.model": "SentencePiece (tokenizer.model)", "vocab.txt": "WordPiece (vocab.txt)",
+_OTHER_FILES = {"vocab.txt": "WordPiece (vocab.txt)",
                 "merges.txt": "BPE (vocab.json and merges.txt, without a tokenizer.json)",
                 "tekken.json": "Tekken (tekken.json)"}
 _MOST_BYTES = 256 << 20
-"""Of a tokenizer.json: the largest known has 33 MB."""
-_SUPPORTED = "bytes, char and gpt2"
+"""Of a manifest."""
+_TAKEN = "a tokenizer.json, a *.model of SentencePiece, or a folder with one of them, token shards or a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -254,78 +281,94 @@ class Choice:
     """A tokenizer that was asked for.
 
     Attributes:
-        name: "bytes", "char" or "gpt2".
-        words: how a command names it: the name, or an absolute folder.
+        name: "bytes", "char" or "gpt2", or what another library's is called.
+        words: how a command names it: the name, or an absolute path.
         entry: what a manifest would keep of it; None where only the name is given, so that any table of it will do.
+        file: of another library's, its table.
     """
 
     name: str
     words: str
     entry: Mapping[str, Any] | None = None
+    file: Path | None = None
 
     @property
     def table(self) -> str | None:
-        """The characters of "char", where they are given."""
-        return None if self.entry is None else self.entry.get("table")
+        """What else than the name tells its ids: the characters of "char", the hash of another library's table."""
+        if self.entry is None:
+            return None
+        return self.entry["fingerprint"] if "kind" in self.entry else self.entry.get("table")
 
     def fits(self, entry: Mapping[str, Any]) -> bool:
         """True if tokens of the tokenizer `entry` are tokens of this one."""
-        return self.name == entry["name"] and (self.entry is None
-                                               or self.entry["fingerprint"] == entry["fingerprint"])
+        if self.entry is None:
+            return self.name == entry["name"] and "kind" not in entry
+        return self.entry["fingerprint"] == entry["fingerprint"]
 
     def describe(self) -> str:
+        """How messages name it: with its fingerprint where the name alone does not tell."""
         return describe(self.entry) if self.entry is not None else self.name
 
     def make(self) -> Tokenizer:
         """The tokenizer; "char" without a table has no characters."""
+        if self.file is not None:
+            return load(self.file, self.entry)
         return get_tokenizer(self.name) if self.entry is None else from_entry(self.entry, self.words)
 
 
 def describe(entry: Mapping[str, Any]) -> str:
-    """A tokenizer's name and the beginning of its fingerprint; of "char" the number of characters, too."""
+    """A tokenizer's name and the beginning of its fingerprint; of some how many characters or tokens, too."""
     size = f"{len(entry['table'])} characters, " if "table" in entry else ""
+    if "kind" in entry:
+        size = f"{entry['kind']}, {entry['vocab_size']:,} tokens, "
     return f"{entry['name']} ({size}fingerprint {entry['fingerprint'][:12]})"
+
+
+def words_of(entry: Mapping[str, Any], folder: Path) -> str:
+    """How a command names the tokenizer that `folder` belongs to."""
+    return str(folder.absolute()) if "table" in entry or "kind" in entry else entry["name"]
 
 
 def choose(words: str) -> Choice:
     """The tokenizer that `words` name.
 
     Raises:
-        UserError: neither a name nor a folder, or a folder whose tokenizer is not known or not supported.
+        UserError: neither a name nor a folder nor a file, one whose tokenizer is not known or not supported, or its
+            library is not installed.
     """
     if words in TOKENIZERS:
         return Choice(words, words)
-    folder = user_path(words).absolute()
-    if not os.path.isdir(folder):
-        raise unknown("tokenizer", words, TOKENIZERS, where="--tokenizer, which also takes a folder with token "
-                                                            "shards, a checkpoint or a tokenizer.json")
-    entry = entry_in(folder)
+    path = user_path(words).absolute()
+    if not os.path.exists(path):  # also False for what is too long for a path
+        raise unknown("tokenizer", words, TOKENIZERS, where=f"--tokenizer, which also takes {_TAKEN}")
+    entry = entry_in(path)
     if entry is None:
-        other = other_in(folder)
-        raise UserError(f"its tokenizer is {other}; text can be encoded with {_SUPPORTED} only" if other else
-                        "the folder says nothing of a tokenizer", where=f"--tokenizer {folder}",
-                        instead="a folder with token shards, a checkpoint, or a tokenizer.json of GPT-2's"
-                                if other is None else f"a model whose tokenizer is one of {_SUPPORTED}")
-    return Choice(entry["name"], str(folder) if "table" in entry else entry["name"], entry)
+        other = other_in(path)
+        raise UserError(f"its tokenizer is {other}, which is not supported" if other else
+                        "the folder says nothing of a tokenizer" if path.is_dir() else
+                        "this is no tokenizer's file, by its ending", where=f"--tokenizer {path}",
+                        instead=_TAKEN)
+    if "kind" not in entry:
+        return Choice(entry["name"], words_of(entry, path), entry)
+    require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], f"--tokenizer {path}")
+    return Choice(entry["name"], str(path), entry, find_file(path) or find_copy(path, entry))
 
 
-def entry_in(folder: Path) -> Mapping[str, Any] | None:
-    """The manifest entry of the tokenizer that a folder belongs to; None if it is not one of ours."""
+def entry_in(path: Path) -> Mapping[str, Any] | None:
+    """The manifest entry of the tokenizer that a folder belongs to, or that a file is of; None if there is none."""
     for name in (_STATE, MANIFEST):
-        found = _json(folder / name).get("tokenizer")
+        found = _json(path / name).get("tokenizer")
         if isinstance(found, dict) and {"name", "fingerprint"} <= found.keys():
-            return as_type(TokenizerEntry, found, str(folder / name), "tokenizer")
-    return recognise(_json(folder / TOKENIZER_JSON))
+            return as_type(TokenizerEntry, found, str(path / name), "tokenizer")
+    file = find_file(path)
+    if file is None:
+        return None
+    ours = recognise(_json(file)) if file.suffix == ".json" else None
+    return entry_of_file(file) if ours is None else ours
 
 
 def other_in(folder: Path) -> str | None:
-    """Return the name of the tokenizer in a model's folder if it is not built in; None if nothing tells."""
-    if (folder / TOKENIZER_JSON).is_file():
-        model = _json(folder / TOKENIZER_JSON).get("model")
-        model = model if isinstance(model, dict) else {}
-        size = f", {len(model['vocab']):,} tokens" if isinstance(model.get("vocab"), (dict, list)) else ""
-        name = _json(folder / "tokenizer_config.json").get("tokenizer_class", TOKENIZER_JSON)
-        return f"{name} ({model.get('type', 'of no known kind')}{size})"
+    """Return the name of the tokenizer in a model's folder if it is not supported; None if nothing tells."""
     return next((name for file, name in _OTHER_FILES.items() if (folder / file).is_file()), None)
 
 
@@ -364,9 +407,8 @@ def _recognise(stored: Mapping[str, Any]) -> dict[str, Any] | None:
     ranks = {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()}
     if not pieces.get("use_regex", True):
         return to_entry(get_tokenizer("bytes")) if ranks == {bytes([n]): n for n in range(256)} else None
-    if ranks != read_merges("\n".join(["", *merges])) or gpt2_fingerprint(ranks) != GPT2_FINGERPRINT:
-        return None
-    return {"name": "gpt2", "fingerprint": GPT2_FINGERPRINT}
+    is_gpt2 = _fingerprint("gpt2", _GPT2_PIECES, ranks) == GPT2_FINGERPRINT
+    return gpt2_entry() if is_gpt2 and ranks == read_merges("\n".join(["", *merges])) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What differs from one kind of device to another, in one table (imports no torch).
+"""Traits of each kind of device, in one table (imports no torch).
 
 The rest of the code asks for a trait, not which device it has. ROCm's devices are called cuda in torch, and RCCL
 nccl: one row is for both. All of them have a fused AdamW, from torch 2.6 on.
@@ -39,7 +39,8 @@ class Traits:
 DEVICES = {
     "cuda": Traits("nccl", bound=True, tf32=True),
     "xpu": Traits("xccl", parts=True, bf16="yes"),
-    "mps": Traits("gloo", own=False, pins=False, bf16="no", float64=False),
+    # One queue of commands: DeepSpeed has no streams there.
+    "mps": Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
     "cpu": Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
 }
 """By torch's name of the type, the best first."""

@@ -1,11 +1,11 @@
-"""How many ranks each kind of parallelism takes, and where a rank stands among them (imports no torch)."""
+"""Degrees of parallelism, and a rank's coordinates among them (imports no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 
 Axis = Literal["pp", "dp", "sp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "sp", "tp")

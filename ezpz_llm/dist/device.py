@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and the backend that goes with it."""
+"""Choice of the device that a rank computes on, and the backend that goes with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base import UserError, unknown
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.devices import MASKS
 from ezpz_llm.launch.ranks import RankInfo
@@ -50,6 +50,13 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device of this rank has done its work; a CPU's is done when the call returns."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
+
+
+def device_memory(device: torch.device) -> int | None:
+    """The bytes of a device's own memory; None where it shares the host's."""
+    if device.type not in DEVICES or not DEVICES[device.type].own:
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def device_index(kind: str, count: int, info: RankInfo) -> int:

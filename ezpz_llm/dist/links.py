@@ -1,4 +1,4 @@
-"""How fast neighbouring hosts send to each other, measured in a moment."""
+"""Bandwidth between neighbouring hosts, measured in a moment."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How ranks are divided into data-, tensor-, pipeline- and sequence-parallel groups."""
+"""Mesh of ranks: their data-, tensor-, pipeline- and sequence-parallel groups."""
 
 from __future__ import annotations
 
 import datetime
 import math
+from itertools import chain
 
 import torch
 
@@ -26,10 +27,12 @@ class Mesh:
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
         self._groups: dict[tuple[Axis, ...], torch.distributed.ProcessGroup | None] = {}
         self._alone: torch.distributed.ProcessGroup | None = None
+        self._separate: dict[tuple[Axis, ...], torch.distributed.ProcessGroup] = {}
+        self._divided: dict[int, tuple[torch.distributed.ProcessGroup, torch.distributed.ProcessGroup]] = {}
         for axes in (*((axis,) for axis in AXES), *_COMBINED):
             key = self._key(axes)
             if key not in self._groups:
-                self._groups[key] = self._make(key)
+                self._groups[key] = None if self.size(*key) in (1, self.size(*AXES)) else self._divide(key)
 
     def group(self, *axes: Axis) -> torch.distributed.ProcessGroup | None:
         """This rank's group along one axis, or along several that belong together ("dp", "sp").
@@ -51,6 +54,28 @@ class Mesh:
                                                       use_local_synchronization=True)
         return self._alone
 
+    def separate_group(self, *axes: Axis) -> torch.distributed.ProcessGroup:
+        """A group of the same ranks with a communicator that nothing else uses. Made once, by all ranks together.
+
+        For sends and receives. In a group that was told its device ahead, NCCL has one communicator for these and
+        for collectives, and does one after the other (github.com/pytorch/pytorch/issues/154132).
+        """
+        if axes not in self._separate:
+            self._separate[axes] = self._divide(axes)
+        return self._separate[axes]
+
+    def divided(self, size: int) -> tuple[torch.distributed.ProcessGroup, torch.distributed.ProcessGroup]:
+        """Groups of a world that is data- and sequence-parallel alone: this rank with those that have its number
+        among `size` neighbours, and with these neighbours. Made once, by all ranks together."""
+        if size not in self._divided:
+            world = range(self.size(*AXES))
+            across = [list(world[first::size]) for first in range(size)]
+            within = [list(world[first:first + size]) for first in world[::size]]
+            made = [[torch.distributed.new_group(ranks, timeout=self._timeout) for ranks in kind]
+                    for kind in (across, within)]
+            self._divided[size] = made[0][self.rank % size], made[1][self.rank // size]
+        return self._divided[size]
+
     def size(self, *axes: Axis) -> int:
         """The number of ranks in such a group."""
         return math.prod(getattr(self.degrees, axis) for axis in axes)
@@ -62,24 +87,25 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the groups, so that another mesh can take this one's place. Collective."""
-        for group in (*self._groups.values(), self._alone):
+        made = (*self._groups.values(), *self._separate.values(), *chain(*self._divided.values()), self._alone)
+        for group in made:
             if group is not None:
                 torch.distributed.destroy_process_group(group)
         self._groups.clear()
+        self._separate.clear()
+        self._divided.clear()
         self._alone = None
 
     def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The axes that count: two groups along axes of which all others have one place are the same."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
 
-    def _make(self, key: tuple[Axis, ...]) -> torch.distributed.ProcessGroup | None:
-        if self.size(*key) in (1, self.size(*AXES)):
-            return None
-        own = None
+    def _divide(self, axes: tuple[Axis, ...]) -> torch.distributed.ProcessGroup:
+        """Divide all ranks into new groups along these axes; this rank's."""
         # Every rank has to make every group, in the same order.
+        made = {}
         for first in range(self.size(*AXES)):
-            ranks = self.degrees.peers(first, *key)
+            ranks = self.degrees.peers(first, *axes)
             if ranks[0] == first:
-                group = torch.distributed.new_group(ranks, timeout=self._timeout)
-                own = group if self.rank in ranks else own
-        return own
+                made[first] = torch.distributed.new_group(ranks, timeout=self._timeout)
+        return made[self.degrees.peers(self.rank, *axes)[0]]

@@ -15,8 +15,7 @@ import sys
 from types import CodeType
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import installed
+from ezpz_llm.base import UserError, installed
 
 _DEEPSPEED = {
     "deepspeed.ops": ["__compatible_ops__"],
@@ -24,8 +23,9 @@ _DEEPSPEED = {
     "deepspeed.ops.op_builder.builder": ["OpBuilder._loaded_ops"],
     "deepspeed.comm.comm": ["comms_logger", "configure"],
     "deepspeed.accelerator.abstract_accelerator": ["DeepSpeedAccelerator._communication_backend_name"],
-    "deepspeed.utils.groups": ["mpu", "_WORLD_GROUP"],
+    "deepspeed.utils.groups": ["mpu", "_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"],
     "deepspeed.runtime.pipe.schedule": ["TrainSchedule"],
+    "deepspeed.runtime.pipe.p2p": ["dist.send", "dist.recv"],
     "deepspeed.runtime.pipe.engine": [
         "PipelineEngine._INSTRUCTION_MAP", "PipelineEngine._reserve_pipe_buffers", "PipelineEngine._compute_loss",
         "PipelineEngine.pipe_buffers", "PipelineEngine.total_loss", "PipelineEngine.fwd_outputs"],
@@ -35,19 +35,27 @@ _DEEPSPEED = {
     "deepspeed.utils.tensor_fragment": ["tensor_fragment.lp_fragment_address",
                                         "tensor_fragment.hp_fragment_address"],
     "deepspeed.runtime.zero.partition_parameters": ["Init.ds_tensor", "Init.ds_secondary_tensor", "Init.ds_numel",
-                                                      "Init.partition_numel"],
+                                                      "Init.ds_shape", "Init.partition_numel",
+                                                      "Init._convert_to_deepspeed_param", "Init.local_device",
+                                                      "Init.ds_zero_partition_rank",
+                                                      "Init.ds_zero_partition_world_size"],
     "deepspeed.runtime.zero.stage_1_and_2": [
         "DeepSpeedZeroOptimizer._global_grad_norm", "DeepSpeedZeroOptimizer.ipg_buckets",
         "DeepSpeedZeroOptimizer.averaged_gradients", "DeepSpeedZeroOptimizer.bit16_groups",
         "DeepSpeedZeroOptimizer.single_partition_of_fp32_groups", "DeepSpeedZeroOptimizer.update_lp_params",
-        "DeepSpeedZeroOptimizer.override_loss_scale"],
+        "DeepSpeedZeroOptimizer.override_loss_scale", "DeepSpeedZeroOptimizer.average_tensor",
+        "DeepSpeedZeroOptimizer.overlap_comm", "DeepSpeedZeroOptimizer.reduction_stream"],
+    "deepspeed.runtime.bf16_optimizer": [
+        "see_memory_usage", *(f"BF16_Optimizer.{name}" for name in (
+            "_global_grad_norm", "bf16_groups", "fp32_groups_flat_partition", "non_expert_gradients",
+            "update_lp_params", "_hp_grad", "immediate_grad_update"))],
     "deepspeed.runtime.zero.stage3": [
         f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in (
             "_global_grad_norm", "ipg_buckets", "grad_partitions_flat_buffer", "fp16_groups",
             "sub_group_to_group_id", "fp32_partitioned_groups_flat", "override_loss_scale",
             "_get_param_partition_rank", "_swappable_optimizer_subgroup", "_optimizer_states_and_gradient_swap_in",
             "_optimizer_states_and_gradient_swap_out", "_reassign_or_swap_out_partitioned_parameters",
-            "checkpoint_event_prologue", "checkpoint_event_epilogue")],
+            "checkpoint_event_prologue", "checkpoint_event_epilogue", "invalidate_secondary_tensor")],
 }
 """By module. What only objects have is looked for in the code of their class, or of the function that sets it."""
 
@@ -82,10 +90,10 @@ def check_deepspeed() -> None:
 
 
 def _sets(owner: Any, name: str) -> bool:
-    """Whether a function, or one of a class's, sets this attribute of an object."""
+    """True if a function, or one of a class's, sets this attribute of an object."""
     values = [value for kind in inspect.getmro(owner) for value in vars(kind).values()] if isinstance(owner, type) \
         else [owner]
-    return any(_sets_in(value.__code__, name) for value in values if inspect.isfunction(value))
+    return any(_sets_in(inspect.unwrap(value).__code__, name) for value in values if inspect.isfunction(value))
 
 
 def _sets_in(code: CodeType, name: str) -> bool:
@@ -121,8 +129,11 @@ cpu_has_amx = find("torch.cpu", "_is_amx_tile_supported")
 fused_attention_choice = find("torch", "_fused_sdp_choice")
 softmax_backward = find("torch", "_softmax_backward_data")
 foreach_norm, foreach_div_ = find("torch", "_foreach_norm"), find("torch", "_foreach_div_")
+foreach_copy_ = find("torch", "_foreach_copy_")
 for _name in ("_device_types", "_get_backend", "_register_backend", "BackendType"):
     find("torch.distributed", f"ProcessGroup.{_name}")
+for _name in ("ScriptObject._type", "ops.aten.add.Tensor._schema"):
+    find("torch", _name)
 
 
 def compile_times() -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Who can connect to torch's network store can read and write it. So ranks of one node that launch started meet in a
 file instead; elsewhere the store listens on one address only, its keys begin with a word that is not known to
-strangers, and what we write there for people to read is signed (docs/security.md says what stays open).
+strangers, and what we write there for people to read is signed (docs/reference/security.md says what stays open).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.private import PrivateFolder, derived, open_private, run_secret
+from ezpz_llm.base import PrivateFolder, UserError, derived, open_private, run_secret
 from ezpz_llm.launch.addresses import address_towards, holder, is_loopback, listen
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
@@ -70,7 +69,7 @@ def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedel
     secret = run_secret(env)
     if (folder := node_folder(address, env)) is not None:
         with folder:
-            store = meet_on_node(folder, int(port), info, timeout)
+            store = node_file_store(folder, int(port), info, timeout)
             return Rendezvous(store, address, int(port), secret, on_node=True)
     # torchrun's agent holds the port itself: its store is joined, not made again.
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -193,8 +192,8 @@ def node_folder(address: str, env: Mapping[str, str]) -> PrivateFolder | None:
     return None
 
 
-def meet_on_node(folder: PrivateFolder, port: int, info: RankInfo, timeout: datetime.timedelta) -> Store:
-    """A new store for the ranks of this start, which MASTER_PORT tells from others in the same run. Collective.
+def node_file_store(folder: PrivateFolder, port: int, info: RankInfo, timeout: datetime.timedelta) -> Store:
+    """Make a store for the ranks of this start, which MASTER_PORT tells from others in the same run. Collective.
 
     A small file holds the name of the store's own, and rank 0 a lock on it until all have come: so a name that
     rank 0 left behind, killed, is told from one that counts.

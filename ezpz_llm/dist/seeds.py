@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 
 Purpose = Literal["init", "data", "dropout", "sample"]
 

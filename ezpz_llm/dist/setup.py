@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from ezpz_llm.base.errors import UserError, end_at_once_when_shown
+from ezpz_llm.base import UserError, end_at_once_when_shown
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
@@ -26,8 +26,7 @@ from ezpz_llm.launch.owner import Ownership, own
 from ezpz_llm.launch.ranks import ALONE, RankInfo, find_rank
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE, WORLD_SIZE_VARIABLE
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir
-from ezpz_llm.rundir.secrets import redact_words
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, SideFiles, default_run_dir, redact_words
 
 _EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
              "OMPI_COMM_WORLD_LOCAL_RANK", "GLOO_SOCKET_IFNAME")
@@ -55,18 +54,22 @@ class Dist:
     """Of the run directory, on rank 0 where launch does not hold it."""
     side: SideFiles = field(default_factory=SideFiles)
     """What this rank writes beside the training."""
+    owns_group: bool = True
+    """Whether `setup` made the process group, which `close` leaves then."""
 
     @property
     def rank(self) -> int:
+        """This process's rank."""
         return self.info.rank
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.info.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes for all."""
+        """True if this is rank 0, the one that prints and writes for all."""
         return self.info.rank == 0
 
     def barrier(self) -> None:
@@ -95,7 +98,7 @@ class Dist:
     def close(self) -> None:
         """Leave the process group together with the others."""
         self._let_go()
-        if torch.distributed.is_initialized():
+        if self.owns_group and torch.distributed.is_initialized():
             _leave_group()
 
     def _let_go(self) -> None:
@@ -116,14 +119,17 @@ class Dist:
 
 
 def setup(*, device: str | None = None, run_dir: Path | None = None, name: str = "run",
-          timeout_s: float = 1800) -> Dist:
+          timeout_s: float = 1800, keeps_memory: bool = True) -> Dist:
     """Set this process up under whatever launcher started it, or alone. Collective.
+
+    A process group that is there already is used as it is, and left to whoever made it.
 
     Args:
         device: "auto", "cuda", "xpu", "mps" or "cpu".
         run_dir: a run directory asked for; otherwise launch's, or a new one that rank 0 chooses.
         name: what a new run directory is called after.
         timeout_s: how long a collective may take before the process group gives up.
+        keeps_memory: on a CPU, see `keep_freed_memory`.
 
     Raises:
         UserError: broken rank variables, another world size than launch promised, no address of rank 0, no device,
@@ -135,10 +141,14 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     _check_promise(info)
     timeout = datetime.timedelta(seconds=timeout_s)
     before = {name: os.environ.get(name) for name in _EXPORTED}
+    is_there = torch.distributed.is_initialized()
+    if is_there:
+        _check_group(info)
     try:
-        chosen = choose_device(device, info) if info.world_size == 1 else _join(info, device, timeout)
+        alone = is_there or info.world_size == 1
+        chosen = choose_device(device, info) if alone else _join(info, device, timeout)
         _export(info, chosen)
-        if chosen.type == "cpu":
+        if chosen.type == "cpu" and keeps_memory:
             keep_freed_memory(os.environ)
         folder, ownership = _agree_on_run_dir(info, run_dir, name)
         mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
@@ -146,8 +156,23 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         _restore(before)
         _abandon()
         raise
-    backend = DEVICES[chosen.type].collectives if info.world_size > 1 else None
-    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership)
+    backend = None
+    if info.world_size > 1:
+        backend = torch.distributed.get_backend() if is_there else DEVICES[chosen.type].collectives
+    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not is_there)
+
+
+def _check_group(info: RankInfo) -> None:
+    """Compare a process group that is there already with what the launcher says.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if found != (info.rank, info.world_size):
+        raise UserError("this process has a process group already, as rank {} of {}; its environment says rank "
+                        "{} of {} ({})".format(*found, info.rank, info.world_size, info.source),
+                        where="torch.distributed", instead="call setup() in place of init_process_group()")
 
 
 def _check_promise(info: RankInfo) -> None:

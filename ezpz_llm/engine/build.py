@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
-from ezpz_llm.engine import sequence_parallel
+from ezpz_llm.engine import running_statistics, sequence_parallel
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
+from ezpz_llm.engine.masters import round_parameters
+from ezpz_llm.engine.optimizer_state import MakeOptimizer, make_optimizer
 from ezpz_llm.engine.precision import autocast_forward, set_products
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.resolve import Resolved, check_precision
@@ -22,8 +24,8 @@ from ezpz_llm.layout.value_source import DEFAULT
 from ezpz_llm.model import tensor_parallel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import init_weights, load_values
-from ezpz_llm.model.parameters import Box, Placement, check_parameters, place, placement_of
+from ezpz_llm.model.init import Values, defer_values, has_values, initial_values, load_values
+from ezpz_llm.model.parameters import Placement, check_parameters, place, placement_of
 from ezpz_llm.model.partition import stage_bounds
 from ezpz_llm.model.pipeline import PipelineStage
 
@@ -34,42 +36,64 @@ _ENGINES = {"ddp": ("torch_engine", "TorchEngine"), "fsdp2": ("fsdp2_engine", "F
 
 def build_engine(model: nn.Module, resolved: Resolved, dist: Dist, *, lr: float, betas: tuple[float, float],
                  eps: float, param_groups: Sequence[dict[str, Any]]) -> Engine:
-    """Put a model under its optimizer in its layout's engine, on its device and in its precision. Collective.
+    """Put a model under the optimizer of its run in its layout's engine; see `put_in_engine`.
+
+    Args:
+        param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.init`).
+    """
+    adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+
+    def make(groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
+        """The layout's optimizer over these groups."""
+        if resolved.layout.zero.offload_optimizer is None:
+            return make_optimizer(groups, adam, resolved.optimizer, fused)
+        deepspeed = import_deepspeed(dist.device.type)
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
+
+    groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
+    return put_in_engine(model, resolved, dist, groups, make)
+
+
+def put_in_engine(model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
+                  make: MakeOptimizer) -> Engine:
+    """Put a model in its layout's engine, on its device and in its precision. Collective.
 
     Args:
         model: initialised alike on every rank; the engine keeps and changes it.
-        param_groups: optimizer groups with "params" and "weight_decay" (see `ezpz_llm.model.init`).
+        groups: optimizer groups with "params".
+        make: makes the optimizer of such groups.
 
     Raises:
         UserError: the layout needs a compiled op that is not built, or a device the precision does not work on.
     """
     check_precision(resolved.precision, resolved.sources.get("precision", DEFAULT), dist.device.type)
-    if resolved.layout.zero.offload_param is None:
+    if has_values(model) and resolved.layout.zero.offload_param is None:
         model.to(dist.device)
-    else:
+    elif has_values(model):
         # DeepSpeed brings parameters to the device one at a time.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(dist.device)
     model.train()
     set_products(dist.device, resolved.precision)
     autocast_forward(model, dist.device, resolved.precision)
-    groups = [{"params": list(group["params"]), "weight_decay": group["weight_decay"]} for group in param_groups]
-    adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+    running_statistics.compute_in_fp32(model, resolved.precision)
+    round_parameters(model, resolved.precision)
     module, name = _ENGINES["pipeline" if resolved.layout.pp > 1 else resolved.layout.engine]
-    return getattr(importlib.import_module(f"ezpz_llm.engine.{module}"), name)(model, resolved, dist, groups, adam)
+    return getattr(importlib.import_module(f"ezpz_llm.engine.{module}"), name)(model, resolved, dist, groups, make)
 
 
 # The part of a model that a rank computes under its layout, with its initial weights.
 def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_type: str = "cpu",
-             weights: Callable[[str, Box], Tensor] | None = None) -> nn.Module:
+             weights: Values | None = None) -> nn.Module:
     """Build the plain model, cut it as the layout says, and give what is left its initial weights.
 
-    Until then nothing has storage: a rank never holds more than its own part, and one whole parameter at a time.
-    Every layout starts from exactly the single-process values.
+    Until then nothing has storage: a rank never holds more than its own part. Where the engine shards parameters
+    too, they stay on the meta device until it has: see `ezpz_llm.engine.sharded_start`. Every layout starts from
+    exactly the single-process values.
 
     Args:
         device_type: of the device that will compute; the model itself is built on CPU.
-        weights: initial weights instead of those from the seed; see `load_values`.
+        weights: initial weights instead of those from the seed; read until the engine is built.
 
     Raises:
         UserError: the model's parameters are not those of the table in `ezpz_llm.model.parameters`, or the layout
@@ -88,13 +112,14 @@ def assemble(config: ModelConfig, layout: Layout, mesh: Mesh, seed: int, device_
         model = PipelineStage(model, stage_bounds(config, layout.pp, layout.partition), mesh.pp_rank)
         if layout.tp > 1 and model.is_last:
             tensor_parallel.gather_logits(model, mesh.group("tp"), mesh.tp_size)
+    values = initial_values(config, seed) if weights is None else weights
+    if layout.shard_stage() == 3:
+        defer_values(model, values)
+        return model
     give_storage(model)
     if layout.tp > 1:
         tensor_parallel.sum_gradients(model, mesh.group("tp"))
-    if weights is None:
-        init_weights(model, config, seed)
-    else:
-        load_values(model, weights)
+    load_values(model, values)
     return model
 
 

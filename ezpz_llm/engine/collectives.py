@@ -55,6 +55,7 @@ class CollectiveCounter(CollectiveMode):
         self.found: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
+        """Count one call, with the bytes of its buffer, by its kind and the size of its group."""
         if name in MOVE_NOTHING:
             return
         kind, elements, size = issued(name, args)

@@ -1,7 +1,8 @@
-"""The engine of layouts zero0 to zero3: DeepSpeed under a client optimizer, in fp32 with our autocast inside.
+"""The engine of layouts zero0 to zero3: DeepSpeed under a client optimizer.
 
-Written against DeepSpeed 0.19. It is given fp32 parameters and no precision block in every precision: that way its
-reductions, its optimizer and its norms are fp32 for each stage, and a loss scale is one that all ranks agree on.
+Written against DeepSpeed 0.19. In fp32 and under our autocast it is given fp32 parameters and no precision block:
+that way its reductions, its optimizer and its norms are fp32 for each stage, and a loss scale is one that all ranks
+agree on. In bf16 it has its own block, with the dtypes in which gradients are added and travel.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer_state import Access, EngineState, Slice, TorchState, cut, make_optimizer, raw, set_lr
-from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice, TorchState, cut, raw, set_lr
+from ezpz_llm.engine.precision import LossScale, parameter_dtype
+from ezpz_llm.engine.sharded_start import partition
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.ops import needed_ops
 from ezpz_llm.layout.resolve import Resolved
@@ -34,37 +36,34 @@ class DeepSpeedEngine(MicroStepEngine):
     """A `deepspeed.DeepSpeedEngine` behind the common interface."""
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
-                 adam: dict[str, Any]) -> None:
+                 make: MakeOptimizer) -> None:
         super().__init__(model, resolved, dist)
         dist.ensure_group()
         deepspeed = import_deepspeed(dist.device.type)
         for name in needed_ops(self.layout):
             load_op(name)
-        if self.layout.zero.offload_optimizer is not None:
-            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
-        else:
-            optimizer = make_optimizer(groups, adam, resolved.optimizer)
+        optimizer = make(groups)
         mpu = ModelParallelUnit(dist.mesh) if self.layout.tp > 1 else None
-        mark_divided(model)
         config = resolved.for_deepspeed(dist.run_dir)
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
-        if self.layout.zero.offload_param is not None:
-            # Left to DeepSpeed it would be done too late, with the whole model on the device at once, and on CPUs
-            # parameters in files would be rounded to bf16: the call that it makes there forgets the dtype.
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, mpu=mpu,
-                                data_parallel_group=None if mpu is None else mpu.get_data_parallel_group())
+        if self.layout.zero.stage == 3:
+            partition(model, deepspeed, config, mpu, dist.mesh, parameter_dtype(resolved.precision))
+        mark_divided(model)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
                                             optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
+        if self.layout.zero.stage in (1, 2):
+            keep_until_reduced(zero)
         self.step_skip.guard(optimizer, (lambda: zero._global_grad_norm) if self.layout.zero.stage else None)
 
-    def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
+    def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
+        """The loss of a micro batch; DeepSpeed reduces gradients in the backward pass of the last one."""
         self._engine.set_gradient_accumulation_boundary(last_micro_step)
-        return self._engine(*inputs)
+        return self._engine(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
+        """Add the micro batch's gradients, scaled as the precision asks."""
         # DeepSpeed divides by the accumulation itself. Its ZeRO optimizers apply the loss scale, stage 0 has none.
         if self.layout.zero.stage == 0:
             loss = loss * self._loss_factor
@@ -72,7 +71,8 @@ class DeepSpeedEngine(MicroStepEngine):
             self._engine.optimizer.override_loss_scale(self._scale.scale)
         self._engine.backward(loss)
 
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | None) -> Tensor:
+        """Clip and step; the global gradient norm (0-d) before clipping."""
         set_lr(self._engine.optimizer, lr)
         norm = self._step_whole() if self.layout.zero.stage == 0 else self._step_partitioned()
         self._update_scale(norm)
@@ -94,7 +94,27 @@ class DeepSpeedEngine(MicroStepEngine):
         return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
 
     def training_state(self) -> EngineState:
+        """Slices of parameters and optimizer state where DeepSpeed keeps them."""
         return deepspeed_state(self._engine, *self._replica, self._scale)
+
+
+def keep_until_reduced(zero: Any) -> None:
+    """Let no gradient's memory be used again while stage 1 or 2 reduces it on a stream of its own.
+
+    A gradient larger than the bucket is reduced where it lies. Stage 2 lets go of it as soon as the reduction is
+    issued, if other ranks answer for it, and the allocator knows only of the stream that it was made on
+    (deepspeed 0.19.8, stage_1_and_2.py: only parts that this rank keeps are recorded).
+    """
+    if not zero.overlap_comm or zero.reduction_stream is None:
+        return
+    average = zero.average_tensor
+
+    def average_tensor(tensor: Tensor, *args: Any) -> None:
+        """Average, with the buffer kept until the reduction stream has read it."""
+        tensor.record_stream(zero.reduction_stream)
+        average(tensor, *args)
+
+    zero.average_tensor = average_tensor
 
 
 # How DeepSpeed is told of tensor parallelism: the object for `initialize(mpu=...)`, and marks on parameters.
@@ -108,12 +128,15 @@ class ModelParallelUnit:
         self._mesh = mesh
 
     def get_model_parallel_group(self) -> ProcessGroup:
+        """The ranks that divide this rank's layers."""
         return self._mesh.real_group("tp")
 
     def get_model_parallel_rank(self) -> int:
+        """This rank's place among them."""
         return self._mesh.place("tp")[0]
 
     def get_model_parallel_world_size(self) -> int:
+        """How many they are."""
         return self._mesh.size("tp")
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -121,12 +144,15 @@ class ModelParallelUnit:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
+        """The ranks that reduce gradients together: data- and sequence-parallel ones."""
         return self._mesh.real_group("dp", "sp")
 
     def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
         return self._mesh.place("dp", "sp")[0]
 
     def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
         return self._mesh.size("dp", "sp")
 
 
@@ -175,9 +201,15 @@ class _ZeroState(EngineState):
 class PartitionedOptimizer(_ZeroState):
     """Stages 1 and 2: each parameter group is one flat buffer, cut evenly over the ranks, across parameters."""
 
+    @property
+    def _groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
+        """The parameters of each group, and this rank's part of their fp32 weights."""
+        if hasattr(self.zero, "bf16_groups"):  # a pipeline's optimizer in bf16
+            return self.zero.bf16_groups, self.zero.fp32_groups_flat_partition
+        return self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups
+
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
-        for group, parameters, flat in zip(self.optimizer.param_groups, self.zero.bit16_groups,
-                                           self.zero.single_partition_of_fp32_groups, strict=True):
+        for group, parameters, flat in zip(self.optimizer.param_groups, *self._groups, strict=True):
             with tensors_of(self.optimizer, group, flat) as tensors:
                 for parameter in parameters:
                     mapping = parameter._hp_mapping  # None where no element of the parameter lies in this partition
@@ -186,6 +218,7 @@ class PartitionedOptimizer(_ZeroState):
                                              mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
 
     def loaded(self, optimizer_step: int) -> None:
+        """Copy the loaded fp32 weights into the parameters that compute."""
         super().loaded(optimizer_step)
         self.zero.update_lp_params()
 
@@ -228,9 +261,11 @@ class PartitionedParameters(_ZeroState):
             self.zero._optimizer_states_and_gradient_swap_out(number)
 
     def loaded(self, optimizer_step: int) -> None:
+        """Copy the loaded fp32 weights into the partitions, and drop copies with older values."""
         super().loaded(optimizer_step)
         # As at the end of stage 3's own step: give back what is gathered, write the partitions, gather again the
         # small parameters that stay whole between steps.
+        self.zero.invalidate_secondary_tensor()  # hpZ's copy, which has the values from before
         self.zero.checkpoint_event_prologue()
         for number in range(len(self.zero.fp16_groups)):
             with self._in_memory(number):

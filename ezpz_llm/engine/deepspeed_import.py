@@ -37,9 +37,10 @@ def import_deepspeed(device_type: str) -> ModuleType:
     # bindings are installed, DeepSpeed takes its own backend "ccl", whatever torch's process group is of.
     deepspeed.ops.__compatible_ops__.update(deepspeed_shm_comm=False, deepspeed_ccl_comm=False)
     deepspeed.accelerator.get_accelerator()._communication_backend_name = DEVICES[device_type].collectives
-    # Left by an engine that this process built before: its layout, and the group of a world that is no more.
+    # Left by an engine that this process built before: its layout, hpZ's group, which zero.Init makes only once,
+    # and the group of a world that is no more.
     groups = deepspeed.utils.groups
-    groups.mpu = None
+    groups.mpu = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     if groups._WORLD_GROUP not in WORLD.pg_map:
         groups._WORLD_GROUP = None
     return deepspeed

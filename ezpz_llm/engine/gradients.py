@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.dist.private_names import foreach_div_, foreach_norm
 from ezpz_llm.engine.optimizer_state import EngineState, Slice
@@ -17,18 +19,22 @@ from ezpz_llm.model.parameters import decays, placement_of
 
 
 def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
-                  loss_scale: float = 1.0) -> Tensor:
+                  loss_scale: float = 1.0, masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({})) -> Tensor:
     """Have the next step made on gradients without the loss scale, of a global norm of at most `clip` (0: any).
 
     For gradients that data-parallel ranks hold alike. Collective over the ranks that hold different parts of the
     model. What several of them hold counts once.
 
+    Args:
+        masters: of parameters that have one, the master weight, which has the gradient.
+
     Returns:
         The global 2-norm before clipping, without the loss scale, 0-d on the device, which is not waited for.
     """
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
-    grads = [parameter.grad for _, parameter in named]
-    mine = [parameter.grad for name, parameter in named if placement_of(name, parameter).primary]
+    named = [(placement_of(name, parameter), masters.get(parameter, parameter).grad)
+             for name, parameter in module.named_parameters()]
+    grads = [grad for _, grad in named if grad is not None]
+    mine = [grad for at, grad in named if grad is not None and at.primary]
     norm = torch.linalg.vector_norm(torch.stack(foreach_norm(mine)))
     if mesh.size("pp", "tp") > 1:
         square = norm.square()
@@ -39,12 +45,12 @@ def norm_and_clip(module: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimize
     return norm
 
 
-def divided_norm_and_clip(grads: list[Tensor], mesh: Mesh, optimizer: torch.optim.Optimizer, clip: float,
+def divided_norm_and_clip(grads: list[Tensor], group: ProcessGroup, optimizer: torch.optim.Optimizer, clip: float,
                           loss_scale: float = 1.0) -> Tensor:
-    """The same for gradients that are divided over data-parallel ranks. Collective over them."""
+    """The same for gradients that are divided over the ranks of `group`. Collective over them."""
     square = torch.stack(foreach_norm(grads)).square().sum()
-    if mesh.size("dp", "sp") > 1:
-        torch.distributed.all_reduce(square, group=mesh.group("dp", "sp"))
+    if group.size() > 1:
+        torch.distributed.all_reduce(square, group=group)
     norm = square.sqrt() / loss_scale
     _scale(optimizer, grads, norm, clip, loss_scale)
     return norm
@@ -108,6 +114,12 @@ class NonFiniteStepSkipper:
         """
         self._measuring = GroupNorms(state, self._device)
 
+    def look(self) -> None:
+        """Call `at_step`, if that was not done: where a step begins, at the latest before the optimizer's."""
+        if self.at_step is not None:
+            self.at_step()
+            self.at_step = None
+
     def measured(self) -> GroupNorms | None:
         """What was found since `measure`, which ends here; None where nothing was asked for."""
         found, self._measuring = self._measuring, None
@@ -116,9 +128,7 @@ class NonFiniteStepSkipper:
         return found
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.at_step is not None:
-            self.at_step()
-            self.at_step = None
+        self.look()
         norm = self.norm if self._ask is None else self._ask()
         refused = ~(torch.as_tensor(norm, device=self._device) <= self.limit)
         if getattr(optimizer, "_step_supports_amp_scaling", False):

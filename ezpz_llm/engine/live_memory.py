@@ -89,10 +89,11 @@ def taken(storage: torch.UntypedStorage) -> int:
 
 def _gradients(engine: Engine) -> list[Any]:
     zero = getattr(getattr(engine, "_engine", None), "optimizer", None)
-    # Stages 1 and 2 keep them by group, stage 3 as one flat buffer.
-    return [*(parameter.grad for parameter in engine.module.parameters()),
-            *tree_leaves((getattr(zero, "averaged_gradients", None),
-                          getattr(zero, "grad_partitions_flat_buffer", None)))]
+    # Stages 1 and 2 keep them by group, in lists that are DeepSpeed's own under bf16; stage 3 as one flat buffer.
+    groups = [list(group or ()) for group in (getattr(zero, "averaged_gradients", None) or {}).values()]
+    stepped = [tensor for group in engine.training_state().optimizer.param_groups for tensor in group["params"]]
+    return [*(tensor.grad for tensor in (*engine.module.parameters(), *stepped)),
+            *tree_leaves((groups, getattr(zero, "grad_partitions_flat_buffer", None)))]
 
 
 def _secondary(engine: Engine) -> list[torch.Tensor]:
@@ -101,7 +102,7 @@ def _secondary(engine: Engine) -> list[torch.Tensor]:
 
 
 def _known(engine: Engine) -> dict[str, list[Any]]:
-    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    parameters = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.own_parameters()]
     second = _secondary(engine)
     state = engine.training_state()
     slices = list(state.raw_slices())

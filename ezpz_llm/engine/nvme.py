@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import system_text
+from ezpz_llm.base import UserError, system_text
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import together
 
@@ -49,6 +48,7 @@ def prepare(zero: dict[str, Any], named: str | None, model: nn.Module, dist: Dis
     base = dist.run_dir.offloaded if named is None else Path(named).expanduser().absolute()
     with ExitStack() as undo:
         def make() -> Path:
+            """Make the folder of this rank, where there is room for what it will hold."""
             _check_locked_memory(_locked_bytes(blocks, zero, held))
             try:
                 folder = _make_folder(base, dist.rank, named is None)

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ezpz_llm.engine.masters import MasterWeights
 from ezpz_llm.engine.precision import LossScale
 from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer
 from ezpz_llm.model.parameters import Box, Placement, placement_of
@@ -40,6 +41,7 @@ class Slice:
 
     @property
     def numel(self) -> int:
+        """How many values it has."""
         return self.stop - self.start
 
     def part(self, begin: int, end: int) -> Slice:
@@ -139,6 +141,13 @@ Access = Callable[[torch.optim.Optimizer, dict[str, Any], torch.Tensor],
 """`materialized` or `raw`."""
 
 
+class MakeOptimizer(Protocol):
+    """Makes the optimizer of parameter groups, each with "params" that an engine has put in the model's place."""
+
+    def __call__(self, groups: list[dict[str, Any]], *, fused: bool = True) -> torch.optim.Optimizer:
+        """`fused`: False where a fused kernel must not be used."""
+
+
 def make_optimizer(groups: list[dict[str, Any]], settings: dict[str, Any], name: str = "adamw",
                    fused: bool = True) -> torch.optim.Optimizer:
     """Build the optimizer of a name, as `Optimizer.build` describes it.
@@ -156,8 +165,10 @@ def spec_of(optimizer: torch.optim.Optimizer) -> Optimizer:
     return OPTIMIZERS[getattr(optimizer, "ezpz_name", "adamw")]
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step, for all groups."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
+    """Set the learning rate of the next step, for all groups; None leaves each its own."""
+    if lr is None:
+        return
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -230,12 +241,15 @@ class TorchState(EngineState):
         optimizer: the optimizer whose parameters are the module's.
         rank, world_size: among the data-parallel ranks, which share the writing.
         scale: the loss scale of fp16, if there is one.
+        masters: where the optimizer steps these in the place of the module's parameters.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int,
-                 scale: LossScale | None) -> None:
+                 scale: LossScale | None, masters: MasterWeights | None = None) -> None:
         super().__init__(optimizer, scale)
-        self.placed = [(parameter, placement_of(name, parameter)) for name, parameter in module.named_parameters()]
+        self.masters = masters
+        self.placed = [(parameter if masters is None else masters[parameter], placement_of(name, parameter))
+                       for name, parameter in module.named_parameters()]
         self.shapes = {at.name: at.shape for _, at in self.placed}
         self.rank, self.world_size = rank, world_size
 
@@ -245,3 +259,9 @@ class TorchState(EngineState):
             with tensors_of(self.optimizer, groups[parameter], parameter) as tensors:
                 flat = {kind: tensor.view(-1) for kind, tensor in tensors.items()}
                 yield from cut(at, 0, parameter.numel(), flat, replica=self.rank, replicas=self.world_size)
+
+    def loaded(self, optimizer_step: int) -> None:
+        """Round the loaded fp32 masters into the parameters that compute."""
+        super().loaded(optimizer_step)
+        if self.masters is not None:
+            self.masters.round()

@@ -1,5 +1,8 @@
 """The engine of pipeline layouts: DeepSpeed's pipeline under a client optimizer and ZeRO 1, one stage a rank.
 
+In bf16 the optimizer within is another one of DeepSpeed's, which adds each micro batch's gradients to flat fp32
+buffers of the whole stage. They are averaged over data-parallel ranks here, where they lie.
+
 Written against DeepSpeed 0.19. The stage is a module of our own; DeepSpeed sends activations and gradients, sums
 the tied table's gradient, reduces and steps. Its schedule is executed here, since its train_batch ends each step
 with collectives and prints of its own.
@@ -7,6 +10,7 @@ with collectives and prints of its own.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, redirect_stdout
@@ -15,17 +19,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_divided
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
-from ezpz_llm.engine.optimizer_state import EngineState, make_optimizer, set_lr
+from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
+from ezpz_llm.engine.precision import gradient_dtype, parameter_dtype
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.model.parameters import parameter_shapes
 from ezpz_llm.model.pipeline import PipelineStage
 from ezpz_llm.rundir import RunDir
+
+_BUCKET = 2 ** 23
+"""Elements that are reduced at once in bf16, at most."""
 
 _PHASES = {"ForwardPass": "forward", "BackwardPass": "backward",
            "ReduceTiedGrads": "optimizer", "ReduceGrads": "optimizer", "OptimizerStep": "optimizer"}
@@ -38,18 +47,24 @@ class PipelineEngine(Engine):
     module: PipelineStage
 
     def __init__(self, model: PipelineStage, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
-                 adam: dict[str, Any]) -> None:
+                 make: MakeOptimizer) -> None:
         super().__init__(model, resolved, dist)
         self._stages = dist.mesh.degrees.peers(dist.rank, "pp")
+        self._sends = dist.mesh.separate_group("pp")
         self._targets: Tensor | None = None
+        self._dtype = parameter_dtype(resolved.precision)
+        self._reduced = gradient_dtype(resolved.gradients.reduced)
         mark_divided(model)
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
+        _send_within(deepspeed, self._sends)
+        # It would print memory at each of seven places.
+        deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *args, **options: None
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
         # On CPUs the fused kernel rounds a buffer's last few elements in another way than the others, and the
         # copies of a tied table lie at different places of their buffers.
         fused = dist.device.type != "cpu" or not model.config.tied
-        optimizer = make_optimizer(groups, adam, resolved.optimizer, fused)
+        optimizer = make(groups, fused=fused)
         self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
                                             model=pipeline, optimizer=optimizer,
                                             config=_config(resolved, dist.run_dir, model))[0]
@@ -67,6 +82,9 @@ class PipelineEngine(Engine):
 
     def train_step(self, micro_batches: Iterable[tuple[Tensor, ...]], lr: float,
                    span: Span) -> tuple[Tensor, Tensor]:
+        """One step by DeepSpeed's schedule of instructions, each timed under its phase; (mean loss, gradient
+        norm).
+        """
         engine = self._engine
         set_lr(engine.optimizer, lr)
         if self._scale is not None:
@@ -78,7 +96,12 @@ class PipelineEngine(Engine):
             if phase == "forward" and self.module.is_last:
                 self._targets = engine.pipe_buffers["labels"][instruction.buffer_id]
             with nullcontext() if phase is None else span(phase):
-                engine._INSTRUCTION_MAP[type(instruction)](engine, **instruction.kwargs)
+                if instruction.name == "ReduceTiedGrads":
+                    self._sum_over_replicas()
+                if instruction.name == "ReduceGrads" and self._dtype == torch.bfloat16:
+                    self._average()
+                else:
+                    engine._INSTRUCTION_MAP[type(instruction)](engine, **instruction.kwargs)
         norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         self._update_scale(norm)
         if not self.module.is_last:
@@ -86,16 +109,53 @@ class PipelineEngine(Engine):
         # Of all ranks only those of the last stage have a loss, and the mean is over all.
         return engine.total_loss * (self.layout.pp / self.batch.accumulation), norm
 
+    def _sum_over_replicas(self) -> None:
+        """Sum the tied table's gradient over data-parallel ranks, before DeepSpeed adds the two stages' sums.
+
+        Both copies have to stay the same to the last bit, and in which order a backend adds three numbers or more
+        is its own affair: it may be another in each stage, whose ranks have other links. So each stage's sum is
+        made first, and the two are added, which has one order. DeepSpeed reduces over data-parallel ranks once
+        more: by then each of them has a part of the sum, and zeros elsewhere.
+        """
+        rank, ranks = self._replica
+        if self.module.table is None or ranks < 3:
+            return
+        table = self.module.table.weight
+        grad = table._hp_grad if self._dtype == torch.bfloat16 else table.grad
+        torch.distributed.all_reduce(grad, group=self._mesh.group("dp", "sp"))
+        flat = grad.view(-1)
+        share = -(-len(flat) // ranks)
+        flat[:rank * share].zero_()
+        flat[(rank + 1) * share:].zero_()
+
+    def _average(self) -> None:
+        """Average the fp32 gradients of bf16 parameters over data-parallel ranks, in the dtype they travel in.
+
+        DeepSpeed would copy all of them for it.
+        """
+        ranks = self._replica[1]
+        if ranks == 1:
+            return
+        for flat in self._engine.optimizer.non_expert_gradients:
+            flat.mul_(1 / ranks)
+            for part in flat.split(_BUCKET):
+                sent = part.to(self._reduced)
+                torch.distributed.all_reduce(sent, group=self._mesh.group("dp", "sp"))
+                if sent is not part:
+                    part.copy_(sent)
+
     def loss_sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The last stage's is the summed loss, the others' 0: they have sent the batch on and are free."""
         output = self._flow(tokens, targets, reduction="sum")
         return torch.zeros((), device=self.device) if output is None else output
 
     def row_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Each row's loss on the last stage; zeros on the others."""
         output = self._flow(tokens, targets, reduction="rows")
         return torch.zeros(len(tokens), device=self.device) if output is None else output
 
     def next_logits(self, tokens: Tensor) -> Tensor:
+        """fp32 logits (B, padded vocabulary) of the token after the last, on every stage."""
         logits = self._flow(tokens, last_only=True)
         if logits is None:
             logits = torch.empty(len(tokens), self.module.config.padded_vocab_size, device=self.device)
@@ -108,31 +168,42 @@ class PipelineEngine(Engine):
         """Pass a batch through this stage, to the next stage or, from the last one, to the caller."""
         x, stage = tokens, self._mesh.pp_rank
         if not self.module.is_first:
-            x = torch.empty(*tokens.shape, self.module.config.n_embd, device=self.device)
-            torch.distributed.recv(x, self._stages[stage - 1])
+            x = torch.empty(*tokens.shape, self.module.config.n_embd, dtype=self._dtype, device=self.device)
+            torch.distributed.recv(x, self._stages[stage - 1], group=self._sends)
         if self.module.is_last:
             return self.module(x, *args, **kwargs)
-        torch.distributed.send(self.module(x), self._stages[stage + 1])
+        torch.distributed.send(self.module(x), self._stages[stage + 1], group=self._sends)
         return None
 
     def training_state(self) -> EngineState:
+        """Slices of this stage's parameters; shapes are the whole model's, so that any layout can load them."""
         state = deepspeed_state(self._engine, *self._replica, self._scale)
         state.shapes = parameter_shapes(self.module.config)
         return state
 
 
 def _config(resolved: Resolved, run_dir: RunDir, stage: PipelineStage) -> dict[str, Any]:
-    """What DeepSpeed gets, with buckets that keep both copies of a tied table the same to the last bit.
+    """What DeepSpeed gets, with buckets that hold a tied table alone, in both stages that have one.
 
-    They start equal and get the same summed gradient, which each stage then reduces over its data-parallel ranks.
-    In which order a backend adds depends on an element's place in its bucket; a bucket of the table's size holds
-    the table alone, in both stages.
+    Its elements then lie at the same places of what each stage reduces. Certified counts of collectives are of
+    these buckets; what keeps the copies the same under any backend is `_sum_over_replicas`.
     """
     config = resolved.for_deepspeed(run_dir)
     if stage.table is not None:
         config["zero_optimization"] = {**config["zero_optimization"],
                                        "reduce_bucket_size": stage.table.weight.numel()}
+    if "bf16" in config:
+        # No gradient in bf16 outlives its addition to the fp32 ones.
+        config["bf16"] = {**config["bf16"], "immediate_grad_update": True}
     return config
+
+
+def _send_within(deepspeed: ModuleType, group: ProcessGroup) -> None:
+    """Let DeepSpeed's stages, which send within the group of all ranks, send within this one."""
+    comm = deepspeed.comm
+    deepspeed.runtime.pipe.p2p.dist = SimpleNamespace(**{
+        **vars(comm), "send": functools.partial(comm.send, group=group),
+        "recv": functools.partial(comm.recv, group=group)})
 
 
 def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Callable[[Tensor], Tensor],

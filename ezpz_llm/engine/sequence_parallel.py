@@ -73,6 +73,7 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
     @functools.wraps(inner)
     def forward(tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 last_only: bool = False) -> Tensor:
+        """The loss over all ranks' shares of the tokens, or (with `last_only`) the logits of the last one."""
         if targets is None:
             if not last_only:
                 raise ValueError("under sequence parallelism the logits of the last token only are together")
@@ -87,6 +88,7 @@ def _shared(inner: Callable[..., Tensor], rank: int, size: int,
         return loss * (size / (targets != IGNORED).sum())
 
     def last_logits(tokens: Tensor) -> Tensor:
+        """The last token's logits, computed by the rank that has it and given to the others."""
         # What is added at the end is seen by none of the tokens before it.
         last = tokens.shape[1] - 1
         tokens = functional.pad(tokens, (0, -tokens.shape[1] % size))

@@ -78,6 +78,7 @@ class _CollectiveLog(CollectiveMode):
         self.buffers = BufferLog(engine)
 
     def observe(self, name: str, args: tuple[Any, ...]) -> None:
+        """Keep a call of torch.distributed: its kind, ranks and bytes."""
         ranks = group_ranks(args)
         kind, size = (name, 0) if name in MOVE_NOTHING else issued(name, args)[::2]
         call = {"kind": kind, "axes": self._axes(ranks), "ranks": ranks, "bytes": size}

@@ -11,48 +11,77 @@ from torch.nn.parallel import DistributedDataParallel
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine.base import MicroStepEngine
 from ezpz_llm.engine.gradients import norm_and_clip
-from ezpz_llm.engine.optimizer_state import EngineState, TorchState, make_optimizer, set_lr
+from ezpz_llm.engine.masters import MasterWeights
+from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, TorchState, set_lr
+from ezpz_llm.engine.precision import gradient_dtype, parameter_dtype
+from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Resolved
 
 
 class TorchEngine(MicroStepEngine):
-    """Whole parameters, gradients and moments on every rank; gradients averaged once a step."""
+    """Whole parameters, gradients and moments on every rank; gradients averaged once a step.
+
+    Where parameters have two bytes, master weights have the gradients and average them; else DDP does.
+    """
 
     def __init__(self, model: nn.Module, resolved: Resolved, dist: Dist, groups: list[dict[str, Any]],
-                 adam: dict[str, Any]) -> None:
+                 make: MakeOptimizer) -> None:
         super().__init__(model, resolved, dist)
-        self._optimizer = make_optimizer(groups, adam, resolved.optimizer)
+        self.masters = self._make_masters(model, resolved)
+        self._optimizer = make(groups if self.masters is None else self.masters.groups(groups))
         self.step_skip.guard(self._optimizer)
         self._wrapped = self._wrap(model)
 
+    def _make_masters(self, model: nn.Module, resolved: Resolved) -> MasterWeights | None:
+        if not RECIPES[resolved.precision].has_masters:
+            return None
+        return MasterWeights(model, parameter_dtype(resolved.precision), self._mesh.group("dp", "sp"),
+                             self._mesh.size("dp", "sp"), gradient_dtype(resolved.gradients.reduced))
+
     def _wrap(self, model: nn.Module) -> nn.Module:
-        if self._mesh.size("dp", "sp") == 1:
+        if self._mesh.size("dp", "sp") == 1 or self.masters is not None:
             return model
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model, device_ids=None if self.device.index is None else [self.device.index],
             process_group=self._mesh.group("dp", "sp"), gradient_as_bucket_view=True)
+        # In no other layout are buffers rank 0's before each pass. As an attribute, which every torch has: the
+        # argument is deprecated from 2.13 on.
+        wrapped.broadcast_buffers = False
+        return wrapped
 
-    def forward(self, *inputs: Tensor, last_micro_step: bool) -> Tensor:
+    def forward(self, *inputs: Any, last_micro_step: bool, **named: Any) -> Any:
+        """The loss of a micro batch; gradients are reduced in the backward pass of the last one alone."""
         # The forward pass decides whether the backward pass reduces: the flag comes first.
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.require_backward_grad_sync = last_micro_step
-        return self._wrapped(*inputs)
+        elif self.masters is not None:
+            self.masters.reduces = last_micro_step
+        return self._wrapped(*inputs, **named)
 
     def backward(self, loss: Tensor) -> None:
+        """Add the micro batch's gradients, divided by the accumulation and scaled as the precision asks."""
         (loss / self.batch.accumulation * self._loss_factor).backward()
 
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | None) -> Tensor:
+        """Clip and step; the global gradient norm (0-d), inf where the step was skipped."""
         set_lr(self._optimizer, lr)
+        if self.masters is not None:
+            self.masters.finish_reduction()
         norm = self.step_skip.norm = self._norm_and_clip(self._loss_factor)
         if self._update_scale(norm):
             self._optimizer.step()
         else:
             norm = torch.full_like(norm, float("inf"))
-        self._optimizer.zero_grad()
+        if self.masters is None:
+            self._optimizer.zero_grad()
+        else:
+            self.masters.zero_gradients()
+            self.masters.round()
         return norm
 
     def _norm_and_clip(self, scale: float) -> Tensor:
-        return norm_and_clip(self.module, self._mesh, self._optimizer, self._clip, scale)
+        return norm_and_clip(self.module, self._mesh, self._optimizer, self._clip, scale, self.masters or {})
 
     def training_state(self) -> EngineState:
-        return TorchState(self.module, self._optimizer, *self._replica, self._scale)
+        """The parameters and optimizer state, which every rank has whole."""
+        return TorchState(self.module, self._optimizer, *self._replica, self._scale, self.masters)

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ezpz_llm.base.errors import run_command
+from ezpz_llm.base import run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.evaluate import tasks
 from ezpz_llm.evaluate.model import add_arguments, plan_model
 from ezpz_llm.launch.ranks import find_rank
@@ -36,31 +37,27 @@ def main(argv: Sequence[str]) -> int:
         result = run_task(plan, planned, dist, options)
         if dist.is_main:
             update_record(dist.run_dir, source=plan.source.describe(), evaluation={options.task: result})
-            print(f"{options.task} of {plan.source.describe()}", *_lines(result), sep="\n", flush=True)
+            lines = (f"  {name:<12}{value:.4f}" if isinstance(value, float) else f"  {name:<12}{value}"
+                     for name, value in result.items())
+            print(f"{options.task} of {plan.source.describe()}", *lines, sep="\n", flush=True)
     return 0
 
 
-def _lines(result: dict[str, object]) -> list[str]:
-    return [f"  {name:<12}{value:.4f}" if isinstance(value, float) else f"  {name:<12}{value}"
-            for name, value in result.items()]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m ezpz_llm.evaluate", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("evaluate", description=__doc__, shown=(
+        "ezpz-llm evaluate val runs/gpt2",
+        "ezpz-llm evaluate hellaswag runs/gpt2 --file hellaswag_val.jsonl"))
     commands = parser.add_subparsers(dest="task", required=True, metavar="TASK")
-    add = commands.add_parser("val", help="the loss on the first tokens of a corpus's validation split",
-                              allow_abbrev=False)
+    add = commands.add_parser("val", help="the loss on the first tokens of a corpus's validation split")
     add_arguments(add, batch=8)
     add.add_argument("--corpus", metavar="NAME|PATH", help="the corpus (the run's own)")
     add.add_argument("--tokens", type=int, metavar="N",
                      help="validation tokens from the split's start; 0 for all (as many as the run took)")
-    add = commands.add_parser("hellaswag", help="which of four endings is likeliest, from a local file",
-                              allow_abbrev=False)
+    add = commands.add_parser("hellaswag", help="which of four endings is likeliest, from a local file")
     add_arguments(add, batch=16)
     add.add_argument("--file", required=True, metavar="F", help="hellaswag_val.jsonl, as it is or gzipped")
     add.add_argument("--items", type=int, metavar="N", help="only the first N items (all)")
-    add = commands.add_parser("harness", help="tasks of lm-evaluation-harness, on the exported model",
-                              allow_abbrev=False)
+    add = commands.add_parser("harness", help="tasks of lm-evaluation-harness, on the exported model")
     tasks.add_arguments(add)
     return parser
 

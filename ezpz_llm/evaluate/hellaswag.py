@@ -10,6 +10,7 @@ Shapes: N items, B sequences of a batch, T tokens.
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import NoFile, UserError, as_dataclass, open_regular, parse_json
 from ezpz_llm.data.samples import IGNORED
 from ezpz_llm.dist.backends import DEVICES
 
@@ -80,7 +79,8 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     """
     items: list[Item] = []
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        with open_regular(path) as stored, (gzip.open(stored, "rt", encoding="utf-8") if path.suffix == ".gz" else
+                                            io.TextIOWrapper(stored, encoding="utf-8")) as file:
             for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE + 1), ""), 1):
                 if limit is not None and len(items) == limit:
                     break
@@ -89,8 +89,9 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
                                     instead="the published hellaswag_val.jsonl")
                 if line.strip():
                     items.append(_item(line, f"{path}, line {number}"))
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise UserError(f"the HellaSwag file cannot be read: {getattr(error, 'strerror', None) or error}",
+    except (NoFile, OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        why = error.found if isinstance(error, UserError) else getattr(error, "strerror", None) or error
+        raise UserError(f"the HellaSwag file cannot be read: {why}",
                         where=str(path),
                         instead="the published hellaswag_val.jsonl, as it is or gzipped") from error
     if not items:

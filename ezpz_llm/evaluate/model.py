@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.hf.source import Source, find_source
+from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
@@ -60,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}-parallel degree")
     parser.add_argument("--batch", type=int, default=batch, metavar="N",
                         help="sequences that a rank takes at once (%(default)s)")
-    parser.add_argument("--precision", default="auto", choices=("auto", "fp32", "bf16", "fp16"),
-                        help="of the forward pass; auto is bf16 where the device computes in it (%(default)s)")
+    parser.add_argument("--precision", default="auto", choices=("auto", *RECIPES),
+                        help="of the forward pass; auto is what train takes on the device (%(default)s)")
     parser.add_argument("--tokenizer", metavar="NAME|FOLDER",
-                        help="bytes, gpt2, or a folder that has one: token shards, a checkpoint, a tokenizer.json; "
+                        help="bytes, gpt2, a tokenizer.json, a *.model of SentencePiece, or a folder that has one; "
                              "another than the source's gives a warning (the source's own)")
 
 
@@ -104,10 +105,10 @@ def open_model(plan: ModelPlan, dist: Dist) -> Engine:
 
     resolved, layout = plan.resolved, plan.resolved.layout
     if resolved.precision == "auto":
-        resolved = replace(resolved, precision=native_precision(dist.device))
+        resolved = replace(resolved, precision=native_precision(dist.device, layout))
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     with open_for_ranks(plan.source, dist) as weights:
         module = assemble(plan.model, layout, dist.mesh, 0, dist.device.type, weights.read)
-    # Layouts that divide parameters do so in their engines, which want an optimizer; it never steps.
-    return build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
-                        param_groups=decay_groups(module, 0.0))
+        # Layouts that divide parameters do so in their engines, which want an optimizer; it never steps.
+        return build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
+                            param_groups=decay_groups(module, 0.0))

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.errors import UserError, import_package, require_package
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, import_package, require_package, user_path
 from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
@@ -186,7 +185,7 @@ def _folder(source: Source, dist: Dist) -> Path:
     exported = export(source, dist.run_dir.path / "hf")
     if exported.notes:
         raise UserError(exported.notes[0], where=str(source.folder),
-                        instead="a model whose tokenizer is bytes, char or gpt2, the latter's file in the cache")
+                        instead="a model whose tokenizer's file is on this machine")
     return exported.folder
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.explain.split import HOST, RankSplit, Split, slow_link
+from ezpz_llm.explain.split import HOST, IN_STEP, RankSplit, Split, slow_link
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import cast_per_rank, memory_per_rank, total
 from ezpz_llm.layout.optimizers import OptimizerName
+from ezpz_llm.layout.precision_recipes import AUTOCAST, RECIPES
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import parameter_count
 
@@ -25,13 +26,16 @@ _LEAST_BYTES = 1e4
 """Of smaller buffers the rate says nothing."""
 _PHASES = ("data", "forward", "backward", "optimizer", "idle")
 
+AGAINST_DATA = ("a faster file system for the shards, or a copy of them on each node's own disk",
+                 "ezpz-llm data prepare, where the corpus is text that is read anew")
+
 
 @dataclass(frozen=True)
 class Cause:
     """`seconds` of the run, without its set-up, that would be saved at most, and `share` of it.
 
     `kind` is one word for machines: slow_rank, slow_link, waiting, bubble, communication, data, host, optimizer,
-    checkpoints, evaluation, sampling, logging.
+    checkpoints, evaluation, sampling, logging; without traces also first_steps, pauses, drift, unsteady.
     """
 
     kind: str
@@ -52,18 +56,32 @@ def rank_causes(split: Split | None, wall: Mapping[str, float], run: Mapping[str
     Args:
         split: of the traced steps, None where none were.
         wall: seconds of the run by what they were spent on; where it has not ended, of the traced window.
-        run: see account.py.
+        run: facts for advice, see `diagnosis.described`.
     """
     whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
     found = _between(wall, run)
-    if split is not None:
-        steps = sum(rank.step_s * rank.steps for rank in split.ranks) / len(split.ranks)
+    if split is not None and (steps := sum(map(split.mean, IN_STEP))) > 0:
         scale = wall["training"] / steps
         found += [(kind, what, seconds * scale, advice)
                   for kind, what, seconds, advice in (*_waiting(split, run), *_within(split, run, deepspeed))]
     causes = [Cause(kind, what, seconds, seconds / whole, tuple(advice)) for kind, what, seconds, advice in found
               if seconds > 0]
     return sorted(causes, key=lambda cause: -cause.seconds)
+
+
+def phase_causes(phases: Mapping[str, float], steps: int, wall: Mapping[str, float]) -> list[Cause]:
+    """What rank 0's own clock tells without traces: waits for data.
+
+    Args:
+        phases: seconds a step.
+        steps: how many there were.
+        wall: see `rank_causes`.
+    """
+    whole = sum(seconds for name, seconds in wall.items() if name != "set-up")
+    seconds = phases["data"] * steps
+    if not (seconds > 0 and whole > 0):
+        return []
+    return [Cause("data", "waiting for data", seconds, seconds / whole, AGAINST_DATA)]
 
 
 def _waiting(split: Split, run: Mapping[str, Any]) -> Iterator[Found]:
@@ -128,14 +146,13 @@ def _within(split: Split, run: Mapping[str, Any],
         rate = f", {statistics.median(rates) / 1e6:.4g} MB/s of buffers" if rates else ""
         yield ("communication", f"exposed {label}: moving the data{rate}", seconds,
                against_communication(label, dict(run), dict(deepspeed)))
-    yield ("data", "waiting for data", split.mean("data"),
-           ["a faster file system for the shards, or a copy of them on each node's own disk",
-            "ezpz-llm data prepare, where the corpus is text that is read anew"])
+    yield "data", "waiting for data", split.mean("data"), list(AGAINST_DATA)
     host = min(rank.host_s for rank in split.ranks)
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the host"
     yield ("host", where, host + idle,
-           ["--compile true", "a larger --micro-batch-size, so that operators take longer than their calls",
+           [*([] if run["config"].get("compile") or run["layout"].zero.stage == 3 else ["--compile true"]),
+            "a larger --micro-batch-size, so that operators take longer than their calls",
             "profile/host.html has the call tree"])
     layout = run["layout"]
     optimizer = split.mean("optimizer")
@@ -149,6 +166,12 @@ def _within(split: Split, run: Mapping[str, Any],
 def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[Found]:
     """Causes between steps."""
     config = run["config"]
+    if run["model"] is None:  # another program's, which has no options of ours
+        return [("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0),
+                 ["fewer checkpoints, or faster storage for them"]),
+                ("evaluation", "evaluation", wall.get("evaluation", 0.0), ["fewer or smaller evaluations"]),
+                ("logging", "writing log lines", wall.get("logging", 0.0),
+                 [f"setup(log_every=…) larger than {config.get('log_every', 0)}"])]
     every = {name: config.get(name) or 0 for name in ("save_every", "eval_every", "sample_every", "log_every")}
     saving = [*([] if config.get("save_async", True) else ["--save-async true"]), "faster storage for --run-dir",
               f"a larger --save-every than {every['save_every']}"]
@@ -173,7 +196,7 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
 
     Args:
         label: such as "all_reduce (dp)".
-        run: the run's record with what layout.json has, see account.py.
+        run: facts for advice, see `diagnosis.described`.
         deepspeed: what DeepSpeed was given, empty for other engines.
     """
     kind, _, group = label.partition(" (")
@@ -196,9 +219,12 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
         found.append("--ds-config zero2 keeps whole parameters, and gathers them once a step")
     if layout.zero.stage is not None and kind in ("reduce_scatter", "all_reduce", "reduce"):
         size = zero.get("reduce_bucket_size")
-        if _may_overlap(run["device"]) and not zero.get("overlap_comm", layout.zero.stage == 3):
+        can_overlap = _may_overlap(run["device"], layout)
+        overlaps = can_overlap and zero.get("overlap_comm", layout.zero.stage == 3)
+        if can_overlap and not overlaps:
             found.append('"overlap_comm": true in zero_optimization of the ds_config')
-        if size and size < parameter_count(run["model"]):
+        # What is exposed of overlapped reductions is the last bucket's, which a larger one would make longer.
+        if size and not overlaps and size < parameter_count(run["model"]):
             found.append(f'a larger "reduce_bucket_size" than {size:,}')
     if layout.zero.stage != 3:
         found.append(f"--gradient-accumulation-steps {2 * run['batch'].accumulation}: gradients are reduced once a "
@@ -206,9 +232,10 @@ def against_communication(label: str, run: dict[str, Any], deepspeed: dict[str, 
     return found
 
 
-def _may_overlap(device: str | None) -> bool:
-    """True if DeepSpeed is let communicate beside the backward pass there."""
-    return device is None or device not in DEVICES or DEVICES[device].overlaps
+def _may_overlap(device: str | None, layout: Layout) -> bool:
+    """True if DeepSpeed can reduce gradients beside the backward pass; in a pipeline and in stage 0 it cannot."""
+    has_streams = device is None or device not in DEVICES or DEVICES[device].overlaps
+    return has_streams and bool(layout.zero.stage) and layout.pp == 1
 
 
 def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
@@ -220,9 +247,10 @@ def _instead_of_gathering(run: dict[str, Any]) -> list[str]:
     optimizer: OptimizerName = run["optimizer"]
     whole = layout.with_zero(stage=2)
     # With the copies that autocast would keep then, and keeps none of in stage 3.
-    cast = cast_per_rank(whole, model).bytes if run["precision"] in ("bf16", "fp16") else 0
-    need = total(memory_per_rank(whole, model, run["world_size"], optimizer), "device") + cast
-    more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer), "device")
+    cast = cast_per_rank(whole, model).bytes if run["precision"] in AUTOCAST else 0
+    precision = run["precision"] if run["precision"] in tuple(RECIPES) else "fp32"
+    need = total(memory_per_rank(whole, model, run["world_size"], optimizer, precision), "device") + cast
+    more = need - total(memory_per_rank(layout, model, run["world_size"], optimizer, precision), "device")
     there = run["memory_bytes"]
     if there is None:
         return [f"--ds-config zero2 gathers once a step; its states take {more / 1e9:.3g} GB more a rank"]

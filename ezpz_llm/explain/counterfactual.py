@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import stat
 import statistics
 import sys
 import time
@@ -14,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import as_type
+from ezpz_llm.base import UserError, as_type, is_own
 from ezpz_llm.explain.split import Split
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.layout.batch import option_of
+from ezpz_llm.layout.precision_recipes import SCALED
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RunDir, read_json, schemas
+from ezpz_llm.rundir import RunDir, own_record, read_json, schemas
 
 _OF_ONE_RUN = ("run_dir", "counterfactual_steps")  # the second was an option of the trainer once
 _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING, Origin.DERIVED, Origin.TENTH, Origin.WEIGHTS)
@@ -40,15 +38,15 @@ class Taken:
     @property
     def exposed_share(self) -> float | None:
         """Share of the step that was exposed communication by the traces."""
-        return None if self.exposed_s is None else self.exposed_s / self.real_s
+        return None if self.exposed_s is None or not self.real_s else self.exposed_s / self.real_s
 
     @property
     def removed_share(self) -> float:
-        """Share of the step saved by leaving out its collectives."""
-        return 1 - self.stubbed_s / self.real_s
+        """Share of the step saved by leaving out its collectives; 0 of a step that took no time."""
+        return 1 - self.stubbed_s / self.real_s if self.real_s else 0.0
 
 
-def rerun(run_dir: Path, record: Mapping[str, Any], yes: bool) -> Path:
+def rerun(run_dir: Path, yes: bool) -> Path:
     """Start our trainer with the run's configuration for a few steps; the new run's directory, in the run's own.
 
     It needs the same reservation, and the directory in which the run was launched. Only a run of the user's own is
@@ -61,15 +59,22 @@ def rerun(run_dir: Path, record: Mapping[str, Any], yes: bool) -> Path:
         UserError: launch did not start the run, it has one rank or fp16, it is another user's, nobody said yes, or
             the new run failed.
     """
+    # Links on the way are followed once, and the record is read as what is checked to be the user's own.
+    run_dir = run_dir.resolve()
+    record = own_record(RunDir(run_dir)) if is_own(run_dir) else None
+    if record is None:
+        raise UserError("only a run of your own is made again: another user owns this, or all can write it",
+                        where=str(RunDir(run_dir).record),
+                        instead="launch the training yourself, and explain that run")
     if not isinstance(record.get("launch"), dict):
         raise UserError("there is no record of how the run was launched", where=str(run_dir),
                         instead="a run that launch started")
     if (record.get("environment") or {}).get("world_size", 1) == 1:
         raise UserError("a single rank has nobody to communicate with", where=str(run_dir))
-    if record.get("precision") == "fp16":
+    if record.get("precision") in SCALED:
         raise UserError("without collectives ranks would scale their losses apart from each other",
-                        where=f"precision fp16 of {run_dir}", instead="a run in bf16, which takes as long")
-    _require_own(run_dir)
+                        where=f"precision {record['precision']} of {run_dir}",
+                        instead="a run in bf16, which takes as long")
     folder = run_dir / f"counterfactual-{time.strftime('%Y%m%d-%H%M%S')}"
     words = command(record, folder)
     print(f"This starts:\n  {shlex.join(words)}", file=sys.stderr, flush=True)
@@ -80,14 +85,6 @@ def rerun(run_dir: Path, record: Mapping[str, Any], yes: bool) -> Path:
         raise UserError(f"the run without collectives ended with code {code}", where=str(folder),
                         instead=f"ezpz-llm why {folder}", exit_code=code or 1)
     return folder
-
-
-def _require_own(run_dir: Path) -> None:
-    for path in (run_dir, RunDir(run_dir).record):
-        found = path.lstat()
-        if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH or stat.S_ISLNK(found.st_mode):
-            raise UserError("only a run of your own is made again: another user owns this, or all can write it",
-                            where=str(path), instead="launch the training yourself, and explain that run")
 
 
 def _says_yes() -> bool:

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import as_dataclass, as_type
-from ezpz_llm.explain.causes import Cause, rank_causes
+from ezpz_llm.base import UserError, as_dataclass, as_type
+from ezpz_llm.explain.causes import Cause, phase_causes, rank_causes
 from ezpz_llm.explain.counterfactual import Taken, taken
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
+from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trace import BETWEEN
+from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, History, read_history, steady
-from ezpz_llm.observe.tables import table
 from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
 
 # Other tools' measurements of the same steps.
@@ -48,7 +48,7 @@ def crosschecks(run_dir: Path, split: Split | None) -> dict[str, Any]:
     return found
 
 
-def checks_text(found: dict[str, Any]) -> str:
+def check_sentences(found: dict[str, Any]) -> list[str]:
     """A sentence on each."""
     lines = []
     if collectives := found.get("collectives"):
@@ -64,7 +64,7 @@ def checks_text(found: dict[str, Any]) -> str:
                            sorted(host.items(), key=lambda one: -one[1]) if name != _TORCH)
         lines.append(f"pyinstrument found rank 0 {host.get(_TORCH, 0) / whole:.1%} of its time in torch, and "
                      f"outside of it: {shares} (profile/host.html).")
-    return "".join(f"  {line}\n" for line in ["Checks by other tools:", *lines]) if lines else ""
+    return lines
 
 
 def _why_more(ratio: float) -> str:
@@ -76,9 +76,6 @@ def _why_more(ratio: float) -> str:
 
 # Memory by what it holds, measured beside the arithmetic.
 STATES = ("parameters", "gradients", "optimizer", "copy", "secondary")
-_NAMES = {"copy": "copy for the optimizer", "secondary": "second copy of parameters (hpZ)",
-          "buffers": "communication buffers",
-          "activations": "activations and temporaries", "other": "other"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Map
     Args:
         record: what the run's record has under "memory".
         deepspeed: what DeepSpeed was given, empty for other engines.
-        run: see account.py.
+        run: facts for advice, see `described`.
     """
     if not record:
         return None
@@ -116,27 +113,22 @@ def memory_of(record: schemas.Memory | None, split: Split | None, deepspeed: Map
         measured["buffers"] = max(note.get("buffer_bytes", 0) for note in notes)
         measured["activations"] = max(0, max(note["transient_bytes"] - note.get("buffer_transient_bytes", 0)
                                              for note in notes))
-        zero = deepspeed.get("zero_optimization") or {}
-        if bucket := bucket_bytes(run["layout"], run["model"], zero, split.device):
+        if bucket := bucket_bytes(run["layout"], run["model"], deepspeed, split.device):
             expected["buffers"] = bucket
     there = [size for kind, size in measured.items() if size is not None and not record["elsewhere"].get(kind)]
     measured["other"] = max(0, record["peak"] - sum(there)) if notes else None
     return Memory({kind: expected.get(kind) for kind in measured}, measured, record["peak"])
 
 
-def memory_text(memory: Memory, *, rich: bool) -> str:
-    """The table as text."""
-    def show(size: int | None) -> str:
-        return "-" if size is None else f"{size / 1e6:,.1f}"
-
-    rows = [[_NAMES.get(kind, kind), show(memory.expected[kind]), show(size)]
-            for kind, size in memory.measured.items() if size or memory.expected[kind]]
-    return table("Memory in MB, each class on the rank that has most of it", ("", "arithmetic", "measured"), rows,
-                 footer=("peak", "", show(memory.peak)), rich=rich)
+OWN_LAYOUT = "of its own"
+"""What is said of a program that was not wrapped into a layout of ours."""
+_SHOWN_CAUSES = 8
+_WORTH_SAYING = 0.002
+"""Of the run."""
 
 
 @dataclass(frozen=True)
-class Account:
+class Diagnosis:
     """Attributes:
         wall: rank 0's seconds of the whole run by what they were spent on; empty where it has not ended.
         split: of the traced steps, None where none were.
@@ -156,6 +148,10 @@ class Account:
     checks: dict[str, Any]
     counterfactual: tuple[Taken, ...] = ()
     """Steps without collectives, by rank, of this run or of one that was made for it."""
+    is_foreign: bool = False
+    """Whether another program than the trainer ran."""
+    times: StepTimes | None = None
+    """Of rank 0's steady steps, traced or not."""
 
     @property
     def untraced(self) -> list[int]:
@@ -163,8 +159,29 @@ class Account:
         there = {rank.rank for rank in self.split.ranks} if self.split else set(range(self.ranks))
         return [rank for rank in range(self.ranks) if rank not in there]
 
+    @property
+    def opening(self) -> list[str]:
+        """The first thing to know of the run, a sentence or none."""
+        return [self.times.sentence(is_traced=self.split is not None)] if self.times else []
+
+    @property
+    def shown_causes(self) -> list[Cause]:
+        """The causes that are worth a line, the one that costs most first."""
+        return [cause for cause in self.causes if cause.share >= _WORTH_SAYING][:_SHOWN_CAUSES]
+
+    @property
+    def unseen(self) -> str:
+        """The sentence on what does not show without traces, or without those of some ranks; empty otherwise."""
+        if self.split is None:
+            return ("Exposed communication and slow ranks show in traces alone"
+                    + ("." if self.is_foreign else ": run with --trace-steps 10."))
+        if self.untraced:
+            return (f"No trace of rank(s) {fold_numbers(self.untraced)}: means are over the others, and waits for "
+                    "these are not seen.")
+        return ""
+
     def as_record(self) -> dict[str, Any]:
-        """The account as JSON."""
+        """The diagnosis as JSON."""
         record = {**asdict(self), "run_dir": str(self.run_dir)}
         if self.split is not None:
             record["split"] = {
@@ -177,7 +194,7 @@ class Account:
         return record
 
 
-def account(run_dir: Path) -> Account:
+def diagnose(run_dir: Path) -> Diagnosis:
     """Read a run directory.
 
     Raises:
@@ -186,9 +203,10 @@ def account(run_dir: Path) -> Account:
     RunDir(run_dir).check_there()
     record = read_record(RunDir(run_dir))
     rows = read_history(RunDir(run_dir))
-    if "config" not in record or "model" not in record or not len(rows):
+    if "config" not in record or not len(rows):
         raise UserError("there is no step of a training run here", where=str(run_dir),
-                        instead="the directory of a run of ezpz_llm.train, or ezpz-llm why if it ended early")
+                        instead="the directory of a run of ezpz_llm.train, or of a script that calls "
+                                "ezpz_llm.record; ezpz-llm why if it ended early")
     timed = steady(rows)
     phases = {name: float(np.mean(timed.column(f"{name}_s"))) for name in (*PHASES, "other")}
     split = split_run(run_dir) if any(RunDir(run_dir).profile.glob("trace-rank*.json.gz")) else None
@@ -198,27 +216,39 @@ def account(run_dir: Path) -> Account:
     run = described(run_dir, record)
     given = RunDir(run_dir).deepspeed
     deepspeed = as_type(schemas.DeepSpeedGiven, read_json(given) or {}, str(given))
-    causes = rank_causes(split, wall or _traced_wall(split, rows), run, deepspeed)
-    return Account(run_dir, run["layout"].name, run["world_size"], wall, split, phases, tuple(causes),
-                   memory_of(memory, split, deepspeed, run),
-                   crosschecks(run_dir, split), tuple(taken(run_dir, split)))
+    spent = wall if wall.get("training", 0) > 0 else _traced_wall(split, rows)
+    causes = rank_causes(split, spent, run, deepspeed)
+    if split is None:
+        whole = sum(seconds for name, seconds in spent.items() if name != "set-up")
+        causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *step_time_causes(rows, whole)],
+                        key=lambda cause: -cause.seconds)
+    share = (record.get("summary") or {}).get("ceiling_share")
+    share = as_type(float | None, share, where, "summary.ceiling_share")
+    return Diagnosis(run_dir, run["layout"].name if run["layout"] else OWN_LAYOUT, run["world_size"], wall, split,
+                   phases, tuple(causes), memory_of(memory, split, deepspeed, run),
+                   crosschecks(run_dir, split), tuple(taken(run_dir, split)), is_foreign=run["model"] is None,
+                   times=step_times(rows, share))
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """Facts for advice: model, layout, batch, optimizer, ranks, the device and its memory, the configuration.
 
+    The model is None in a run of another program's, layout and batch where such a run has none of ours.
+
     Raises:
         UserError: layout.json is missing or damaged.
     """
-    resolved = read_layout(RunDir(run_dir).layout)
-    if resolved is None:
+    resolved = read_layout(RunDir(run_dir).layout) or {}
+    if not resolved and "model" in record:
         raise UserError("this run left no layout.json", where=str(run_dir), instead="a whole run directory")
     where = str(RunDir(run_dir).layout)
     environment = record.get("environment") or {}
     device = environment.get("device") or {}
-    return {"model": as_dataclass(ModelConfig, record["model"], str(RunDir(run_dir).record)),
-            "layout": Layout.from_record(resolved.get("layout"), where),
-            "batch": as_dataclass(Batch, resolved.get("batch"), where), "precision": resolved.get("precision"),
+    model = record.get("model")
+    return {"model": model and as_dataclass(ModelConfig, model, str(RunDir(run_dir).record)),
+            "layout": resolved and Layout.from_record(resolved.get("layout"), where),
+            "batch": as_dataclass(Batch, resolved["batch"], where) if "batch" in resolved else None,
+            "precision": resolved.get("precision"),
             "optimizer": record["config"].get("optimizer", "adamw"), "world_size": environment.get("world_size", 1),
             "device": device.get("type"), "memory_bytes": device.get("memory_bytes"), "config": record["config"]}
 

@@ -149,13 +149,13 @@ def kind_of(name: str) -> str:
 
 def named(flights: Sequence[Flight], steps: dict[int, Interval],
           collectives: Sequence[dict[str, Any]]) -> tuple[Flight, ...]:
-    """The flights that begin in steps, by their beginnings, with what the census of one step says of them.
+    """The flights that begin in steps, by their beginnings, with what `StepTrace` says of them.
 
     A step that issues other collectives than the one that was counted keeps what its trace says.
 
     Args:
         flights: in the order of their calls.
-        collectives: those of the census, in that order.
+        collectives: those of that step, in order.
     """
     found: list[Flight] = []
     for number, (start, end) in sorted(steps.items()):

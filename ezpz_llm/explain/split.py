@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError, grouped
 from ezpz_llm.explain.events import Flight, Interval, intersect, subtract, total, union, within
 from ezpz_llm.explain.trace import BETWEEN, RankTrace, read_trace
 from ezpz_llm.rundir import RunDir
@@ -179,6 +178,7 @@ def _parts(trace: RankTrace) -> _Parts:
     taken: dict[str, list[Interval]] = {}
 
     def take(name: str, intervals: Sequence[Interval]) -> None:
+        """Give `name` what is left of these intervals; nothing counts twice."""
         nonlocal left
         taken[name] = intersect(left, intervals)
         left = subtract(left, intervals)

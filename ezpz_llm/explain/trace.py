@@ -15,9 +15,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any, TextIO, TypedDict
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import JsonText, shown
-from ezpz_llm.base.schema import as_type, whole_number
+from ezpz_llm.base import JsonText, UserError, as_type, open_regular, shown, whole_number
 from ezpz_llm.explain.events import (
     DEVICE,
     LAUNCHES,
@@ -66,7 +64,7 @@ def load_trace(path: Path) -> dict[str, Any]:
         UserError: it is damaged, holds what no profiler writes, or is beyond the limits.
     """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
             return parse_trace(file, str(path))
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"the trace cannot be read: {error}", where=str(path), instead=_AGAIN) from error
@@ -132,6 +130,7 @@ def _limited(file: TextIO, where: str) -> Callable[[int], str]:
     left = MOST_CHARACTERS
 
     def read(size: int) -> str:
+        """The next `size` characters."""
         nonlocal left
         part = file.read(size)
         left -= len(part)
@@ -210,6 +209,7 @@ def rank_trace(loaded: dict[str, Any], where: str) -> RankTrace:
     zero, main = min(event.ts for event in steps), steps[0].tid
 
     def span(event: Event) -> Interval:
+        """An event's time in seconds since the first traced step."""
         start = (event.ts - zero) / 1e6
         return start, start + event.dur / 1e6
 

@@ -1,17 +1,16 @@
-"""Hugging Face's config.json and parameter names of GPT-2 and Llama, to and from ours (imports no torch)."""
+"""Hugging Face's config.json and parameter names of the families that ours computes (imports no torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import as_type
-from ezpz_llm.model.config import ModelConfig
+from ezpz_llm.base import UserError, as_type
+from ezpz_llm.model.config import Mlp, ModelConfig, NormOrder, QKNorm
 from ezpz_llm.model.parameters import HEAD, TABLE, parameter_shapes
 
-_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_GELU: dict[str, Mlp] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 _LARGE = 2 ** 15
 _ABSENT = object()
 
@@ -33,15 +32,23 @@ def to_hf(config: ModelConfig, *, dtype: str = "float32", end_of_text: int | Non
     if family == "gpt2":
         return {"architectures": ["GPT2LMHeadModel"], **common, "n_layer": config.n_layer, "n_head": config.n_head,
                 "n_embd": config.n_embd, "n_positions": config.block_size, "n_ctx": config.block_size,
-                "n_inner": config.intermediate_size, "activation_function": "gelu_new",
+                "n_inner": config.intermediate_size,
+                "activation_function": "gelu_new" if config.mlp == "gelu" else "gelu",
                 "layer_norm_epsilon": config.norm_eps,
                 **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout)}
-    return {"architectures": ["LlamaForCausalLM"], **common, "num_hidden_layers": config.n_layer,
-            "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head,
-            "hidden_size": config.n_embd, "head_dim": config.head_dim,
-            "intermediate_size": config.intermediate_size, "max_position_embeddings": config.block_size,
-            "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
-            "attention_bias": config.bias, "mlp_bias": config.bias, "attention_dropout": 0.0}
+    found = {"architectures": [_FAMILIES[family].architecture], **common, "num_hidden_layers": config.n_layer,
+             "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head,
+             "hidden_size": config.n_embd, "head_dim": config.head_dim,
+             "intermediate_size": config.intermediate_size, "max_position_embeddings": config.block_size,
+             "hidden_act": "silu", "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+             "attention_bias": config.bias, "mlp_bias": config.bias, "attention_dropout": 0.0}
+    if config.rope_factor != 1:
+        found["rope_scaling"] = {"rope_type": "llama3", "factor": config.rope_factor,
+                                 "low_freq_factor": config.rope_low, "high_freq_factor": config.rope_high,
+                                 "original_max_position_embeddings": config.rope_context}
+    if family == "mistral":
+        found["sliding_window"] = config.window
+    return found
 
 
 def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
@@ -54,12 +61,12 @@ def from_hf(stored: Mapping[str, Any], where: str) -> ModelConfig:
         UserError: a kind of model, or a setting of one, that ours cannot compute.
     """
     stored = as_type(dict[str, Any], stored, where)
-    read = {"gpt2": _from_gpt2, "llama": _from_llama}.get(str(stored.get("model_type")))
-    if read is None:
-        raise UserError(f"model_type is {stored.get('model_type')!r}", where=where,
-                        instead="a GPT-2 or Llama model (model_type gpt2 or llama)")
+    family, keys = stored.get("model_type"), _Keys(stored, where)
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise UserError(f"model_type is {family!r}", where=where,
+                        instead=f"a model of one of these: {', '.join(_FAMILIES)}")
     try:
-        return read(_Keys(stored, where))
+        return _from_gpt2(keys) if family == "gpt2" else _from_llama(keys, _FAMILIES[family])
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"a setting is not what such a model has: {error}", where=where,
                         instead="the config.json that belongs to the weights") from error
@@ -93,36 +100,85 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 
 
 def _from_gpt2(keys: _Keys) -> ModelConfig:
-    keys.must_be("activation_function", keys.get("activation_function", "gelu_new"), *_GELU)
+    activation = keys.get("activation_function", "gelu_new")
+    keys.must_be("activation_function", activation, *_GELU)
     for name, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False),
                         ("add_cross_attention", False)):
         keys.must_be(name, keys.get(name, value), value)
     return ModelConfig(n_layer=keys.get("n_layer"), n_head=keys.get("n_head"), n_embd=keys.get("n_embd"),
                        block_size=keys.get("n_positions", keys.stored.get("n_ctx", 1024)),
-                       **_vocabulary(keys), intermediate_size=keys.get("n_inner", 0),
+                       **_vocabulary(keys), intermediate_size=keys.get("n_inner", 0), mlp=_GELU[activation],
                        norm_eps=keys.get("layer_norm_epsilon", 1e-5), tied=keys.get("tie_word_embeddings", True))
 
 
-def _from_llama(keys: _Keys) -> ModelConfig:
+def _from_llama(keys: _Keys, family: _FamilyOf) -> ModelConfig:
+    keys = _Keys({**family.absent, **keys.stored}, keys.where)
     # transformers 5 keeps the rotation in rope_parameters, earlier versions in rope_theta and rope_scaling.
     rope = {**(keys.get("rope_scaling", {})), **(keys.get("rope_parameters", {}))}
-    keys.must_be("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    turning = rope.get("rope_type", rope.get("type", "default"))
+    keys.must_be("rope_type", turning, "default", "llama3")
     keys.must_be("hidden_act", keys.get("hidden_act", "silu"), "silu", "swish")
+    keys.must_be("use_sliding_window", keys.get("use_sliding_window", False), False)
+    window = keys.get("sliding_window", 0) if family.architecture.startswith("Mistral") else 0
     bias = keys.get("attention_bias", False)
+    if family.architecture != "LlamaForCausalLM":  # others have attention's biases alone
+        keys.must_be("attention_bias", bias, False)
     keys.must_be("mlp_bias", keys.get("mlp_bias", False), bias)
     heads, width = keys.get("num_attention_heads"), keys.get("hidden_size")
-    keys.must_be("head_dim", keys.get("head_dim", width // heads), width // heads)
+    context = keys.get("max_position_embeddings")
     return ModelConfig(n_layer=keys.get("num_hidden_layers"), n_head=heads, n_embd=width,
                        n_kv_head=keys.get("num_key_value_heads", heads),
-                       block_size=keys.get("max_position_embeddings"), **_vocabulary(keys),
+                       head_dim=keys.get("head_dim", width // heads),
+                       block_size=min(context, window or context), window=window, **_vocabulary(keys),
+                       qk_norm=family.qk_norm, norm_order=family.norm_order,
+                       **_slower(_Keys(rope, keys.where), turning, context),
                        intermediate_size=keys.get("intermediate_size"), norm="rmsnorm",
                        norm_eps=keys.get("rms_norm_eps", 1e-6), position="rope",
                        rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))), mlp="swiglu",
                        bias=bias, tied=keys.get("tie_word_embeddings", False), init="llama")
 
 
-# What Hugging Face's GPT-2 and Llama call the parameters of the plain model.
-Family = Literal["gpt2", "llama"]
+def _slower(rope: _Keys, turning: str, context: int) -> dict[str, Any]:
+    """Llama 3.1's slower rotations, in our terms."""
+    if turning == "default":
+        return {}
+    return {"rope_factor": float(rope.get("factor")), "rope_low": float(rope.get("low_freq_factor")),
+            "rope_high": float(rope.get("high_freq_factor")),
+            "rope_context": rope.get("original_max_position_embeddings", context)}
+
+
+# What Hugging Face's models call the parameters of the plain model.
+_LLAMA = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
+          "attn.q_head_norm": "self_attn.q_norm", "attn.k_head_norm": "self_attn.k_norm",
+          "attn.q_width_norm": "self_attn.q_norm", "attn.k_width_norm": "self_attn.k_norm",
+          "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
+_OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+
+
+@dataclass(frozen=True)
+class _FamilyOf:
+    """One row of the table of families: its class there, and what tells it from Llama.
+
+    `absent` is what a key means that config.json has not, where Llama's means something else; null is as in Llama.
+    """
+
+    architecture: str
+    qk_norm: QKNorm = "none"
+    norm_order: NormOrder = "before"
+    names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    absent: Mapping[str, Any] = field(default_factory=dict)
+
+
+_FAMILIES = {
+    "gpt2": _FamilyOf("GPT2LMHeadModel"),
+    "llama": _FamilyOf("LlamaForCausalLM"),
+    "mistral": _FamilyOf("MistralForCausalLM", absent={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "qwen3": _FamilyOf("Qwen3ForCausalLM", qk_norm="head", absent={"num_key_value_heads": 32, "head_dim": 128}),
+    "olmo2": _FamilyOf("Olmo2ForCausalLM", "width", "after",
+                       {**_LLAMA, "ln_1": "post_attention_layernorm", "ln_2": "post_feedforward_layernorm"},
+                       absent={"rms_norm_eps": 1e-5}),
+}
+"""Kinds of model by Hugging Face's model_type; all but GPT-2 are Llama with a difference."""
 
 
 @dataclass(frozen=True)
@@ -145,21 +201,27 @@ class Stored:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def family_of(config: ModelConfig) -> Family:
+def family_of(config: ModelConfig) -> str:
     """The Hugging Face model that computes the same.
 
     Raises:
         UserError: there is none.
     """
-    parts = (config.norm, config.position, config.mlp)
-    if parts == ("layernorm", "learned", "gelu") and config.n_kv_head == config.n_head:
+    parts = (config.norm, config.position, config.mlp.removesuffix("_erf"))
+    is_gpt2 = parts == ("layernorm", "learned", "gelu") and config.q_width == config.kv_width == config.n_embd
+    if is_gpt2 and (config.qk_norm, config.norm_order) == ("none", "before"):
         return "gpt2"
     if parts == ("rmsnorm", "rope", "swiglu"):
-        return "llama"
-    raise UserError(f"Hugging Face's GPT-2 and Llama have no model with {', '.join(parts)} and {config.n_kv_head} "
-                    f"key/value heads for {config.n_head} heads", where="model",
+        for name, family in _FAMILIES.items():
+            if (name != "gpt2" and (name == "mistral") == (config.window > 0)
+                    and (family.qk_norm, family.norm_order) == (config.qk_norm, config.norm_order)
+                    and not (config.bias and name != "llama")):
+                return name
+    raise UserError(f"Hugging Face's {', '.join(_FAMILIES)} have no model with {', '.join(parts)}, qk_norm "
+                    f"{config.qk_norm}, norms {config.norm_order} each part, {config.n_kv_head} key/value heads "
+                    f"for {config.n_head} heads and bias {config.bias}", where="model",
                     instead="layernorm, learned positions, gelu and as many key/value heads (GPT-2), or rmsnorm, "
-                            "rope and swiglu (Llama)")
+                            "rope and swiglu (Llama and its kin)")
 
 
 def stored_tensors(config: ModelConfig) -> list[Stored]:
@@ -169,12 +231,12 @@ def stored_tensors(config: ModelConfig) -> list[Stored]:
     """
     family = family_of(config)
     shapes = parameter_shapes(replace(config, bias=True) if family == "gpt2" else config)
-    tensors = _gpt2 if family == "gpt2" else _llama
     found: list[Stored] = []
     for name, shape in shapes.items():
         if name in (TABLE, HEAD):
             shape = (config.vocab_size, config.n_embd)
-        found += tensors(config, name, shape)
+        found += (_gpt2(config, name, shape) if family == "gpt2" else
+                  _llama(config, name, shape, _FAMILIES[family].names))
     return found
 
 
@@ -183,22 +245,17 @@ def _gpt2(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[St
     yield Stored(name, name, 0, shape[0], shape, transposed=linear)
 
 
-_LLAMA = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
-          "mlp.c_fc": "mlp.up_proj", "mlp.c_gate": "mlp.gate_proj", "mlp.c_proj": "mlp.down_proj"}
-_OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
-
-
-def _llama(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[Stored]:
+def _llama(config: ModelConfig, name: str, shape: tuple[int, ...], names: Mapping[str, str]) -> Iterator[Stored]:
     module, _, kind = name.rpartition(".")
     if module in _OUTSIDE:
         yield Stored(f"{_OUTSIDE[module]}.{kind}", name, 0, shape[0], shape)
         return
     layer, _, inner = module.removeprefix("transformer.h.").partition(".")
-    if inner in _LLAMA:
-        yield Stored(f"model.layers.{layer}.{_LLAMA[inner]}.{kind}", name, 0, shape[0], shape)
+    if inner in names:
+        yield Stored(f"model.layers.{layer}.{names[inner]}.{kind}", name, 0, shape[0], shape)
         return
     first = 0
-    for part, rows in (("q", config.n_embd), ("k", config.kv_width), ("v", config.kv_width)):
+    for part, rows in (("q", config.q_width), ("k", config.kv_width), ("v", config.kv_width)):
         yield Stored(f"model.layers.{layer}.self_attn.{part}_proj.{kind}", name, first, first + rows,
                      (rows, *shape[1:]))
         first += rows

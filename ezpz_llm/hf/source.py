@@ -9,17 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base import outside
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import read_json
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, nearest, outside, read_json, user_path
 from ezpz_llm.checkpoint import Damaged, find
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
 
 CONFIG = "config.json"
-WANTED = ["*.json", "*.safetensors"]
+WANTED = ["*.json", "*.safetensors", "*.model"]
 """The files of a hub's model that are of use here: nothing that would have to be unpickled or executed."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -63,7 +60,22 @@ def find_source(where: str, option: str) -> Source:
     if path.exists() or not _HUB_ID.fullmatch(where):
         raise UserError(f"no folder at {path}", where=option,
                         instead="a run directory, a checkpoint, or a folder or hub id of Hugging Face's")
-    return _hf_source(_cached(where, option))
+    try:
+        snapshot = _cached(where, option)
+    except UserError:
+        if "/" in where:
+            raise
+        # Few models have no owner; what is typed so is a run's name.
+        raise _no_such_run(where, option) from None
+    return _hf_source(snapshot)
+
+
+def _no_such_run(name: str, option: str) -> UserError:
+    near = [str(folder / found) for folder in (Path(), Path("runs")) if folder.is_dir()
+            for found in nearest(name, [entry.name for entry in folder.iterdir() if entry.is_dir()])]
+    return UserError(f"no run directory, checkpoint or model's folder at {name}", where=option,
+                     instead=f"did you mean {' or '.join(near)}?" if near
+                     else f"the folder's path; of a model of the hub the id with its owner: OWNER/{name}")
 
 
 def _hf_source(folder: Path) -> Source:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ezpz_llm.base.errors import UserError, import_package
-from ezpz_llm.base.outside import read_bytes
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
 from ezpz_llm.data.prepare import find_mixture
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizer_files import COMPANIONS, copy_files, find_copy, find_file, load
 from ezpz_llm.data.tokenizers import (
     END_OF_TEXT,
     GPT2_VOCAB,
-    TOKENIZER_JSON,
-    TOKENIZERS,
     Tokenizer,
     byte_alphabet,
     choose,
@@ -30,14 +24,11 @@ from ezpz_llm.data.tokenizers import (
     get_tokenizer,
     other_in,
     to_entry,
+    words_of,
 )
 from ezpz_llm.hf.source import Source
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import write_json
-
-_MOST_BYTES = 256 << 20
-"""Of a tokenizer.json: the largest known has 33 MB."""
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 
 
 def entry_of(source: Source) -> Mapping[str, Any] | None:
@@ -66,9 +57,8 @@ def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> st
         if other is None:
             raise UserError("the weights do not say how text becomes their tokens", where=str(source.folder),
                             instead="--tokenizer gpt2 for GPT-2's, bytes, or the folder of their tokenizer")
-        raise UserError(f"the weights' tokenizer is {other}, which cannot encode a corpus here yet",
-                        where=str(source.folder),
-                        instead=f"weights whose tokenizer is {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
+        raise UserError(f"the weights' tokenizer is {other}, which is not supported", where=str(source.folder),
+                        instead="weights that have a tokenizer.json or a tokenizer.model")
     # The name alone means the weights' own table of that name.
     if choice is not None and not choice.fits(own):
         if asked:
@@ -79,15 +69,15 @@ def words_for(source: Source, given: str | None, corpus: str, asked: bool) -> st
         theirs = None if folder is None else read_manifest(folder)["tokenizer"]
         if theirs is not None and theirs["fingerprint"] != own["fingerprint"]:
             raise _another(source, own, describe(theirs), str(folder))
-    return str(source.folder.absolute()) if "table" in own else own["name"]
+    return words_of(own, source.folder)
 
 
 def _another(source: Source, own: Mapping[str, Any], theirs: str, where: str) -> UserError:
-    words = source.folder.absolute() if "table" in own else own["name"]
     return UserError(f"the weights' tokenizer is {describe(own)}, the corpus's is {theirs}: the same ids mean "
                      "other text", where=f"{where}, and {source.folder}",
-                     instead=f"prepare it with --tokenizer {words}, or name the text itself; only for weights that "
-                             "are to learn other tokens, type the corpus's --tokenizer")
+                     instead=f"prepare it with --tokenizer {words_of(own, source.folder)}, or name the text "
+                             "itself; only for weights that are to learn other tokens, type the corpus's "
+                             "--tokenizer")
 
 
 def other_tokenizer(source: Source, used: Mapping[str, Any]) -> str | None:
@@ -109,40 +99,16 @@ def given_warning(source: Source, given: str | None) -> str | None:
     """Return a warning if the command line names a tokenizer that is not the weights' own."""
     if given is None or given == "char":
         return None
-    folder = user_path(given)
-    used = entry_in(folder) if folder.is_dir() else to_entry(get_tokenizer(given))
+    path = user_path(given)
+    used = entry_in(path) if path.exists() else to_entry(get_tokenizer(given))
     return None if used is None else other_tokenizer(source, used)
-
-
-class FileTokenizer:
-    """A tokenizer.json of Hugging Face's, which text that looks like a special token does not concern."""
-
-    def __init__(self, path: Path) -> None:
-        tokenizers = import_package("tokenizers", f"reading {TOKENIZER_JSON}", "hf", str(path))
-        try:
-            content = read_bytes(path, _MOST_BYTES)
-            self._inner = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{TOKENIZER_JSON} cannot be read: {error}", where=str(path)) from error
-        self.name = str(path)
-        self.vocab_size = self._inner.get_vocab_size()
-        ends = (self._inner.token_to_id(token) for token in _ENDS)
-        self.end_of_text = next((found for found in ends if found is not None), None)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
-        self._inner.encode_special_tokens = True
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
 def tokenizer_of(source: Source, given: str | None) -> Tokenizer:
     """The tokenizer named on the command line, or else the one that the model's data were made with.
 
     Args:
-        given: bytes, gpt2, or a folder with token shards or a tokenizer.json.
+        given: bytes, gpt2, or a file or folder that has a tokenizer.
 
     Raises:
         UserError: none is known, one of another vocabulary is given, or its file is not on this machine.
@@ -164,27 +130,28 @@ def check_vocabulary(tokens: int, model: ModelConfig) -> None:
 
 
 def _given(given: str, source: Source) -> Tokenizer:
-    folder = user_path(given)
-    if (folder / MANIFEST).is_file():
-        return TokenData.open(folder).tokenizer
-    if (folder / TOKENIZER_JSON).is_file():
-        return FileTokenizer(folder / TOKENIZER_JSON)
+    path = user_path(given)
+    if (path / MANIFEST).is_file():
+        return TokenData.open(path).tokenizer
+    if file := find_file(path):
+        return load(file)
     if given == "char":
         own = entry_of(source)
         if own is not None and own["name"] == given:
             return from_entry(own, str(source.folder))
         raise UserError("the tokenizer char has the characters of its corpus", where="--tokenizer",
                         instead="the folder with the corpus's token shards")
-    return get_tokenizer(given)
+    return choose(given).make()
 
 
 def _own(source: Source) -> Tokenizer:
     if source.tokenizer is not None:
-        return from_entry(source.tokenizer, str(source.folder))
-    if (source.folder / TOKENIZER_JSON).is_file():
-        return FileTokenizer(source.folder / TOKENIZER_JSON)
+        return from_entry(source.tokenizer, str(source.folder), source.folder)
+    if file := find_file(source.folder):
+        return load(file)
     raise UserError("the model does not say how text becomes its tokens", where=str(source.folder),
-                    instead="--tokenizer gpt2, bytes, or a folder with token shards or a tokenizer.json")
+                    instead="--tokenizer gpt2, bytes, a tokenizer.json, a *.model of SentencePiece, or a folder "
+                            "with one of them or with token shards")
 
 
 # The tokenizer of an exported model, in the format of Hugging Face's tokenizers library.
@@ -194,21 +161,25 @@ _BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_p
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
 
 
-def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int,
-                    folder: Path) -> tuple[int | None, str | None]:
-    """Write tokenizer.json and tokenizer_config.json, which AutoTokenizer loads.
+def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int, folder: Path,
+                    origin: Path | None = None) -> tuple[int | None, str | None]:
+    """Write tokenizer.json, or tokenizer.model, and tokenizer_config.json, which AutoTokenizer loads.
 
-    Unlike ours, Hugging Face's reads the text of the end-of-text token as that token.
+    Another library's files are copied as they are. Unlike ours, Hugging Face's reads the text of the end-of-text
+    token as that token.
 
     Args:
         entry: what a run's shards keep of their tokenizer.
         block_size: the model's longest context.
+        origin: the weights' folder, to find another library's file from.
 
     Returns:
         The id of the end-of-text token, None where there is none; and why nothing was written, None if it was.
     """
     if entry is None:
         return None, "the checkpoint does not say with which tokenizer its data were made"
+    if "kind" in entry:
+        return _copy(entry, block_size, folder, origin or folder)
     try:
         made = {"bytes": _bytes, "char": _characters, "gpt2": _gpt2}[entry["name"]](entry)
     except KeyError:
@@ -223,6 +194,23 @@ def write_tokenizer(entry: Mapping[str, Any] | None, block_size: int,
         "clean_up_tokenization_spaces": False,
         **(dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT) if end_of_text is not None else {})})
     return end_of_text, None
+
+
+def _copy(entry: Mapping[str, Any], block_size: int, folder: Path,
+          origin: Path) -> tuple[int | None, str | None]:
+    try:
+        file = find_file(origin) or find_copy(origin, entry)
+        tokenizer = load(file, entry)
+    except UserError as error:
+        return None, f"{error.found} ({error.instead})"
+    copy_files(file, folder)
+    # Which class of transformers reads a lone *.model is not to be guessed: its classes give different ids.
+    if entry["kind"] == "tokenizers" and not (folder / COMPANIONS[0]).is_file():
+        end = {} if tokenizer.end_of_text is None else {"eos_token": tokenizer.decode([tokenizer.end_of_text])}
+        write_json(folder / COMPANIONS[0], {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size,
+            "clean_up_tokenization_spaces": False, **end})
+    return tokenizer.end_of_text, None
 
 
 def _gpt2(entry: Mapping[str, Any]) -> dict[str, Any]:

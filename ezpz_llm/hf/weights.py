@@ -21,9 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ezpz_llm import __version__
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import file_in, read_json
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import UserError, as_dataclass, file_in, open_regular, read_json
 from ezpz_llm.checkpoint.index import WEIGHT, check_shapes, read_index
 from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
@@ -32,7 +30,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import together
 from ezpz_llm.hf.config import Stored, stored_tensors, to_hf
 from ezpz_llm.hf.source import CONFIG, Source
-from ezpz_llm.hf.tokenizer import write_tokenizer
+from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size, whole
 from ezpz_llm.rundir import write_json
@@ -62,6 +60,7 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
         UserError: the same on every rank.
     """
     def opened() -> Weights:
+        """The weights; files of a checkpoint are verified by one rank each."""
         if source.kind == "checkpoint":
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
         return open_weights(source, check_hashes=False)
@@ -128,9 +127,11 @@ class Weights(ABC):
         """
         if name not in self._files:
             try:
+                open_regular(self.where / name).close()
                 self._files[name] = self._stack.enter_context(safe_open(self.where / name, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{name} cannot be read: {error}", where=str(self.where)) from error
+            except (UserError, OSError, SafetensorError) as error:
+                why = error.found if isinstance(error, UserError) else error
+                raise UserError(f"{name} cannot be read: {why}", where=str(self.where)) from error
         return self._files[name]
 
 
@@ -146,9 +147,11 @@ class CheckpointWeights(Weights):
         self._parameters = index.parameters
 
     def rows(self, name: str) -> int:
+        """Rows of the stored parameter `name`."""
         return self._parameters[name].shape[0]
 
     def read_stored(self, name: str, box: Box) -> Tensor:
+        """The part `box` of a stored parameter, put together from the ranks' files, in fp32."""
         result = torch.empty(size(box))
         fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self.open)
         return result.view([stop - start for start, stop in box])
@@ -172,9 +175,11 @@ class HfWeights(Weights):
         self._refuse_others()
 
     def rows(self, name: str) -> int:
+        """Rows of the stored parameter `name`, over all tensors that it is made of."""
         return self._tensors[name][-1].stop
 
     def read_stored(self, name: str, box: Box) -> Tensor:
+        """The part `box` of a parameter, put together from the export's tensors, in fp32."""
         parts = []
         for stored in self._tensors[name]:
             first, stop = max(box[0][0], stored.first), min(box[0][1], stored.stop)
@@ -276,7 +281,7 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
                       for tensor in shard}
             write_json(partial / "model.safetensors.index.json",
                        {"metadata": {"total_size": total}, "weight_map": places})
-        end_of_text, note = write_tokenizer(source.tokenizer, source.model.block_size, partial)
+        end_of_text, note = write_tokenizer(entry_of(source), source.model.block_size, partial, source.folder)
         _write_config(partial, source, dtype, end_of_text)
         if out.exists():
             out.rmdir()

@@ -9,20 +9,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base.errors import UserError, run_command, show, version_text
-from ezpz_llm.base.private import make_private
+from ezpz_llm.base import UserError, make_private, run_command, show, system_text, version_text
 from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.relay import say
-from ezpz_llm.launch.show import details, json_text, summary
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, update_record, write_atomic
-from ezpz_llm.rundir.files import sweep_checkpoints
+from ezpz_llm.launch.show import details, first_lines, json_text, summary
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, sweep_checkpoints, update_record, write_atomic
 
 if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import Checked
+
+
+_SHOWN_LINES, _SHOWN_BYTES = 64, 16384
+"""What the other ranks may have printed in all to be shown at the end."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +61,11 @@ def _become(plan: LaunchPlan) -> int:
 
 def _start(plan: LaunchPlan, options: Options, typed: Sequence[str]) -> int:
     # Imported where ranks really start: --dry-run and --help do without.
+    from ezpz_llm.launch.failures.texts import site_texts
     from ezpz_llm.launch.owner import own
 
+    # A mistake in a site's file is to be known before a run has ended badly.
+    site_texts(os.environ, {name: setting.value for name, setting in plan.env.items()})
     with contextlib.ExitStack() as until_the_end:
         # A directory that is in use has nothing to check; and what its check found would not be the reason.
         stands = run_dir_of(plan.target, options.run_dir) is not None and plan.run_dir.control.is_dir()
@@ -79,8 +85,14 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     from ezpz_llm.launch.failures.facts import exit_record, not_started
     from ezpz_llm.launch.supervise import run
 
-    shown = f"{details(plan)}\n\n{checked.explanation}".rstrip() if options.explain else summary(plan)
-    say(shown)
+    if options.explain:
+        say(f"{details(plan)}\n\n{checked.explanation}".rstrip())
+    else:
+        # --verbose of our own command is meant for the whole of what starts.
+        is_verbose = options.verbose or (plan.target.module is not None and "--verbose" in plan.target.arguments)
+        # Lines of a log stay whole, for those who search it.
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
+        say(summary(plan) if is_verbose else first_lines(plan, width))
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     if options.preflight:
         from ezpz_llm.launch.precheck import fit_for
@@ -96,7 +108,8 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         raise
     shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
     if outcome.code == 0 and options.tee == "0" and plan.target.module is None:
-        _name_other_logs(plan)
+        with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
+            _show_other_logs(plan)
     return outcome.code
 
 
@@ -129,13 +142,20 @@ def _record_end(plan: LaunchPlan, how: dict[str, object]) -> None:
         say(f"launch: the end of the run is not in {plan.run_dir.record}: {why}")
 
 
-def _name_other_logs(plan: LaunchPlan) -> None:
-    """`launch hostname` shows one line of all: say where the others are."""
-    logs = [plan.run_dir.rank_log(place.rank) for place in plan.ranks if place.rank]
-    written = sum(log.exists() and log.stat().st_size > 0 for log in logs)
-    if written:
-        say(f"launch: {written} other rank{'' if written == 1 else 's'} wrote to {plan.run_dir.rank_log(0).parent}"
-            " (--tee all shows it here)")
+def _show_other_logs(plan: LaunchPlan) -> None:
+    """`launch hostname` shows the line of every rank; of longer output, say where that of the others is."""
+    logs = {place.rank: plan.run_dir.rank_log(place.rank) for place in plan.ranks if place.rank}
+    sizes = {rank: log.stat().st_size for rank, log in logs.items() if log.exists()}
+    written = [rank for rank, size in sizes.items() if size]
+    if not written:
+        return
+    if sum(sizes.values()) <= _SHOWN_BYTES:
+        texts = {rank: system_text(logs[rank], most=_SHOWN_BYTES).splitlines() for rank in written}
+        if sum(map(len, texts.values())) <= _SHOWN_LINES:
+            say("\n".join(f"[{rank}] {line}" for rank, lines in texts.items() for line in lines))
+            return
+    say(f"launch: {len(written)} other rank{'' if len(written) == 1 else 's'} wrote to"
+        f" {plan.run_dir.rank_log(0).parent} (--tee all shows it here)")
 
 
 def _where_it_runs(plan: LaunchPlan, options: Options) -> contextlib.AbstractContextManager[LaunchPlan]:
@@ -187,6 +207,11 @@ def _record(plan: LaunchPlan, typed: Sequence[str]) -> dict[str, object]:
         "ranks_per_host": list(Counter(place.host for place in plan.ranks).values()),
         "launcher": plan.launcher.kind,
         "dialect": plan.launcher.dialect,
+        "site": plan.site.name,
+        "binding": asdict(plan.binding),
+        "notes": list(plan.notes),
+        "sources": {"hosts": plan.allocation.source, "ranks": plan.ranks_source, "launcher": plan.launcher.source,
+                    "site": plan.site.source, **{name: setting.source for name, setting in plan.env.items()}},
         "world_size": len(plan.ranks),
         "env": {name: setting.value for name, setting in plan.env.items()},
         "started": time.time(),

@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import command_line, system_link, system_text
+from ezpz_llm.base import UserError, command_line, system_link, system_text
 from ezpz_llm.launch.hostlist import short_name
 
 _LOOPBACK = "127.0.0.1"

@@ -37,6 +37,7 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
     """Kill what is left of the run on this host and is `chosen`, with all that descends from it or from the `roots`
     and carries no marker; the processes that resist for `within_s`, or are not ours to end, are returned."""
     def find() -> set[Kin]:
+        """The run's processes, by its mark in their environment, and all that they started."""
         processes, known = list(marked(run_id)), set(roots())
         if not processes and not known:
             return set()
@@ -94,9 +95,10 @@ class Janitor:
 
 
 def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambda: None,
-                  keep: Collection[int] = ()) -> Janitor:
+                  keep: Collection[int] = (), last: Callable[[], None] = lambda: None) -> Janitor:
     """Fork the janitor of the calling process. Once the owner is gone it does what comes `first`, for which it
-    keeps some descriptors, and waits `delay_s`, so that what ends in order may do so."""
+    keeps some descriptors, and waits `delay_s`, so that what ends in order may do so; what comes `last` it does in
+    the end."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid:
@@ -104,12 +106,13 @@ def start_janitor(run_id: str, delay_s: float, first: Callable[[], None] = lambd
         return Janitor(pid, write_end)
     try:
         detach(keep=(read_end, *keep))
-        _watch(read_end, run_id, delay_s, first)
+        _watch(read_end, run_id, delay_s, first, last)
     finally:
         os._exit(0)
 
 
-def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]) -> None:
+def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None],
+           last: Callable[[], None]) -> None:
     if not os.read(read_end, 1):
         with contextlib.suppress(OSError):
             first()
@@ -117,3 +120,4 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
         kept, noted = agents(run_id), {Kin.parse(who) for who in strays(run_id)}
         time.sleep(delay_s)
         end_marked(run_id, chosen=lambda process: process.pid not in kept, roots=lambda: noted)
+        last()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import shown
-from ezpz_llm.base.package_data import extensions_dir, user_path
-from ezpz_llm.base.private import SECRET_VARIABLE, new_secret
-from ezpz_llm.base.schema import whole_number
+from ezpz_llm.base import SECRET_VARIABLE, UserError, extensions_dir, new_secret, shown, user_path, whole_number
 from ezpz_llm.launch.addresses import Rendezvous
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.hostlist import fold_counts
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.placement import Placement
+from ezpz_llm.launch.schedulers import rank_names
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 from ezpz_llm.launch.variables import (
@@ -25,16 +23,18 @@ from ezpz_llm.launch.variables import (
     EXTENSIONS_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
+    IN_COLOUR,
     LOG_BYTES_VARIABLE,
     RANKS_OWN,
     RANKS_PER_NODE_VARIABLE,
     RUN_ID_VARIABLE,
     SITE_VARIABLE,
     TEE_VARIABLE,
+    TERMINAL_VARIABLE,
     TORCHELASTIC_VARIABLE,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir.files import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -59,6 +59,7 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
         raise UserError(f"{LOG_BYTES_VARIABLE} is {shown(env[LOG_BYTES_VARIABLE])}",
                         instead="the bytes that a rank's log may have, such as 10000000000")
     settings = {
+        **rank_settings(),
         RUN_DIR_VARIABLE: Setting(str(run_dir.path), "launch"),
         RUN_ID_VARIABLE: Setting(run_id, "launch"),
         SECRET_VARIABLE: Setting(new_secret(), "launch: what only this run's processes know"),
@@ -69,6 +70,21 @@ def run_settings(run_dir: RunDir, run_id: str, placement: Placement, allocation:
     if allocation.ends_at is not None:
         settings[ENDS_AT_VARIABLE] = Setting(f"{allocation.ends_at:.0f}", allocation.scheduler)
     return settings
+
+
+def rank_settings() -> dict[str, Setting]:
+    """By which variables the launcher of another package numbers ranks."""
+    return {name: Setting(value, "the step launchers of other packages") for name, value in rank_names().items()}
+
+
+def terminal_settings(options: Options, env: Mapping[str, str]) -> dict[str, Setting]:
+    """The width of the terminal that shows rank 0's output as it comes, where there is one that redraws lines, and
+    whether it wants colours (https://no-color.org)."""
+    shows = options.tee == "0" and sys.stdout.isatty() and env.get("TERM", "dumb") != "dumb"
+    if not shows and TERMINAL_VARIABLE not in env:
+        return {}
+    told = f"{shutil.get_terminal_size().columns}{'' if env.get('NO_COLOR') else IN_COLOUR}" if shows else ""
+    return {TERMINAL_VARIABLE: Setting(told, "the terminal that launch was started in")}
 
 
 def python_settings(env: Mapping[str, str]) -> dict[str, Setting]:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import read_text
-from ezpz_llm.base.schema import MOST_HOSTS
+from ezpz_llm.base import MOST_HOSTS, UserError, read_text
 from ezpz_llm.launch.hostlist import ACCEPTED, count_repeats, expand_hosts, short_name
 from ezpz_llm.launch.schedulers import local, scheduler_of
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
@@ -30,7 +28,7 @@ def select_hosts(allocation: Allocation, nodes: int | None, hosts: str | None, h
     given = [f"{option} {value}" for option, value in
              (("--hostfile", hostfile), ("--hosts", hosts), ("--nodes", nodes)) if value is not None]
     if allocation.scheduler == local.STARTED:
-        return allocation.noting(f"{', '.join(given)} says nothing here") if given else allocation
+        return allocation.with_notes(f"{', '.join(given)} says nothing here") if given else allocation
     if hostfile is not None:
         allocation = _by_file(allocation, hostfile)
     if hosts is not None:
@@ -81,11 +79,12 @@ def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
 def _members(allocation: Allocation, names: Sequence[str], source: str) -> list[Host]:
     """The reservation's own entries for `names`."""
     known = {short_name(host.name): host for host in allocation.hosts}
-    strangers = [name for name in names if short_name(name) not in known]
-    if strangers:
+    unknown_hosts = [name for name in names if short_name(name) not in known]
+    if unknown_hosts:
         job = f"{allocation.scheduler} job {allocation.job_id}" if allocation.job_id else allocation.source
-        raise UserError(f"{', '.join(strangers[:_SHOWN])} {'is' if len(strangers) == 1 else 'are'} not in {job}, "
-                        f"which has {_names(allocation.hosts)}", where=f"{source}; {allocation.source}",
+        shown = f"{', '.join(unknown_hosts[:_SHOWN])} {'is' if len(unknown_hosts) == 1 else 'are'}"
+        raise UserError(f"{shown} not in {job}, which has {_names(allocation.hosts)}",
+                        where=f"{source}; {allocation.source}",
                         instead="hosts of the reservation, or --scheduler none to leave it aside")
     return [known[short_name(name)] for name in names]
 
@@ -98,8 +97,8 @@ def _in_order(allocation: Allocation, found: list[Host]) -> tuple[list[Host], Al
     place = {host.name: number for number, host in enumerate(allocation.hosts)}
     ordered = sorted(found, key=lambda host: place[host.name])
     if ordered != found:
-        allocation = allocation.noting(f"{scheduler.TITLE} numbers hosts in the job's order: ranks begin on "
-                                       f"{ordered[0].name}, not on {found[0].name}")
+        allocation = allocation.with_notes(f"{scheduler.TITLE} numbers hosts in the job's order: ranks begin on "
+                                           f"{ordered[0].name}, not on {found[0].name}")
     return ordered, allocation
 
 

@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, product
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS, MOST_RANKS
+from ezpz_llm.base import LONGEST_HOST, MOST_CORES_ON_A_HOST, MOST_HOSTS, MOST_RANKS, UserError, grouped
 
 _HOSTS_SHOWN = 8
 ACCEPTED = "a list such as nid[001-004,007],gpu01"

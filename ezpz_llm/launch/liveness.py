@@ -10,24 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.outside import system_text
-from ezpz_llm.launch.failures import log_patterns
+from ezpz_llm.base import grouped, system_text
+from ezpz_llm.launch.failures import log_kinds
 from ezpz_llm.launch.failures.facts import Stop
-from ezpz_llm.launch.failures.log_patterns import NOT_STARTED, WRONG_WORLD, LogMatch, read_matches
+from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, WRONG_WORLD
+from ezpz_llm.launch.failures.log_patterns import LogMatch, read_matches
 from ezpz_llm.launch.hostlist import fold_numbers, fold_places, rank_ranges
 from ezpz_llm.launch.node.messages import ENDED, KEEPALIVE_S, RANKS_ENDED, NodeReport, RankReport, read_reports
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.owner import launch_lives
 from ezpz_llm.launch.variables import PATIENT, RENDEZVOUS, RUN_ID_VARIABLE
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 START_S = 60.0
 """What the start of a rank may take beyond the idle limit."""
 
 _TRACE = re.compile(r"(?P<kind>rank|node)(?P<rank>\d+)(?:\.json)?")
-_STATES = {"T": "stopped by a signal (state T; kill -CONT continues it)",
-           "D": "waits for a device or a file system (state D)"}
+UNUSUAL_STATES = {"T": "stopped by a signal (state T; kill -CONT continues it)",
+                  "D": "waits for a device or a file system (state D)"}
+"""States of a process, by the kernel's letters, that a rank is not in as a rule."""
 _LOOK_WITHIN_S = 10.0
 """Looks are this close together as long as nothing holds us up."""
 
@@ -62,7 +63,7 @@ class RankLife:
         doing = self.phase or "before its first heartbeat"
         step = "" if self.step is None else f", step {self.step}"
         node = f"; nothing comes from its node, since {self.node_s:.0f} s" if self.node_is_silent else ""
-        state = f"; {_STATES[self.state]}" if self.state in _STATES else ""
+        state = f"; {UNUSUAL_STATES[self.state]}" if self.state in UNUSUAL_STATES else ""
         return f"rank {self.rank} on {self.host}: {doing}{step}, silent for {self.quiet_s:.0f} s{state}{node}"
 
 
@@ -76,7 +77,7 @@ def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
     beating = [one for one in ranks if one.silent_s is not None]
     if not beating:
         silent = list(ranks) if all(one.idle_s > limit_s for one in ranks) else []
-        return sorted(silent, key=lambda one: one.state != "T")
+        return sorted(silent, key=lambda one: _suspect(one.state))
     at_work = [-1 if one.step is None else one.step for one in beating
                if one.phase in PATIENT and min(one.silent_s or 0.0, one.idle_s) <= limit_s]
     earliest = min(at_work, default=None)
@@ -84,8 +85,13 @@ def judge(ranks: Sequence[RankLife], limit_s: float) -> list[RankLife]:
     silent = [one for one in ranks if one.quiet_s > limit_s and not (
         (earliest is not None and (one.step is None or earliest <= one.step))
         or (is_awaited and one.phase == RENDEZVOUS))]
-    return sorted(silent, key=lambda one: (not one.node_is_silent, one.state != "T",
+    return sorted(silent, key=lambda one: (not one.node_is_silent, _suspect(one.state),
                                            -1 if one.step is None else one.step, -one.quiet_s))
+
+
+def _suspect(state: str | None) -> int:
+    """The lower, the sooner it is the cause: nobody stops by himself, but all may read from one disk."""
+    return {"T": 0, "D": 1}.get(state or "", 2)
 
 
 class HeartbeatMonitor:
@@ -339,5 +345,5 @@ class Arrivals:
         own = " ".join(system_text(self._log_of_rank_0, most=_MOST_BYTES).split())
         said = [one for one in read_matches(system_text(self._log, most=_MOST_BYTES)) if one.text not in own]
         plain = [one for one in said if one.kind in (NOT_STARTED, WRONG_WORLD)]
-        ended = [one for one in said if one.kind == log_patterns.ENDED and missing.keys() & set(one.ranks)]
+        ended = [one for one in said if one.kind == log_kinds.ENDED and missing.keys() & set(one.ranks)]
         return next(iter((*plain, *ended)), None)

@@ -11,8 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import ask_command, system_text
+from ezpz_llm.base import UserError, ask_command, system_text
 from ezpz_llm.launch.variables import TORCHELASTIC_VARIABLE
 
 PLUGIN_VARIABLE = "SLURM_MPI_TYPE"

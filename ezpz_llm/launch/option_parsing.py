@@ -7,22 +7,32 @@ import functools
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, nearest
-from ezpz_llm.base.package_data import user_path
-from ezpz_llm.base.schema import MOST_HOSTS, MOST_RANKS, MOST_RANKS_ON_A_HOST, MOST_SECONDS, whole_number
-from ezpz_llm.launch.schedulers import schedulers, step_launchers
+from ezpz_llm.base import (
+    MOST_HOSTS,
+    MOST_RANKS,
+    MOST_RANKS_ON_A_HOST,
+    MOST_SECONDS,
+    UserError,
+    nearest,
+    user_path,
+    whole_number,
+)
+from ezpz_llm.base.parser import examples, help_width, synonym, wrapped
+from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
 
 # Reading options off the front of a command line whose rest belongs to another command.
 @dataclass(frozen=True)
 class Option:
     """One option: `words` spell it, `field` names its value, `value` is how the help calls that (None: it takes
-    none). `convert` raises ValueError with what is accepted. `old_name` still works, and says the new one."""
+    none). `convert` raises ValueError with what is accepted. `old_name` still works, and says the new one. One that
+    `repeats` has all its values in a tuple."""
 
     words: tuple[str, ...]
     field: str
@@ -30,6 +40,7 @@ class Option:
     value: str | None = None
     convert: Callable[[str], Any] = str
     old_name: str = ""
+    repeats: bool = False
 
 
 def split_options(words: Sequence[str], options: Sequence[Option],
@@ -62,7 +73,8 @@ def split_options(words: Sequence[str], options: Sequence[Option],
                 raise UserError(f"{name} needs a value", instead=f"{name} {option.value}")
             value = rest.pop(0)
         try:
-            found[option.field] = option.convert(value)
+            converted = option.convert(value)
+            found[option.field] = (*found.get(option.field, ()), converted) if option.repeats else converted
         except ValueError as error:
             raise UserError(f"{name} {value!r} is not {error}", instead=f"{name} {option.value}") from error
         if not value:
@@ -71,11 +83,30 @@ def split_options(words: Sequence[str], options: Sequence[Option],
     return found, rest
 
 
+_SYNONYMS = {
+    **dict.fromkeys(("-np", "--np", "--ntasks", "--num-processes", "--world-size", "--nranks"), "-n N"),
+    **dict.fromkeys(("--nproc-per-node", "--nproc", "--num-gpus", "--gpus", "--gpus-per-node", "--ranks-per-node",
+                     "--ntasks-per-node", "-ppn"), "--ppn P"),
+    **dict.fromkeys(("-N", "--nnodes", "--num-nodes"), "--nodes K"),
+    **dict.fromkeys(("-H", "--host", "--nodelist", "-w"), "--hosts LIST"),
+    **dict.fromkeys(("-f", "--machinefile", "--hosts-file"), "--hostfile F"),
+    **dict.fromkeys(("--timeout",), "--idle-timeout S"), **dict.fromkeys(("--cpu-bind",), "--bind HOW"),
+    **dict.fromkeys(("--output-dir", "--log-dir"), "--run-dir D"),
+    **dict.fromkeys(("-t", "--walltime"), "--time T"), "-A": "--account A",
+    **dict.fromkeys(("-p", "-q", "--partition"), "--queue Q"),
+}
+"""Options of torchrun, mpiexec, srun and sbatch, and what says the same here."""
+
+
 def _find(name: str, options: Sequence[Option], example: str) -> Option:
     for option in options:
         if name in (*option.words, option.old_name):
             return option
-    near = nearest(name, [word for option in options for word in option.words])
+    known = [word for option in options for word in option.words]
+    meant = synonym(name, known, _SYNONYMS)
+    if meant is not None:
+        raise UserError(f"unknown option {name}", instead=meant)
+    near = nearest(name, known)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(f"unknown option {name}",
                     instead=f"{hint}(options of the command come after it: {example.format(option=name)})")
@@ -113,9 +144,8 @@ def _say_renamed(old_name: str, name: str) -> None:
 
 def option_lines(options: Sequence[Option]) -> list[str]:
     """The options as a help page lists them."""
-    spelled = [(", ".join(option.words) + (f" {option.value}" if option.value else ""), option.help)
-               for option in options]
-    return [f"  {words:<20}  {text}" for words, text in spelled]
+    return [textwrap.fill(f"  {', '.join(option.words) + ' ' + (option.value or ''):<20}  {option.help}",
+                          help_width(), subsequent_indent=" " * 24, break_on_hyphens=False) for option in options]
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -174,8 +204,8 @@ def command_line(text: str) -> tuple[str, ...]:
     return words
 
 
-LAUNCHERS = ("auto", "mpiexec", "srun", "torchrun")
-SCHEDULERS = ("auto", "slurm", "pbs", "none")
+LAUNCHERS = ("auto", "mpiexec", "srun", "flux", "jsrun", "torchrun")
+SCHEDULERS = ("auto", *(scheduler.NAME for scheduler in OURS), "none")
 """Without those of other packages, which are not looked for unless one is named."""
 BINDINGS = ("auto", "none")
 TEES = ("0", "all", "none")
@@ -211,12 +241,14 @@ class Options:
     start_limit_s: float = 600.0
     preflight: bool = False
     stage_env: bool = False
+    container: str | None = None
     wrap: tuple[str, ...] = ()
     run_dir: Path | None = None
     dry_run: bool = False
     no_check: bool = False
     as_json: bool = False
     explain: bool = False
+    verbose: bool = False
     version: bool = False
     help: bool = False
 
@@ -243,6 +275,9 @@ _OPTIONS = (
            seconds_or_never, "--timeout-start"),
     Option(("--preflight",), "preflight", "first check every host, device and link; code 3 if one is unfit"),
     Option(("--stage-env",), "stage_env", "first copy the environment to each host's own disk, and run from there"),
+    Option(("--container",), "container",
+           "run ranks in this image, as the site's file says how (else apptainer or singularity); none: in none",
+           "IMAGE"),
     Option(("--wrap",), "wrap", 'put these words before the command on each rank: "apptainer exec x.sif"',
             "WORDS", command_line),
     Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
@@ -250,6 +285,7 @@ _OPTIONS = (
     Option(("--no-check",), "no_check", "with --dry-run: leave out the command's own check"),
     Option(("--json",), "as_json", "with --dry-run: print it as JSON"),
     Option(("--explain",), "explain", "print what --dry-run prints and what the command's check says, then run"),
+    Option(("--verbose",), "verbose", "print the launcher, the binding and the command, with the source of each"),
     Option(("--version",), "version", "print the version and end"),
     Option(("-h", "--help"), "help", "print this and end"),
 )
@@ -281,11 +317,14 @@ def help_text() -> str:
     """The page that `launch --help` prints."""
     return "\n".join([
         "usage: launch [options] [--] COMMAND ARGUMENTS…", "",
-        "Start COMMAND on every rank of the reservation that this shell stands in: Slurm, PBS, a hostfile,",
-        "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's.", "",
+        wrapped("Start COMMAND on every rank of the reservation that this shell stands in: Slurm, PBS, a hostfile, "
+                "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's."), "",
         *option_lines(_OPTIONS), "",
-        "Exit code: the first failing rank's; 128 + the signal's number where a signal ended it; 124",
-        "after a timeout; 3 where a rank cannot be started; 2 for a usage error.",
+        wrapped("Exit code: the first failing rank's; 128 + the signal's number where a signal ended it; 124 after "
+                "a timeout; 3 where a rank cannot be started; 2 for a usage error."), "",
+        examples(("launch -n 2 python3 -m ezpz_llm.train  two ranks, on this machine or in a job",
+                  "launch --dry-run python3 train.py  what would run, and why",
+                  "launch --nodes 2 --ppn 4 python3 train.py")),
     ])
 
 

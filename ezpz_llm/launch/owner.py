@@ -21,13 +21,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import ask_command, parse_json
-from ezpz_llm.base.private import PrivateFolder, make_private, open_private
-from ezpz_llm.base.schema import Epoch, as_dataclass, whole_number
+from ezpz_llm.base import (
+    Epoch,
+    PrivateFolder,
+    UserError,
+    as_dataclass,
+    ask_command,
+    make_private,
+    open_private,
+    parse_json,
+    whole_number,
+)
 from ezpz_llm.launch.node.processes import is_alive, place, started_at
 from ezpz_llm.launch.schedulers import scheduler_here, schedulers
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 BEAT_S = 5.0
 """How often the owner gives a sign of life: one small write."""
@@ -239,7 +246,8 @@ def _silent(folder: PrivateFolder, number: int, owner: Owner | None) -> str | No
 
 
 def _this_process(launch: str, env: Mapping[str, str]) -> Owner:
-    job = f"{here.JOB_VARIABLE} {env[here.JOB_VARIABLE]}" if (here := scheduler_here(env)) else None
+    here = scheduler_here(env)
+    job = f"{name} {env[name]}" if here and (name := here.mark(env)) else None
     return Owner(socket.gethostname(), os.getpid(), started_at(os.getpid()), place(), job, _restarts(env), launch,
                  time.time())
 

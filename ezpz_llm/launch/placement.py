@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import overload
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import MOST_RANKS_ON_A_HOST
+from ezpz_llm.base import MOST_RANKS_ON_A_HOST, UserError
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
@@ -36,7 +35,7 @@ class Placement:
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether all hosts have equally many ranks."""
+        """True if all hosts have equally many ranks."""
         return len({count for _, count in self.ranks}) == 1
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, user_path
 from ezpz_llm.launch.addresses import Rendezvous, find_rendezvous, is_here, own_interfaces
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
-from ezpz_llm.launch.devices import usable_cores
+from ezpz_llm.launch.container import Inside, enter
+from ezpz_llm.launch.devices import Devices, usable_cores
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.launch.dialects.work import Built, Launcher, Work
 from ezpz_llm.launch.environment import (
@@ -27,9 +27,11 @@ from ezpz_llm.launch.environment import (
     interface_settings,
     is_users_choice,
     python_settings,
+    rank_settings,
     rendezvous_settings,
     run_settings,
     site_settings,
+    terminal_settings,
 )
 from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.hostlist import fold_numbers
@@ -37,17 +39,16 @@ from ezpz_llm.launch.mpi_world import mpi_settings
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
-from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, supplement
+from ezpz_llm.launch.schedulers import PATIENT, QUICK, find_allocation, local, rank_names, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site, find_site
-from ezpz_llm.rundir.files import RUN_DIR_VARIABLE, RunDir, default_run_dir, write_atomic
-from ezpz_llm.rundir.secrets import redact_words
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, default_run_dir, redact_words, write_atomic
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will run. `argv` ends in `command`: the user's own words, after those of --wrap. `env` are the changes
-    to this environment."""
+    """What will run. `argv` ends in `command`: the user's own words, after those of the container and
+    of --wrap. `env` are the changes to this environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, Setting]
@@ -64,6 +65,7 @@ class LaunchPlan:
     notes: tuple[str, ...]
     site: Site = field(default_factory=Site)
     binding: Binding = field(default_factory=Binding)
+    container: Inside = field(default_factory=Inside)
 
     @property
     def is_started(self) -> bool:
@@ -85,74 +87,51 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(user_path(chosen).absolute()) if chosen else default_run_dir(target.name)
-    hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
-    found = supplement(find_allocation(env, options.scheduler, hosts_from), env,
-                       QUICK if options.dry_run else PATIENT)
-    allocation = select_hosts(found, options.nodes, options.hosts, options.hostfile)
+    allocation = _select_allocation(options, env)
     if allocation.scheduler == local.STARTED:
         return _as_it_is(options, env, allocation, target, run_dir if chosen else None)
-    site = find_site(options.site, env)
-    is_host = any(is_here(host.name) for host in allocation.hosts)
-    devices, allocation = devices_of_hosts(env, site, allocation, is_host)
-    placement = place(allocation, devices, options.ranks, options.per_host)
-    launcher = _choose(options, env, allocation, placement, site)
-    binding, mask, distance_notes = bind_ranks(options.binding, site, allocation, placement, launcher, devices,
-                                               is_host)
-    hosts = tuple(name for name, _ in placement.ranks)
-    interface, interface_source, interface_notes = _interface(options, site, hosts)
+    ranks = _assign_ranks(options, env, allocation)
     run_id = os.urandom(8).hex()
-    rendezvous = _find_rendezvous(env, options, site, interface, interface_source, hosts, run_id)
+    network = _find_network(options, env, ranks, run_id)
     settings = {
-        **run_settings(run_dir, run_id, placement, allocation, options, env),
-        **(rendezvous_settings(rendezvous, env) if launcher.kind != "torchrun" else {}),
-        **(interface_settings(interface, interface_source, env) if len(hosts) > 1 else {}),
-        **binding_settings(binding, mask, site, env),
-        **site_settings(site, options, env),
+        **run_settings(run_dir, run_id, ranks.placement, ranks.allocation, options, env),
+        **(rendezvous_settings(network.rendezvous, env) if ranks.launcher.kind != "torchrun" else {}),
+        **(interface_settings(network.interface, network.source, env) if len(ranks.hosts) > 1 else {}),
+        **binding_settings(ranks.binding, ranks.mask, ranks.site, env),
+        **site_settings(ranks.site, options, env),
+        **terminal_settings(options, env),
         **python_settings(env),
         **extension_settings(env),
     }
-    command = (*options.wrap, *options.command)
-    work = Work(
-        command=(sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
-        placement=placement,
-        here=len(hosts) == 1 and is_here(hosts[0]),
-        hosts_file=run_dir.path / "hostfile",
-        cores_per_rank=binding.cpus_per_rank,
-        variables=forwarded(env, settings),
-        as_root=os.geteuid() == 0,
-        scheduler=allocation.scheduler,
-        cores_per_host=binding.cpus_per_host,
-        binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
-        site_options=site.options.get(launcher.kind, ()),
-        master=(rendezvous.address, rendezvous.port),
-        env=env,
-        devices_per_host=_same({host.devices for host in allocation.hosts}),
-    )
-    built: Built = launcher.build(launcher.program, work)
+    inside = enter(options.container, ranks.site, ranks.launcher.kind, run_dir.path, settings, env)
+    if inside.image and options.stage_env:
+        raise UserError(f"ranks run in {inside.image}, and --stage-env copies the environment that is outside",
+                        where="--stage-env", instead="leave --stage-env out: an image is one file already")
+    command = (*inside.words, *options.wrap, *options.command)
+    work = _work_of(ranks, network, inside, command, run_dir, settings, env)
+    built = ranks.launcher.build(ranks.launcher.program, work)
     of_launcher = dict(built.env)
     if target.module is None:
-        of_launcher |= mpi_settings(launcher.kind, built.argv, program_file(options.command, target),
-                                    placement.world_size, env, QUICK if options.dry_run else PATIENT)
+        of_launcher |= mpi_settings(ranks.launcher.kind, built.argv, program_file(options.command, target),
+                                    ranks.placement.world_size, env, QUICK if options.dry_run else PATIENT)
     settings |= {name: Setting(*why) for name, why in of_launcher.items() if not is_users_choice(name, env)}
     return LaunchPlan(
         argv=built.argv,
         env=settings,
-        ranks=RankTable(placement, binding),
-        hosts=hosts,
+        ranks=RankTable(ranks.placement, ranks.binding),
+        hosts=ranks.hosts,
         run_dir=run_dir,
         run_id=run_id,
-        launcher=launcher,
-        allocation=allocation,
+        launcher=ranks.launcher,
+        allocation=ranks.allocation,
         target=target,
         command=command,
         files=built.files,
-        ranks_source=placement.source,
-        notes=(*launcher.notes, *_notes(env, allocation, placement, binding),
-               *core_notes(allocation, placement, binding), *distance_notes,
-               *device_notes(placement, devices, allocation), *site_notes(site, allocation, devices, env),
-               *interface_notes, *rendezvous.notes),
-        site=site,
-        binding=binding,
+        ranks_source=ranks.placement.source,
+        notes=_notes(env, ranks, network),
+        site=ranks.site,
+        binding=ranks.binding,
+        container=inside,
     )
 
 
@@ -160,26 +139,24 @@ def prepare_step(options: Options, **changes: Any) -> LaunchPlan:
     """The plan of another command, by `options` with these `changes`; its run directory and files are made.
 
     For what launch itself runs on the hosts before or after the user's command."""
-    step = build_plan(replace(options, wrap=(), **changes), os.environ)
+    step = build_plan(replace(options, wrap=(), container="none", **changes), os.environ)
     step.run_dir.create()
     for path, content in step.files.items():
         write_atomic(path, content)
     return step
 
 
-def _same(values: set[int | None]) -> int | None:
-    return next(iter(values)) if len(values) == 1 else None
-
-
 def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, target: Target,
               run_dir: RunDir | None) -> LaunchPlan:
     """The plan where this process is a rank already: its command, executed in its place."""
-    info = local.rank_here(env)
+    info = local.rank_here({**env, **rank_names()})
     if options.ranks not in (None, info.world_size) and is_by_hand(env):
         raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
                         " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",
                         instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers; else no -n")
-    settings = {RUN_DIR_VARIABLE: Setting(str(run_dir.path), "--run-dir")} if run_dir else {}
+    settings = rank_settings()
+    if run_dir:
+        settings[RUN_DIR_VARIABLE] = Setting(str(run_dir.path), "--run-dir")
     host = allocation.hosts[0].name
     note = f"already rank {info.rank} of {info.world_size} ({info.source}): the command runs as it is"
     if options.ranks not in (None, info.world_size):
@@ -201,6 +178,47 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
     )
 
 
+# The steps of a plan, in their order.
+def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
+    """The reservation, or the part of it that the user named."""
+    hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
+    found = supplement(find_allocation(env, options.scheduler, hosts_from), env,
+                       QUICK if options.dry_run else PATIENT)
+    return select_hosts(found, options.nodes, options.hosts, options.hostfile)
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """Ranks on hosts with their cores and devices, and the launcher that starts them there.
+
+    `mask` are the devices in the order in which ranks are to see them, empty for the system's; `distance_notes`
+    tell of ranks away from their device."""
+
+    site: Site
+    allocation: Allocation
+    devices: Devices
+    placement: Placement
+    launcher: Launcher
+    binding: Binding
+    mask: tuple[str, ...]
+    distance_notes: tuple[str, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts that have ranks, in the order of these."""
+        return tuple(name for name, _ in self.placement.ranks)
+
+
+def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocation) -> _Assignment:
+    site = find_site(options.site, env)
+    is_host = any(is_here(host.name) for host in allocation.hosts)
+    devices, allocation = devices_of_hosts(env, site, allocation, is_host)
+    placement = place(allocation, devices, options.ranks, options.per_host)
+    launcher = _choose(options, env, allocation, placement, site)
+    return _Assignment(site, allocation, devices, placement, launcher,
+                       *bind_ranks(options.binding, site, allocation, placement, launcher, devices, is_host))
+
+
 def _choose(options: Options, env: Mapping[str, str], allocation: Allocation, placement: Placement,
             site: Site) -> Launcher:
     of_site = site.launcher if options.launcher == "auto" and allocation.scheduler == site.scheduler else None
@@ -217,19 +235,66 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[st
     return site.interface, f"site {site.name}", ()
 
 
-def _find_rendezvous(env: Mapping[str, str], options: Options, site: Site, interface: str | None, source: str,
-                     hosts: tuple[str, ...], run_id: str) -> Rendezvous:
+@dataclass(frozen=True)
+class _Network:
+    """The rendezvous of the ranks, and the names of the interfaces to use, by the word of `source`."""
+
+    rendezvous: Rendezvous
+    interface: str | None
+    source: str
+    notes: tuple[str, ...]
+
+
+def _find_network(options: Options, env: Mapping[str, str], ranks: _Assignment, run_id: str) -> _Network:
+    site = ranks.site
+    interface, source, notes = _interface(options, site, ranks.hosts)
     own = {name: env[name] for name in RENDEZVOUS_VARIABLES if is_users_choice(name, env)}
     # A site's name for the host says more than the address of its interface.
     is_named = bool(site.master_suffix) and not options.interface
-    # By the id of this launch: whoever could tell the port beforehand could take it.
-    return find_rendezvous(hosts, run_id, interface=None if is_named else interface,
-                        interface_source=source, suffix=site.master_suffix,
-                        address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
+    # By the id of this launch: whoever could tell the port before could take it.
+    rendezvous = find_rendezvous(ranks.hosts, run_id, interface=None if is_named else interface,
+                                 interface_source=source, suffix=site.master_suffix,
+                                 address=own.get("MASTER_ADDR"), port=own.get("MASTER_PORT"))
+    return _Network(rendezvous, interface, source, notes)
 
 
-def _notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
-           binding: Binding) -> tuple[str, ...]:
+def _work_of(ranks: _Assignment, network: _Network, inside: Inside, command: tuple[str, ...], run_dir: RunDir,
+             settings: Mapping[str, Setting], env: Mapping[str, str]) -> Work:
+    """The ranks to start, in words of no launcher."""
+    hosts, binding, launcher = ranks.hosts, ranks.binding, ranks.launcher
+    return Work(
+        # A step that is inside as a whole has the image's Python, and needs this package there.
+        command=("python3" if inside.srun else sys.executable, "-m", "ezpz_llm.launch.shim", "--", *command),
+        placement=ranks.placement,
+        here=len(hosts) == 1 and is_here(hosts[0]),
+        hosts_file=run_dir.path / "hostfile",
+        cores_per_rank=binding.cpus_per_rank,
+        variables=forwarded(env, settings),
+        as_root=os.geteuid() == 0,
+        scheduler=ranks.allocation.scheduler,
+        cores_per_host=binding.cpus_per_host,
+        binding=replace(binding, kind="none", cores=()) if binding.by_shim else binding,
+        site_options=(*ranks.site.options.get(launcher.kind, ()), *inside.srun),
+        master=(network.rendezvous.address, network.rendezvous.port),
+        env=env,
+        devices_per_host=_same({host.devices for host in ranks.allocation.hosts}),
+    )
+
+
+def _same(values: set[int | None]) -> int | None:
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tuple[str, ...]:
+    allocation, placement, binding = ranks.allocation, ranks.placement, ranks.binding
+    return (*ranks.launcher.notes, *_placement_notes(env, allocation, placement, binding),
+            *core_notes(allocation, placement, binding), *ranks.distance_notes,
+            *device_notes(placement, ranks.devices, allocation),
+            *site_notes(ranks.site, allocation, ranks.devices, env), *network.notes, *network.rendezvous.notes)
+
+
+def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
+                     binding: Binding) -> tuple[str, ...]:
     notes = list(allocation.notes)
     notes += [f"{name}={env[name]} is yours and stays" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]

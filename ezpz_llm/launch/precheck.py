@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, fold_counts, fold_hosts
 from ezpz_llm.launch.variables import PLACES_VARIABLE
 

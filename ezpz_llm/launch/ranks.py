@@ -1,21 +1,22 @@
-"""Which rank this process is: one table of environment names with one order of precedence.
+"""Rank of this process: one table of environment names with one order of precedence.
 
 An MPI launcher's variables beat Slurm's, since under Hydra inside Slurm every rank inherits the variables of the
 proxy that started it; torchrun's beat both, since its children inherit those of the one task that started it.
 launch's shim repeats in torch's names what the launcher said. These come last: whatever disagrees with them was
-started inside the rank.
+started inside the rank. The launcher of another package brings names of its own, which launch hands to ranks.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import shown
+from ezpz_llm.base import UserError, as_type, parse_json, shown
 from ezpz_llm.launch.hostlist import expand_counts
 from ezpz_llm.launch.variables import (
+    RANK_NAMES_VARIABLE,
     RANK_SOURCE_VARIABLE,
     RANK_VARIABLE,
     RANKS_PER_NODE_VARIABLE,
@@ -68,7 +69,7 @@ _SRUN = Family("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS",), "SLURM_LOCALID
 _TORCH = Family("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
                 ("GROUP_RANK", "NODE_RANK"))
 
-FAMILIES = (
+_OF_MPIS = (
     _TORCH,
     # PALS has no size of its own: PMI's where its PMI is Cray's, nothing under PMIx, where launch's has to do.
     Family("Cray PALS", "PALS_RANKID", ("PMI_SIZE", WORLD_SIZE_VARIABLE), "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",),
@@ -84,12 +85,15 @@ FAMILIES = (
             requires=("SLURM_STEP_ID", "SLURM_LOCALID")),
     Family("PMI", "PMI_RANK", ("PMI_SIZE",), "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
     Family("PMIx", "PMIX_RANK", (WORLD_SIZE_VARIABLE,), "PMIX_LOCAL_RANK"),
+)
+_OF_STEPS = (
     Family("jsrun", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_LOCAL_RANK",
            ("JSM_NAMESPACE_LOCAL_SIZE",)),
     Family("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
     _SRUN,
 )
-"""In order of precedence."""
+FAMILIES = (*_OF_MPIS, *_OF_STEPS)
+"""In order of precedence. Those of other packages come between these two: an mpiexec inside their ranks counts."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,19 @@ class _Reading:
     node_rank: int | None
 
 
+def names_for_ranks(families: Sequence[Family]) -> dict[str, str]:
+    """What tells `find_rank` of the families that other packages bring; nothing where they bring none."""
+    return {RANK_NAMES_VARIABLE: json.dumps([asdict(family) for family in families])} if families else {}
+
+
+def _families(env: Mapping[str, str]) -> tuple[Family, ...]:
+    text = env.get(RANK_NAMES_VARIABLE)
+    if not text:
+        return FAMILIES
+    brought = as_type(tuple[Family, ...], parse_json(text, RANK_NAMES_VARIABLE), RANK_NAMES_VARIABLE)
+    return (*_OF_MPIS, *brought, *_OF_STEPS)
+
+
 def find_rank(env: Mapping[str, str]) -> RankInfo:
     """Read this process's place from `env`; a process that nothing launched is rank 0 of 1.
 
@@ -116,8 +133,9 @@ def find_rank(env: Mapping[str, str]) -> RankInfo:
     """
     _refuse_half(env)
     # By rank variable, since PMI_RANK means something else under each of three launchers: the first that fits.
-    told = {family.rank: family for family in reversed(FAMILIES) if _is_told(family, env)}
-    families = sorted(told.values(), key=FAMILIES.index)
+    table = _families(env)
+    told = {family.rank: family for family in reversed(table) if _is_told(family, env)}
+    families = sorted(told.values(), key=table.index)
     if _is_the_shims(env):
         families.sort(key=lambda family: family is _TORCH)
     if not families:
@@ -218,7 +236,7 @@ def _refuse_half(env: Mapping[str, str]) -> None:
 
 def _refuse_rank_alone(env: Mapping[str, str]) -> None:
     # Taking such a process for rank 0 of 1 would make as many rank 0s as there are ranks.
-    for family in FAMILIES:
+    for family in _families(env):
         if env.get(family.rank) and all(env.get(name) for name in family.requires):
             raise UserError(f"{family.rank}={env[family.rank]} is set, {' or '.join(family.size)} is not",
                             where=f"environment ({family.name})",

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO, BinaryIO, cast
 
-from ezpz_llm.base.errors import cleaned
-from ezpz_llm.rundir.files import RunDir, ours
+from ezpz_llm.base import cleaned
+from ezpz_llm.rundir import RunDir, ours
 
 
 # What launch itself says on standard error. That nobody reads it (any more) ends nothing.

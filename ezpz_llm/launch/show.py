@@ -1,4 +1,4 @@
-"""How a plan is printed: as text, as JSON, and as the few lines before a run."""
+"""A launch plan as text, as JSON, and as the few lines before a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from ezpz_llm.base.rows import aligned
 from ezpz_llm.launch.plan import LaunchPlan
-from ezpz_llm.rundir.secrets import redact, redact_words
+from ezpz_llm.rundir import redact, redact_words
 
 _Row = TypeVar("_Row")
 _Gap = TypeVar("_Gap")
@@ -26,11 +27,26 @@ def summary(plan: LaunchPlan) -> str:
         f"ranks      {_ranks(plan)}",
         f"site       {plan.site.name} ({plan.site.source})",
         f"binding    {_binding(plan)}",
+        *_container(plan),
         f"run        {plan.run_dir.path}",
         f"command    {plan.command_line}",
     ]
     lines += [f"note       {note}" for note in plan.notes]
     return "\n".join(lines)
+
+
+def first_lines(plan: LaunchPlan, width: int) -> str:
+    """How many ranks run where, and which directory gets all files, wrapped to `width` columns."""
+    hosts = ", ".join(plan.hosts[:4]) + (", …" if len(plan.hosts) > 4 else "")
+    ranks, nodes = _count(len(plan.ranks), "rank"), _count(len(plan.hosts), "node")
+    job = f" in {plan.allocation.scheduler} job {plan.allocation.job_id}" if plan.allocation.job_id else ""
+    by = "" if plan.launcher.kind == "none" else f", started by {plan.launcher.kind}"
+    return aligned([("launch", f"{ranks} on {nodes} ({hosts}){job}{by}"), ("files", str(plan.run_dir.path)),
+                    *(("note", note) for note in plan.notes)], width).rstrip()
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def details(plan: LaunchPlan) -> str:
@@ -63,6 +79,7 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
         "job_id": plan.allocation.job_id,
         "site": plan.site.name,
         "binding": asdict(plan.binding),
+        "container": plan.container.image or None,
         "run_dir": str(plan.run_dir.path),
         "files": {str(path): content for path, content in plan.files.items()},
         "notes": list(plan.notes),
@@ -72,6 +89,7 @@ def as_json(plan: LaunchPlan) -> dict[str, Any]:
             "launcher": plan.launcher.source,
             "site": plan.site.source,
             "binding": plan.binding.source,
+            **({"container": plan.container.source} if plan.container.image else {}),
             **{name: setting.source for name, setting in plan.env.items()},
         },
     }
@@ -93,10 +111,15 @@ def _ranks(plan: LaunchPlan) -> str:
     return f"{len(plan.ranks)} on {len(plan.hosts)} host(s): {hosts} ({plan.ranks_source})"
 
 
+def _container(plan: LaunchPlan) -> list[str]:
+    inside = plan.container
+    return [f"container  {inside.image}, by {inside.runtime} ({inside.source})"] if inside.image else []
+
+
 def _binding(plan: LaunchPlan) -> str:
     binding = plan.binding
     if binding.kind == "list":
-        how = "each rank to its own cores" + (", by the rank shim" if binding.by_shim else "")
+        how = "each rank to its own cores" + (", set by each rank's own wrapper" if binding.by_shim else "")
     elif binding.kind == "depth":
         how = f"{binding.cpus_per_rank} CPUs each, placed by {plan.launcher.kind}"
     else:

@@ -10,23 +10,51 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, nearest, unknown
-from ezpz_llm.base.outside import parse_toml, read_text
-from ezpz_llm.base.package_data import data_dir, user_path
+from ezpz_llm.base import UserError, data_dir, nearest, parse_toml, read_text, unknown, user_path
 from ezpz_llm.launch.schedulers import schedulers, step_launchers
 from ezpz_llm.launch.variables import SITE_VARIABLE
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a queue takes: from `nodes[0]` to `nodes[1]` nodes for at most `hours`, and of one user `jobs` at a
+    time; None where the site does not say. A queue with several rows takes what any of them does."""
+
+    queue: str
+    nodes: tuple[int, int] | None = None
+    hours: float | None = None
+    jobs: int | None = None
+
+
+ANY_RUNTIME = ("apptainer", "singularity")
+"""Of these the first that is on PATH, where nobody names one."""
+OF_SRUN = {"pyxis": "--container-image", "environment": "--environment"}
+"""Runtimes that are options of srun: NVIDIA's Pyxis, and the Container Engine of Alps."""
+RUNTIMES = (*ANY_RUNTIME, "shifter", "podman-hpc", *OF_SRUN)
+
+
+@dataclass(frozen=True)
+class Container:
+    """What ranks run in: an image, by a runtime of `RUNTIMES` (None: of `ANY_RUNTIME`), with more `options` for it.
+    A site without an image says how those of --container are entered."""
+
+    image: str | None = None
+    runtime: str | None = None
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Job:
     """What job scripts need. `directives` are whole lines ("#PBS -l select={nodes}:system=polaris") in which submit
     replaces {nodes}, {time}, {account}, {queue}, {reservation} and {devices}; a directive of submit's own about the
-    same subject gives way to them. `queue` is taken where the user names none. `setup` are shell lines before
-    the run, such as module loads."""
+    same subject gives way to them. `queue` is taken where the user names none, if its `limits` take the job.
+    `setup` are shell lines before the run, such as module loads; `container` what ranks run in."""
 
     directives: tuple[str, ...] = ()
     queue: str | None = None
     setup: tuple[str, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    container: Container = field(default_factory=Container)
 
 
 @dataclass(frozen=True)
@@ -38,7 +66,7 @@ class Site:
         source: who said that this is the site: an option, a variable, a guess and what it rests on.
         scheduler: "pbs" or "slurm".
         launcher: "mpiexec" or "srun", what `--launcher auto` becomes in a job.
-        dialect: of an mpiexec whose version text is not recognised; "pals".
+        dialect: of an mpiexec whose version text is not recognised: "pals", or another package's.
         devices_per_host: accelerators that ranks see on a host.
         cores: the cores of each NUMA domain ("0-51", "52-103"), those that ranks may be bound to.
         sockets: how many the domains of `cores` are evenly on.
@@ -52,8 +80,10 @@ class Site:
         network: what the communication library should report to have chosen.
         env: variables set for ranks unless the user set them.
         options: more words for a launcher, by its name.
-        notes: about the file: keys in it that are no longer read.
-        stage: how an environment is copied to each host: "sbcast" or "mpi".
+        notes: about the file: keys in it that are no longer read, and those that it leaves out.
+        sources: where each key is from, a link.
+        unsourced: keys that are left out, since no public source says them.
+        stage: how an environment is copied to each host: "sbcast" or "mpi"; "squashfs": mounted there as an image.
         recognise: for some variables, the patterns of the values that they have at this site.
     """
 
@@ -79,6 +109,8 @@ class Site:
     stage: str | None = None
     recognise: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    unsourced: tuple[str, ...] = ()
 
 
 def read_site(path: Path, source: str) -> Site:
@@ -99,7 +131,13 @@ def read_site(path: Path, source: str) -> Site:
     _check(content, KEYS, path, text, "")
     job = content.pop("job", {})
     _check(job, JOB_KEYS, path, text, "job.")
-    site = Site(name=path.stem, source=source, job=Job(**_frozen(job)), notes=notes, **_frozen(content))
+    limits = tuple(Limit(**_frozen(limit)) for limit in job.pop("limits", ()))
+    container = Container(**_frozen(job.pop("container", {})))
+    if missing := content.get("unsourced"):
+        notes += (f"site {path.stem} leaves out {', '.join(missing)}: no public source was found for"
+                  f" {'it' if len(missing) == 1 else 'them'}",)
+    job = Job(limits=limits, container=container, **_frozen(job))
+    site = Site(name=path.stem, source=source, job=job, notes=notes, **_frozen(content))
     _check_domains(site, path, text)
     return site
 
@@ -188,16 +226,37 @@ def _has_launcher(name: Any) -> bool:
     return name in ("mpiexec", *step_launchers())
 
 
+def _has_dialect(name: Any) -> bool:
+    from ezpz_llm.launch.dialects import dialect_of_site  # its room reads sites
+
+    return _is_text(name) and dialect_of_site(name) is not None
+
+
+def _is_limit(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= {"queue", "nodes", "hours", "jobs"}:
+        return False
+    nodes, hours = value.get("nodes", [1, 1]), value.get("hours", 1)
+    return (_is_text(value.get("queue")) and _list_of(_is_count)(nodes) and len(nodes) == 2 and nodes[0] <= nodes[1]
+            and type(hours) in (int, float) and hours > 0 and _is_count(value.get("jobs", 1)))
+
+
+def _is_container(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= {"image", "runtime", "options"}:
+        return False
+    return (_is_text(value.get("image", "")) and value.get("runtime", RUNTIMES[0]) in RUNTIMES
+            and _list_of(_is_text)(value.get("options", [])))
+
+
 _TEXT = Key("a text on one line", _is_text)
 _COUNT = Key("a whole number, 1 or more", _is_count)
 _LINES = Key("a list of lines", _list_of(_is_text))
 
 KEYS: Mapping[str, Key] = {
     "description": _TEXT,
-    "scheduler": Key("one of 'pbs', 'slurm', or a scheduler of another package's",
+    "scheduler": Key("one of 'pbs', 'slurm', 'flux', 'lsf', or another scheduler",
                      lambda value: _is_text(value) and value in schedulers()),
     "launcher": Key("one of 'mpiexec', 'srun', or a scheduler's own", _has_launcher),
-    "dialect": _one_of("pals"),
+    "dialect": Key("'pals', or the name of another package's dialect", _has_dialect),
     "devices_per_host": _COUNT,
     "cores": Key('a list with the cores of each NUMA domain: ["0-51", "52-103"]', _list_of(_is_ranges)),
     "sockets": _COUNT,
@@ -209,18 +268,29 @@ KEYS: Mapping[str, Key] = {
     "interface": _TEXT,
     "master_suffix": _TEXT,
     "network": _TEXT,
-    "stage": _one_of("sbcast", "mpi"),
+    "stage": _one_of("sbcast", "mpi", "squashfs"),
     "env": Key('a table of variables with texts: NAME = "value"', _table_of(_VARIABLE.fullmatch, _is_text)),
     "options": Key('a table with a list of words for mpiexec, srun or both: srun = ["--gpu-bind=closest"]',
                    _table_of(_has_launcher, _list_of(_is_text))),
-    "job": Key("a table with `queue`, `directives` and `setup`", lambda value: isinstance(value, dict)),
+    "sources": Key('a table of links: cores = "https://…"', _table_of(str.isidentifier, _is_text)),
+    "unsourced": Key("a list of keys that are left out", _list_of(lambda name: name in KEYS)),
+    "job": Key("a table with `queue`, `directives`, `setup`, `limits` and `container`",
+               lambda value: isinstance(value, dict)),
     "recognise": Key(f"a table with lists of patterns for {', '.join(HINTS)}",
                      _table_of(HINTS.__contains__, _list_of(_is_text))),
 }
 
 _NO_LONGER_READ = {"device_order": "the order of devices follows from device_domains, which this file should have"}
 
-JOB_KEYS: Mapping[str, Key] = {"queue": _TEXT, "directives": _LINES, "setup": _LINES}
+JOB_KEYS: Mapping[str, Key] = {
+    "queue": _TEXT,
+    "directives": _LINES,
+    "setup": _LINES,
+    "container": Key('a table such as { image = "x.sif", runtime = "apptainer", options = ["--nv"] }; runtimes:'
+                     f" {', '.join(RUNTIMES)}", _is_container),
+    "limits": Key('tables such as { queue = "debug", nodes = [1, 2], hours = 1, jobs = 1 }, of which only the queue'
+                  " has to be there", lambda value: isinstance(value, list) and all(map(_is_limit, value))),
+}
 
 
 # Which site is this?

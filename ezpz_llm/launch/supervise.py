@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import shown
+from ezpz_llm.base import UserError, shown
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
-from ezpz_llm.launch.failures.facts import Account, RunFacts, Stop, read_failures
-from ezpz_llm.launch.failures.postmortem import account, bare_account
+from ezpz_llm.launch.failures.differences import as_compared
+from ezpz_llm.launch.failures.facts import Postmortem, RunFacts, Stop, read_failures
+from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
 from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder as node_folder
@@ -25,8 +25,7 @@ from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
 from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.launch.teardown import Teardown
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
-from ezpz_llm.rundir.files import write_atomic
-from ezpz_llm.rundir.secrets import hide, secret_values
+from ezpz_llm.rundir import hide, secret_values, write_atomic
 
 PEER_GRACE_S = 3.0
 """How long the peers of a failed rank may go on, so that they can say what they saw."""
@@ -52,8 +51,8 @@ _LOST: set[str] = set()
 
 
 def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = None,
-        keep: Callable[[Account], None] = lambda account: None, tell: Callable[[], bool] = lambda: True,
-        start_limit_s: float | None = None) -> Account:
+        keep: Callable[[Postmortem], None] = lambda postmortem: None, tell: Callable[[], bool] = lambda: True,
+        start_limit_s: float | None = None) -> Postmortem:
     """Run the plan to its end. Afterwards none of its processes is left on any node that can be reached.
 
     Args:
@@ -61,7 +60,7 @@ def run(plan: LaunchPlan, idle_limit_s: float | None, limit_s: float | None = No
         start_limit_s: the same for a rank's start.
         limit_s: the end of a check that comes before the user's program; it gets no standard input either.
         keep: writes down how it ended, before anything of that is printed: a console can hold us up for ever.
-        tell: asked at a bad end whether its account is to be printed.
+        tell: asked at a bad end whether its post-mortem is to be printed.
 
     Raises:
         UserError: the launcher itself cannot be started.
@@ -115,8 +114,8 @@ class _Watch:
         self.first_ended_at: float | None = None
         self.has_noted = False
 
-    def to_the_end(self, keep: Callable[[Account], None], tell: Callable[[], bool]) -> Account:
-        """Wait for the end or bring it about, and account for it: first in files, then on the console."""
+    def to_the_end(self, keep: Callable[[Postmortem], None], tell: Callable[[], bool]) -> Postmortem:
+        """Wait for the end or bring it about, and report it: first in files, then on the console."""
         stopped = self._wait()
         failed = ended_well = None
         if stopped is not None:
@@ -129,7 +128,7 @@ class _Watch:
                 ended_well = frozenset(rank for rank, code in codes.items() if code == 0)
             asked = len(self.signals.to_stop)
             self.teardown.stop(ASKED_KILL_AFTER_S if asked else KILL_AFTER_S,
-                             lambda: len(self.signals.to_stop) > asked)
+                               lambda: len(self.signals.to_stop) > asked, stopped.kind == "idle")
         ended_at = time.time()
         self.teardown.clear()
         self.relay.settle()
@@ -142,10 +141,11 @@ class _Watch:
             stopped=stopped, failed_before_stop=failed, ended_before_stop=ended_well,
             ends_at=self.plan.allocation.ends_at)
         try:
-            ended = account(self.plan.run_dir, facts)
+            given = {name: setting.value for name, setting in self.plan.env.items()}
+            ended = postmortem_of(self.plan.run_dir, facts, given)
         except Exception as error:
-            _lost("the account of this end", error)
-            ended = bare_account(self.plan.run_dir, self.plan.run_id, facts)
+            _lost("the post-mortem", error)
+            ended = bare_postmortem(self.plan.run_dir, self.plan.run_id, facts)
         if ended.text:
             with contextlib.suppress(OSError):
                 # In any locale, and with names that are no text.
@@ -227,16 +227,19 @@ class _Watch:
             warn(news)
         self._warn_of_nodes(now)
         self._note_who_ended(now)
+        ranks = self.life.ranks(now)
+        for one in ranks:
+            if one.state == "T" and one.idle_s > _ONE_HAS_ENDED_S:
+                self._warn_once(f"stopped {one.rank}", str(one))
         if self.idle_limit_s is None:
             return None
         limit_s = self.life.limit_s(self.idle_limit_s)
-        ranks = self.life.ranks(now)
         silent = judge(ranks, limit_s)
         if not silent:
             return None
-        self._tell(silent, ranks, limit_s)
-        more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-        return Stop("idle", f"no sign of life for {limit_s:g} s: {silent[0]}{more}; the run is ended")
+        told = as_compared(silent, ranks, self._tell(silent, ranks, limit_s))
+        return Stop("idle", f"no sign of life for {limit_s:g} s: {told}; the run is ended",
+                    ranks=tuple(sorted(one.rank for one in silent)))
 
     def _warn_of_nodes(self, now: float) -> None:
         for report, age in self.life.silent_nodes(now, _NODE_SILENT_S):
@@ -275,8 +278,8 @@ class _Watch:
                 f" {_ONE_HAS_ENDED_S:.0f} s ago; {left} still run{'s' if left == 1 else ''}"
                 f" (ezpz-llm why {self.plan.run_dir.path} tells what they do)")
 
-    def _tell(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> None:
-        """Have the stacks taken, of one rank that goes on too, and say where they are."""
+    def _tell(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> dict[int, Path]:
+        """Have the stacks taken, of one rank that goes on too, and say where they are. Returns the files."""
         quiet = {one.rank for one in silent}
         speaking = [one for one in ranks if one.rank not in quiet and one.quiet_s < limit_s][:1]
         wanted = [one.rank for one in (*silent[:_MOST_STACKS], *speaking) if not one.node_is_silent]
@@ -290,6 +293,7 @@ class _Watch:
             lines.append(f"  and {len(silent) - _MOST_STACKS} more ranks")
         lines += [f"  for comparison, {one}; {_its_stack(one, found)}" for one in speaking]
         say("\n".join(lines))
+        return found
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.launch.relay import warn
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 _POLL_S = 0.1
 _AT_ONCE_S = 1.0
@@ -48,10 +48,13 @@ class Teardown:
         self._life = life
         self._scheduler = scheduler_here(os.environ)
         self._order_s = control_interval_s(len(plan.hosts))
+        self._is_hang = False
 
-    def stop(self, grace_s: float, is_urgent: Callable[[], bool]) -> None:
+    def stop(self, grace_s: float, is_urgent: Callable[[], bool], is_hang: bool = False) -> None:
         """End the ranks through their nodes' agents, which is the same under every launcher and leaves them
-        `grace_s` to say their last words; then the launcher. `is_urgent`: nobody wants to wait any longer."""
+        `grace_s` to say their last words; then the launcher. `is_urgent`: nobody wants to wait any longer.
+        `is_hang`: the ranks are to say where they stand."""
+        self._is_hang = is_hang
         self._order(grace_s)
         deadline = time.monotonic() + _AGENTS_COME_S
         while not (is_everywhere := self._is_everywhere()) and time.monotonic() < deadline and not is_urgent():
@@ -108,7 +111,8 @@ class Teardown:
 
     def _order(self, grace_s: float) -> None:
         with contextlib.suppress(OSError):
-            order_stop(self._plan.run_dir, StopOrder(self._plan.run_id, grace_s, socket.gethostname()))
+            order_stop(self._plan.run_dir,
+                       StopOrder(self._plan.run_id, grace_s, socket.gethostname(), self._is_hang))
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,5 @@
-"""Names of the variables that launch gives to every rank, and of the phases that ranks report."""
+"""Names of the variables that launch gives to every rank, of the phases that ranks report, and what begins a live
+line."""
 
 from __future__ import annotations
 
@@ -23,8 +24,21 @@ BIND_VARIABLE = "EZPZ_LLM_BIND"
 TEE_VARIABLE = "EZPZ_LLM_TEE"
 """Whose output reaches the console (launch's --tee): "0", "all" or "none"."""
 
+TERMINAL_VARIABLE = "EZPZ_LLM_TERMINAL"
+"""Columns of the terminal that rank 0's output reaches, with IN_COLOUR behind them where it may have colours; empty
+or unset where it reaches none."""
+
+IN_COLOUR = "+colour"
+
+LIVE_LINE = "\x1b[2K\x1b[1K\x1b[2K"
+"""Begins a line of ours that is written anew until something else is printed and ends with a carriage return; it is
+in no log. It clears the terminal's line three times, so that no other program's line begins so by accident."""
+
 LOG_BYTES_VARIABLE = "EZPZ_LLM_LOG_BYTES"
 """Of a rank's output, how much its log takes: the user's own."""
+
+FAILURE_TEXTS_VARIABLE = "EZPZ_LLM_FAILURE_TEXTS"
+"""Files of a site with texts of failures, joined by colons: the user's or the site's own."""
 
 RANK_VARIABLE = "EZPZ_LLM_RANK"
 """The rank that a process belongs to: set by the shim for its rank's process, inherited by all its children."""
@@ -45,6 +59,9 @@ RANKS_PER_NODE_VARIABLE = "EZPZ_LLM_RANKS_PER_NODE"
 """Ranks of each node as launch planned them, in Slurm's short form ("4(x2),1"): no launcher tells a rank its node
 where nodes have unequal numbers of ranks."""
 
+RANK_NAMES_VARIABLE = "EZPZ_LLM_RANK_NAMES"
+"""The variables by which launchers of other packages number ranks, as JSON; unset without such packages."""
+
 RANKS_OWN = (RANK_VARIABLE, RANK_SOURCE_VARIABLE, NODE_DIR_VARIABLE, HEARTBEAT_VARIABLE, STACKS_VARIABLE)
 """What the shim tells one rank alone. A launch inside a rank starts a run of its own, and hands none of it on."""
 
@@ -58,7 +75,7 @@ TORCHS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZ
 """What tells one rank alone of its place, in the names that torch reads: by torchrun, by the shim or by hand."""
 
 OUTER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "PALS_RANKID", "PALS_LOCAL_", "PALS_NODEID",
-                   "SLURM_PROCID", "SLURM_LOCALID")
+                   "SLURM_PROCID", "SLURM_LOCALID", "FLUX_TASK_", "JSM_NAMESPACE_")
 """How the names begin by which srun or mpiexec tells a torchrun that it has started its place. Its ranks would
 inherit them, and an MPI in them would take all ranks of a host for the same one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 
 SPELLINGS = {"global_batch": "global_batch_size", "micro_batch": "micro_batch_size",
              "accumulation": "gradient_accumulation_steps", "clip": "grad_clip"}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.layout.knobs import KNOBS, Case, Found, Problem, Repair, Rule
 from ezpz_llm.layout.layout import Layout
 

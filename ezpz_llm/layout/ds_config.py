@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.outside import read_commented_json, read_json
-from ezpz_llm.base.package_data import data_dir, installed, user_path
+from ezpz_llm.base import UserError, data_dir, installed, read_commented_json, read_json, unknown, user_path
 
 # Which keys DeepSpeed takes from a ds_config, and values of which kind.
 Keys = Mapping[str, Union[str, "Keys"]]
 """Key to a block, or to the kind of its value: "bool", "int > 0", "number? >= 0 <= 1"; "any" is not checked."""
 
-OUR_KEYS: Keys = dict.fromkeys(("engine", "tp", "pp", "sp", "partition", "tiled"), "any")
+OUR_KEYS: Keys = dict.fromkeys(("engine", "tp", "pp", "sp", "partition", "tiled", "shard_within"),
+                               "any")
 """The block "ezpz_llm", for what DeepSpeed has no key for."""
 
 REMOVED: Mapping[str, str] = {

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base import UserError, unknown
 from ezpz_llm.layout.ds_config import DsConfig, number
 
 ADAM_DEFAULTS: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -192,8 +192,8 @@ def _or(names: Collection[str]) -> str:
 
 
 # The blocks "bf16", "fp16" and "torch_autocast" of a ds_config: a precision, and the loss scale.
-_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
-           "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16"}
+_DTYPES = {**dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+           **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16")}
 _BLOCKS = ("bf16", "bfloat16", "fp16", "torch_autocast")
 
 
@@ -229,24 +229,21 @@ def read_precision(values: Mapping[str, Any], autos: Collection[str], config: Ds
         UserError: two precisions are enabled, a dtype is none, the loss scale is static.
     """
     blocks = {name: values[name] for name in _BLOCKS if values.get(name) is not None}
-    asked = {name: name.replace("bfloat16", "bf16") for name in ("bf16", "bfloat16", "fp16")
+    asked = {name: _DTYPES[name] for name in ("bf16", "bfloat16", "fp16")
              if blocks.get(name, {}).get("enabled")}
     autocast = blocks.get("torch_autocast", {})
     if autocast.get("enabled"):
         dtype = str(autocast.get("dtype"))
         if dtype not in _DTYPES:
             raise UserError(f"torch_autocast.dtype is {dtype!r}", where=str(config.path), instead='"bfloat16"')
-        asked["torch_autocast"] = _DTYPES[dtype]
+        asked["torch_autocast"] = f"{_DTYPES[dtype]}_autocast"
     if len(set(asked.values())) > 1:
-        raise UserError(f"both bf16 and fp16 are enabled ({', '.join(asked)})", where=str(config.path),
+        raise UserError(f"several precisions are enabled ({', '.join(asked)})", where=str(config.path),
                         instead="enable one of them")
     scale = _scale(blocks["fp16"], config) if "fp16" in blocks else DynamicScale()
     notes = _without_effect(blocks, config)
     if asked:
-        name = next(iter(asked.values()))
-        notes.insert(0, f"{', '.join(asked)} in {config.path.name} selects {name}: the forward pass under "
-                        "autocast, parameters, gradients and optimizer in fp32")
-        return Precision(name, True, scale, tuple(notes))
+        return Precision(next(iter(asked.values())), True, scale, tuple(notes))
     if not blocks:
         return Precision()
     open_ = any(f"{name}.enabled" in autos for name in blocks)
@@ -279,7 +276,7 @@ def _scale(block: Mapping[str, Any], config: DsConfig) -> DynamicScale:
 
 def _without_effect(blocks: Mapping[str, Mapping[str, Any]], config: DsConfig) -> list[str]:
     """What is said of keys that are about DeepSpeed's own low-precision parameters and gradients."""
-    said = {("bf16", "immediate_grad_update", True): "gradients are added in fp32 as they come",
+    said = {("bf16", "immediate_grad_update", True): "gradients are added as they come",
             ("bf16", "check_grad_overflow", False): "a step whose gradients are not finite is skipped nevertheless",
             ("fp16", "auto_cast", True): "inputs are tokens, and autocast casts the rest"}
     notes = [f"{name}.{key} of {config.path.name}: {what}" for (name, key, value), what in said.items()

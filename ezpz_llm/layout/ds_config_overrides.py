@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.layout.ds_config import DsConfig, number
 from ezpz_llm.layout.ds_config_blocks import Given, Precision, read_optimizer, read_precision, read_scheduler
 
@@ -38,11 +38,11 @@ _OFF = (False, None)
 _RULES = (
     _Rule("managed_gradient_accumulation", (True,), "the training loop says which micro-step is the last"),
     _Rule("gradient_allreduce_op", ("mean",), "gradients are averaged over ranks"),
-    _Rule("communication_data_type", ("fp32", None), "gradients are reduced in fp32 in every precision"),
-    _Rule("data_types.grad_accum_dtype", ("fp32", None), "gradients are fp32 in every precision"),
-    _Rule("data_types.param_dtype", ("fp32", None), "parameters are fp32 in every precision"),
-    _Rule("bf16.bf16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
-    _Rule("fp16.fp16_master_weights_and_grads", _OFF, "parameters and gradients are fp32 in every precision"),
+    _Rule("communication_data_type", ("fp32", "bf16", None), "gradients travel in fp32, or in bf16"),
+    _Rule("data_types.grad_accum_dtype", ("fp32", "bf16", None), "gradients are added in fp32, or in bf16"),
+    _Rule("data_types.param_dtype", (None,), "the dtype of parameters follows from the block bf16 or fp16"),
+    _Rule("bf16.bf16_master_weights_and_grads", _OFF, "master weights are fp32 in every precision"),
+    _Rule("fp16.fp16_master_weights_and_grads", _OFF, "master weights are fp32 in every precision"),
     _Rule("bf16.bf16_optimizer_states", _OFF, "moments are fp32 in every precision"),
     _Rule("zero_optimization.compute_grad_norm", (True,), "the gradient norm of each step is logged"),
     _Rule("zero_optimization.zero_quantized_weights", _OFF, "it needs an op that is compiled during the run"),
@@ -86,7 +86,8 @@ _WITHOUT_EFFECT = {
     "checkpoint": "checkpoints have their own, layout-neutral form",
     "datastates_ckpt": "checkpoints have their own, layout-neutral form",
     "dataloader_drop_last": "a step always takes a whole global batch",
-    "seq_parallel_communication_data_type": "gradients are reduced in fp32 over sequence-parallel ranks too",
+    "seq_parallel_communication_data_type":
+        "gradients are reduced over sequence-parallel ranks as over data-parallel ones",
     "weight_quantization": "weights are quantized for inference only",
     "vocabulary_size": "the vocabulary is the model's",
 }
@@ -95,7 +96,10 @@ _WITHOUT_EFFECT = {
 
 @dataclass
 class RunOverrides:
-    """The run's settings in a ds_config, None where it has none; `rest` is what is left for DeepSpeed."""
+    """The run's settings in a ds_config, None where it has none; `rest` is what is left for DeepSpeed.
+
+    `gradients` has "grad_accum_dtype" and "reduce_dtype", those that it names.
+    """
 
     rest: dict[str, Any]
     batch: dict[str, int] = field(default_factory=dict)
@@ -104,6 +108,7 @@ class RunOverrides:
     optimizer: Given = field(default_factory=Given)
     scheduler: Given = field(default_factory=Given)
     recompute: int | None = None
+    gradients: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -129,6 +134,10 @@ def split_ds_config(config: DsConfig) -> RunOverrides:
     overrides.optimizer = read_optimizer(rest.get("optimizer"), autos, config)
     overrides.scheduler = read_scheduler(rest.get("scheduler"), autos, config)
     overrides.notes += [*overrides.precision.notes, *overrides.optimizer.notes, *overrides.scheduler.notes]
+    for name, asked in (("grad_accum_dtype", rest.get("data_types", {}).get("grad_accum_dtype")),
+                        ("reduce_dtype", rest.get("communication_data_type"))):
+        if asked is not None:
+            overrides.gradients[name] = asked
     pipeline = rest.get("pipeline", {})
     overrides.recompute = pipeline.get("activation_checkpoint_interval")
     if pipeline.get("partition") == "uniform":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout.ds_config import DsConfig
 from ezpz_llm.layout.layout import Layout
@@ -23,7 +23,7 @@ _BLOCKS = ("offload_optimizer", "offload_param")
 
 
 def uses_nvme(layout: Layout) -> bool:
-    """Whether parameters or the optimizer's state lie in files."""
+    """True if parameters or the optimizer's state lie in files."""
     return "nvme" in (layout.zero.offload_optimizer, layout.zero.offload_param)
 
 
@@ -95,13 +95,18 @@ def _at_least(block: dict[str, Any], key: str, least: int, where: str, why: str)
 
 def _largest_parameter(model: ModelConfig, tp: int) -> int:
     """Elements of a tensor-parallel rank's largest table or linear layer; positions are whole on each."""
-    rows = max(model.padded_vocab_size, model.n_embd + 2 * model.kv_width, model.intermediate_size)
+    rows = max(model.padded_vocab_size, model.q_width + 2 * model.kv_width, model.intermediate_size)
     return max(-(-rows // tp), model.block_size if model.position == "learned" else 0) * model.n_embd
 
 
 # DeepSpeed's buckets and thresholds by the model and its layout, for keys that a ds_config leaves out.
 _MOST = 50_000_000
 """Elements of a bucket: 200 MB in fp32, long enough on every network that a message's latency does not count."""
+_MOST_BESIDE, _LEAST_BESIDE = 25_000_000, 1_000_000
+"""Elements of a bucket that is reduced beside the backward pass: 100 MB and 4 MB in fp32. The reduction of the last
+one is beside nothing, and below 4 MB its latency counts."""
+_BUCKETS_BESIDE = 8
+"""The first bucket is full, and its reduction begins, after so many parts of the backward pass's gradients."""
 _PERSISTS = 100_000
 """Elements up to which DeepSpeed's stage 3 keeps a parameter whole on each rank: its own default."""
 
@@ -121,7 +126,32 @@ def sized(zero: Mapping[str, Any], layout: Layout, model: ModelConfig | None,
     if device in DEVICES and not DEVICES[device].overlaps:
         # Elsewhere copies are made beside the backward pass; what they cost there was not measured.
         found |= _spared_copy(zero, layout)
+    elif device in DEVICES and _overlaps_gradients(zero, layout):
+        found["overlap_comm"] = True, "gradients are reduced beside the backward pass"
+        if zero.get("overlap_comm", True):
+            found |= _smaller_buckets(layout, model)
     return {key: value for key, value in found.items() if key not in zero}
+
+
+def _overlaps_gradients(zero: Mapping[str, Any], layout: Layout) -> bool:
+    """True if stages 1 and 2 of DeepSpeed reduce gradients beside the backward pass here, if told to.
+
+    Stage 3 does untold. In a pipeline DeepSpeed turns overlap off. With the optimizer in host memory gradients
+    leave the device, and DeepSpeed's default is kept. Without contiguous gradients, or where each part of a bucket
+    is reduced to its owner alone, DeepSpeed synchronises the device before each reduction that it overlaps.
+    """
+    return (layout.zero.stage in (1, 2) and layout.pp == 1 and layout.zero.offload_optimizer is None
+            and bool(zero.get("contiguous_gradients", True) and zero.get("use_multi_rank_bucket_allreduce", True)))
+
+
+def _smaller_buckets(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, str]]:
+    """Buckets that begin to be reduced early in the backward pass."""
+    if model is None:
+        return {"reduce_bucket_size": (_MOST_BESIDE, "100 MB of fp32, reduced beside the backward pass")}
+    kept = held_parameters(layout, model, 0)
+    size = min(kept, max(_LEAST_BESIDE, min(_MOST_BESIDE, kept // _BUCKETS_BESIDE)))
+    why = "an eighth of a rank's model" if size == kept // _BUCKETS_BESIDE else f"{4 * size / 1e6:.3g} MB of fp32"
+    return {"reduce_bucket_size": (size, f"{why}, reduced beside the backward pass")}
 
 
 def _spared_copy(zero: Mapping[str, Any], layout: Layout) -> dict[str, tuple[bool, str]]:
@@ -140,9 +170,9 @@ def _sizes(layout: Layout, model: ModelConfig | None) -> dict[str, tuple[int, st
                           ("reduce_bucket_size", "allgather_bucket_size"), (_MOST, "200 MB of fp32"))
     if model is not None:
         shapes = parameter_shapes(model)
-        held = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
-        if held < _MOST:
-            found = dict.fromkeys(found, (held, "all of a rank's model in one"))
+        kept = max(held_parameters(layout, model, stage) for stage in range(layout.pp))
+        if kept < _MOST:
+            found = dict.fromkeys(found, (kept, "all of a rank's model in one"))
         if layout.zero.stage == 3:
             block = sum(prod(shape) for name, shape in shapes.items() if name.startswith("transformer.h.0."))
             found["stage3_prefetch_bucket_size"] = (

@@ -59,15 +59,15 @@ Rule = Callable[[Case], Found]
 
 
 @dataclass(frozen=True)
-class Held:
-    """Elements of one kind that a rank holds, their place, and bytes an element."""
+class State:
+    """One kind of state that a rank keeps: its place, bytes an element, and elements."""
 
     where: Where
     itemsize: int
     elements: int
 
 
-MemoryTerm = Callable[[Mapping[Kind, Held], Layout, int, int], dict[Kind, Held]]
+MemoryTerm = Callable[[Mapping[Kind, State], Layout, int, int], dict[Kind, State]]
 """(what a rank holds by kind, layout, its parameters before sharding, ranks that share them) -> what it holds."""
 
 TrafficTerm = Callable[[Mapping[str, int], Layout, int, int], dict[str, int]]
@@ -109,7 +109,7 @@ class Knob:
             else str(value)
 
     def is_set(self, layout: Layout) -> bool:
-        """Whether a layout has another value than the default."""
+        """True if a layout has another value than the default."""
         return getattr(layout.zero, self.field) != getattr(ZeroOptions(), self.field)
 
 
@@ -171,8 +171,8 @@ def check_tiled_sizes(case: Case) -> Found:
     model = case.model
     if model is None:
         return
-    attention, mlp = model.n_embd + 2 * model.kv_width, model.intermediate_size
-    sizes = dict(zip(LINEAR_LAYERS, ((model.n_embd, attention), (model.n_embd, model.n_embd), (model.n_embd, mlp),
+    attention, mlp = model.q_width + 2 * model.kv_width, model.intermediate_size
+    sizes = dict(zip(LINEAR_LAYERS, ((model.n_embd, attention), (model.q_width, model.n_embd), (model.n_embd, mlp),
                                      (model.n_embd, mlp), (mlp, model.n_embd)), strict=True))
     for name, *parts in case.layout.zero.tiled:
         for number, size, side in zip(parts, sizes[name], ("in", "out"), strict=True):
@@ -202,55 +202,77 @@ def check_hpz(case: Case) -> Found:
                       ("hpz", "ranks"))
 
 
+def check_shard_within(case: Case) -> Found:
+    """FSDP2 shards within groups that divide the ranks."""
+    layout, size = case.layout, case.layout.zero.shard_within
+    if size is None:
+        return
+    if layout.engine != "fsdp2":
+        yield Problem(f"engine {layout.engine} does not shard within groups of {size} ranks: fsdp2 does",
+                      ("engine", "shard_within"), ("shard_within", "engine"))
+    peers = layout.dp_size(case.world_size) * layout.sp
+    if peers % min(size, peers):
+        yield Problem(f"shard_within {size} does not divide the {peers} ranks that share the parameters; it is the "
+                      "number of ranks of a node", ("shard_within", "ranks"), ("shard_within", "ranks"))
+
+
 # Memory terms.
-def _shard(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
+def _shard(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     stage, share = layout.shard_stage(), -(-whole // peers)
-    found = dict(held)
+    found = dict(kept)
     sharded: tuple[tuple[Kind, int], ...] = (("parameters", 3), ("gradients", 2), ("optimizer", 1))
     for kind, since in sharded:
         if stage >= since:
             found[kind] = replace(found[kind], elements=share)
     # Every stage that shards the optimizer steps a flat fp32 copy of the rank's share; stage 3 also has the share.
     if layout.engine == "deepspeed" and stage:
-        found["copy"] = Held("device", 4, share)
+        found["copy"] = State("device", 4, share)
     return found
 
 
 _OFFLOADED: Mapping[str, Where] = {"cpu": "host", "nvme": "files"}
 
 
-def _offload_optimizer(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
+def _offload_optimizer(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     if layout.zero.offload_optimizer is None:
-        return dict(held)
+        return dict(kept)
     place = _OFFLOADED[layout.zero.offload_optimizer]
-    moved: dict[Kind, Held] = {kind: replace(one, where=place) for kind, one in held.items()
-                               if kind in ("optimizer", "copy")}
+    moved: dict[Kind, State] = {kind: replace(one, where=place) for kind, one in kept.items()
+                                if kind in ("optimizer", "copy")}
     # DeepSpeed collects offloaded gradients in host memory, also those whose optimizer's state is in files.
-    return {**held, "gradients": Held("host", 4, -(-whole // peers)), **moved}
+    return {**kept, "gradients": State("host", 4, -(-whole // peers)), **moved}
 
 
-def _offload_param(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
+def _offload_param(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     if layout.zero.offload_param is None:
-        return dict(held)
-    return {**held, "parameters": replace(held["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
+        return dict(kept)
+    return {**kept, "parameters": replace(kept["parameters"], where=_OFFLOADED[layout.zero.offload_param])}
 
 
-def _second_copy(held: Mapping[Kind, Held], layout: Layout, whole: int, peers: int) -> dict[Kind, Held]:
+def _second_copy(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
     size = layout.zero.hpz_partition_size
     if size == 1:
-        return dict(held)
+        return dict(kept)
     place: Where = "device" if layout.zero.offload_param is None else "host"
-    return {**held, "secondary": Held(place, 4, -(-whole // min(size, peers)))}
+    # DeepSpeed makes it of the parameters' dtype.
+    return {**kept, "secondary": State(place, kept["parameters"].itemsize, -(-whole // min(size, peers)))}
+
+
+def _shard_in_groups(kept: Mapping[Kind, State], layout: Layout, whole: int, peers: int) -> dict[Kind, State]:
+    size = layout.zero.shard_within
+    if size is None:
+        return dict(kept)
+    return {kind: replace(one, elements=-(-whole // min(size, peers))) for kind, one in kept.items()}
 
 
 # Traffic terms.
 def _shard_traffic(volume: Mapping[str, int], layout: Layout, micro_steps: int, peers: int) -> dict[str, int]:
-    stage, weights = layout.shard_stage(), volume["all_reduce"]
+    stage, gradients, parameters = layout.shard_stage(), volume["all_reduce"], volume["all_gather"]
     if stage == 0:
-        return dict(volume)
+        return {"all_reduce": gradients}
     if stage < 3:
-        return {"reduce_scatter": weights, "all_gather": weights}
-    return {"all_gather": 2 * weights * micro_steps, "reduce_scatter": weights * micro_steps}
+        return {"reduce_scatter": gradients, "all_gather": parameters}
+    return {"all_gather": 2 * parameters * micro_steps, "reduce_scatter": gradients * micro_steps}
 
 
 def _gather_in_groups(volume: Mapping[str, int], layout: Layout, micro_steps: int, peers: int) -> dict[str, int]:
@@ -260,6 +282,15 @@ def _gather_in_groups(volume: Mapping[str, int], layout: Layout, micro_steps: in
     # The second copy is made by the first forward pass after an optimizer step and used until the next step.
     once = volume["all_gather"] // (2 * micro_steps)
     return {**volume, "all_gather": once, f"all_gather ({size} ranks)": volume["all_gather"] - once}
+
+
+def _reduce_across(volume: Mapping[str, int], layout: Layout, micro_steps: int, peers: int) -> dict[str, int]:
+    size = layout.zero.shard_within
+    if size is None or size >= peers:
+        return dict(volume)
+    within = f" ({size} ranks)"
+    return {f"all_gather{within}": volume["all_gather"], f"reduce_scatter{within}": volume["reduce_scatter"],
+            f"all_reduce ({peers // size} ranks)": volume["reduce_scatter"] // size}
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -279,6 +310,10 @@ KNOBS: tuple[Knob, ...] = (
          "a second copy of the parameters over that many ranks", _second_copy,
          "after a step's first forward pass, all-gathers of parameters stay among that many neighbouring ranks",
          _gather_in_groups, certified=False),
+    Knob("shard_within", "ezpz_llm.shard_within", "`fsdp2`; divides the ranks that share the parameters",
+         (check_shard_within,), "shards over that many ranks, not over all", _shard_in_groups,
+         "all-gathers and reduce-scatters among that many neighbours, an all-reduce of the shard's gradient "
+         "across them", _reduce_across, certified=False),
 )
 """One row an option of `ZeroOptions`, in the order in which rules and terms apply."""
 
@@ -299,7 +334,7 @@ def uncertified(values: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def knob_rows() -> list[tuple[str, ...]]:
-    """The table as docs/layouts.md prints it: key, rule, memory, traffic, certified."""
+    """The table as docs/reference/layouts.md prints it: key, rule, memory, traffic, certified."""
     return [(f"`{knob.key}`", knob.rule_text, knob.memory_text, knob.traffic_text,
              "yes" if knob.certified else "no") for knob in KNOBS]
 

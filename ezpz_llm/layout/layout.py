@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import UserError, as_dataclass, unknown
 from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.layout.ds_config_overrides import translated_degrees
@@ -30,7 +29,9 @@ class ZeroOptions:
     step are in host memory, "nvme" where the state is in files, else None; `offload_param` is the same for the
     parameters of stage 3. `tiled` names linear layers that are computed in tiles, (name, in, out).
     `hpz_partition_size` is the number of neighbouring ranks that share a second copy of stage 3's parameters
-    (hpZ of ZeRO++, Wang et al. 2023, arXiv:2306.10209), 1 for no copy.
+    (hpZ of ZeRO++, Wang et al. 2023, arXiv:2306.10209), 1 for no copy. `shard_within` is the number of neighbouring
+    ranks that FSDP2 shards over, each such group having a whole model (hybrid sharding, Zhao et al. 2023,
+    arXiv:2304.11277); None for all ranks.
     """
 
     stage: int | None = None
@@ -38,6 +39,7 @@ class ZeroOptions:
     offload_param: Offload | None = None
     tiled: tuple[tuple[str, int, int], ...] = ()
     hpz_partition_size: int = 1
+    shard_within: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,11 @@ class Layout:
         return as_dataclass(cls, record, where)
 
 
-def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None,
-                sp: int | None = None) -> Layout:
-    """The layout of a ds_config, with some of its degrees replaced. constraints.py says whether it can run.
+def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = None, sp: int | None = None,
+                shard_within: int | None = None) -> Layout:
+    """The layout of a ds_config, with some of its degrees, or the ranks that fsdp2 shards over, replaced.
+
+    constraints.py says whether it can run.
 
     Raises:
         UserError: an invalid value, or two that contradict each other.
@@ -133,8 +137,16 @@ def read_layout(config: DsConfig, *, tp: int | None = None, pp: int | None = Non
     # A stage or an option that the engine does not have is kept, for constraints.py to find.
     options = ZeroOptions(stage if stage or engine == "deepspeed" else None, _offload(config, "optimizer"),
                           _offload(config, "param"), _tiled(config.ours.get("tiled", {}), place),
-                          1 if group == "auto" else max(group, 1))
+                          1 if group == "auto" else max(group, 1), _shard_within(config, shard_within, place))
     return Layout(config.name, engine, options, partition=partition, **degrees)
+
+
+def _shard_within(config: DsConfig, given: int | None, place: str) -> int | None:
+    value, where = (config.ours.get("shard_within"), place) if given is None else (given, "--shard-within")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
+        raise UserError(f"shard_within is {json.dumps(value)}", where=where,
+                        instead="the number of ranks of a node, 2 or more")
+    return value
 
 
 def _choice(value: Any, name: str, known: tuple[str, ...], where: str) -> Any:

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.base import UserError, data_dir
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import Case
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import Part, cast_per_rank, memory_per_rank, total
+from ezpz_llm.layout.precision_recipes import check_engine
 from ezpz_llm.layout.suggest import alternatives, as_cli_flags, is_legal, selection, shipped_layouts
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.tables import table
@@ -25,11 +25,15 @@ _PURPOSE = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Named:
-    """A shipped layout on so many ranks: its memory a rank, or why it is not legal and what to type instead."""
+    """A shipped layout on so many ranks: its memory a rank, or why it is not legal and what to type instead.
+
+    `memory` is that of fp32 and autocast, `memory_bf16` of `--precision bf16`, empty where the layout has none.
+    """
 
     name: str
     degrees: Degrees | None = None
     memory: tuple[Part, ...] = ()
+    memory_bf16: tuple[Part, ...] = ()
     reason: str | None = None
     instead: tuple[str, ...] = ()
 
@@ -64,11 +68,17 @@ def _named(layout: Layout, model: ModelConfig, world_size: int) -> Named:
     if problem is not None:
         instead = tuple(as_cli_flags(case, choice) for choice in alternatives(case, problem))
         return Named(layout.name, reason=problem.message, instead=instead)
-    return Named(layout.name, used.degrees(world_size), _memory(used, model, world_size))
+    try:
+        check_engine("bf16", used, "--precision")
+    except UserError:
+        in_bf16: tuple[Part, ...] = ()
+    else:
+        in_bf16 = memory_per_rank(used, model, world_size, precision="bf16")
+    return Named(layout.name, used.degrees(world_size), _memory(used, model, world_size), in_bf16)
 
 
 def _memory(layout: Layout, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
-    """In bf16 or fp16, which is what devices train in unless told otherwise."""
+    """Under autocast, which is what devices train in unless told otherwise."""
     return (*memory_per_rank(layout, model, world_size), cast_per_rank(layout, model))
 
 
@@ -89,7 +99,7 @@ def legal_grids(model: ModelConfig, world_size: int) -> list[Grid]:
 
 
 def crosses(degrees: Degrees, ranks_per_node: int) -> bool:
-    """Whether tensor-parallel groups have ranks on more than one node."""
+    """True if tensor-parallel groups have ranks on more than one node."""
     return degrees.tp > 1 and ranks_per_node % degrees.tp != 0
 
 
@@ -109,7 +119,8 @@ def check_world(world_size: int | None, ranks_per_node: int | None) -> None:
 # The lists as text and as JSON.
 _FOOT = """Bytes are those of the rank that has most, in fp32: 4 a parameter, 4 its gradient, 8 Adam's moments, and
 4 for the flat copy that DeepSpeed steps in stages 1 to 3. "cast": the 2-byte copies of the blocks' matrices that
-autocast keeps from forward to backward pass in bf16 and fp16. Activations, buckets and gathered layers come on top.
+autocast keeps from forward to backward pass. "bf16": on the device with --precision bf16, "-" for none, or where
+the layout has no bf16. Activations, buckets and gathered layers come on top.
 A named layout takes other degrees by --tp, --pp and --sp."""
 
 
@@ -122,11 +133,11 @@ def purposes_text(purposes: dict[str, str]) -> str:
 def legal_text(model: str, world_size: int, named: list[Named], grids: list[Grid], ranks_per_node: int | None, *,
                rich: bool) -> str:
     """The named layouts, why some are not legal, and all legal degrees."""
-    rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory)]
-            for entry in named if entry.degrees is not None]
+    rows = [[entry.name, *_degree_cells(entry.degrees), *_memory_cells(entry.memory),
+             _gigabytes(total(entry.memory_bf16, "device"))] for entry in named if entry.degrees is not None]
     parts = [table(f"Named layouts for {model} on {world_size} ranks, GB a rank",
-                   ("name", *_DEGREES, "parameters", "gradients", "optimizer", "cast", "device", "host", "files"),
-                   rows, rich=rich)]
+                   ("name", *_DEGREES, "parameters", "gradients", "optimizer", "cast", "device", "host", "files",
+                    "bf16"), rows, rich=rich)]
     refused = [entry for entry in named if entry.reason is not None]
     if refused:
         parts.append("Not legal:\n" + "".join(
@@ -150,7 +161,7 @@ def as_json(model: str, world_size: int, named: list[Named], grids: list[Grid],
     return {
         "model": model,
         "world_size": world_size,
-        "named": [{**asdict(entry), "memory": [asdict(part) for part in entry.memory]} for entry in named],
+        "named": [asdict(entry) for entry in named],
         "degrees": [{
             **asdict(grid.degrees),
             "stages": {str(stage): {"memory": [asdict(part) for part in parts], "words": grid.words[stage]}

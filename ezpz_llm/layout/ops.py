@@ -23,9 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.outside import system_text
-from ezpz_llm.base.package_data import cache_dir, installed
+from ezpz_llm.base import UserError, cache_dir, installed, system_text, unknown
 from ezpz_llm.dist import Heartbeat
 from ezpz_llm.launch.variables import BUILDING
 from ezpz_llm.layout.layout import Layout
@@ -68,7 +66,7 @@ def built_library(name: str) -> Path | None:
 
 
 def is_built(name: str) -> bool:
-    """Whether a run can use the op as it is: from the cache, or compiled into the installed DeepSpeed."""
+    """True if a run can use the op as it is: from the cache, or compiled into the installed DeepSpeed."""
     return built_library(name) is not None or name in _installed_ops()
 
 

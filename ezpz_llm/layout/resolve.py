@@ -10,8 +10,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.base import UserError, data_dir, unknown
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
@@ -24,13 +23,22 @@ from ezpz_llm.layout.knobs import KNOBS, Case, uncertified
 from ezpz_llm.layout.layout import DEGREE_NAMES, Layout, read_layout
 from ezpz_llm.layout.ops import needed_ops, refuse_unbuilt
 from ezpz_llm.layout.optimizers import OPTIMIZERS, OptimizerName, check_optimizer
+from ezpz_llm.layout.precision_recipes import (
+    FP32_GRADIENTS,
+    RECIPES,
+    SCALED,
+    GradientDtypes,
+    check_engine,
+    check_gradients,
+    computed_as,
+    deepspeed_blocks,
+)
 from ezpz_llm.layout.suggest import validate_or_suggest
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, UNASKED, Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.rundir import RunDir, SideFiles
 
 DEFAULT_MICRO_BATCH = 4
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Resolved:
     for none. `deepspeed` is what DeepSpeed gets, None where it is not used. `adam` holds what the user's ds_config
     says of the optimizer and schedule (lr, beta1, beta2, eps, weight_decay, schedule, warmup_steps, …) and the
     command line does not, `of_peak` what it says as shares of the peak learning rate; `recompute` likewise which
-    blocks' activations it wants recomputed. `loss_scale` is how fp16's moves. `nvme_path` is the folder that was
+    blocks' activations it wants recomputed. `loss_scale` is how fp16's moves, `gradients` what they are added and
+    reduced in. `nvme_path` is the folder that was
     named for offloaded files; None leaves them in the run directory.
     """
 
@@ -59,6 +68,7 @@ class Resolved:
     optimizer: OptimizerName = "adamw"
     nvme_path: str | None = None
     loss_scale: DynamicScale = field(default_factory=DynamicScale)
+    gradients: GradientDtypes = FP32_GRADIENTS
 
     def write(self, run_dir: RunDir, side: SideFiles | None = None) -> None:
         """Write layout.json, and deepspeed.json where DeepSpeed is used."""
@@ -72,7 +82,9 @@ class Resolved:
 
     def for_deepspeed(self, run_dir: RunDir) -> dict[str, Any]:
         """Exactly what DeepSpeed gets, with a place in the run directory for its own curves where none is named."""
-        config = deepcopy(self.deepspeed or {})
+        config = {**deepcopy(self.deepspeed or {}), **deepspeed_blocks(self.precision, self.gradients)}
+        if "zero_optimization" in config:
+            config["zero_optimization"]["stage"] = computed_as(self.layout, self.precision).zero.stage
         for name in ("csv_monitor", "tensorboard"):
             if config.get(name, {}).get("enabled") and not config[name].get("output_path"):
                 config[name]["output_path"] = str(run_dir.tracker(f"deepspeed-{name}"))
@@ -83,6 +95,7 @@ class Resolved:
         batch = self.batch
         world_size = batch.dp_size * self.layout.tp * self.layout.pp * self.layout.sp
         values = {"layout": self.layout.describe(world_size), "precision": self.precision,
+                  "grad_accum_dtype": self.gradients.accumulated, "reduce_dtype": self.gradients.reduced,
                   "global_batch": batch.global_batch, "micro_batch": batch.micro_batch,
                   "accumulation": batch.accumulation, "clip": self.clip or "none",
                   **({"nvme_path": self.nvme_path} if self.nvme_path else {}), **self.adam}
@@ -90,7 +103,7 @@ class Resolved:
         knobs = {knob.name: knob.shown(self.layout) for knob in KNOBS[1:] if knob.is_set(self.layout)}
         sizes = {name: str(value).lower() if isinstance(value, bool) else f"{value:,}"
                  for name, value in zero.items() if name in self.sources and name not in knobs}
-        lines = [*self._table(values, 14), *self._table({**knobs, **sizes}, 36)]
+        lines = [*self._table(values, 17), *self._table({**knobs, **sizes}, 36)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _table(self, values: Mapping[str, Any], column: int) -> list[str]:
@@ -109,12 +122,14 @@ class Request:
         world_size: the number of ranks.
         global_batch, micro_batch, accumulation: in sequences.
         clip: the largest gradient norm, 0 for none.
-        precision: "fp32", "tf32", "bf16", "fp16", or "auto" (also None) where the device is to decide.
+        precision: a name of `RECIPES`, or "auto" (also None) where the device is to decide.
         device: "cpu", "cuda", "xpu" or "mps" where it is known; "auto" or None where not.
         tp, pp, sp: degrees in place of the ds_config's.
+        shard_within: ranks that fsdp2 shards over, in place of the ds_config's.
         model: the shape that is to be divided; None where it is no GPT.
         optimizer: a name of `ezpz_llm.layout.optimizers`.
         nvme_path: the folder for state that a layout offloads to files, on each node.
+        grad_accum_dtype, reduce_dtype: what gradients are added and reduced in, "fp32" or "bf16".
         default_micro_batch: at most as many sequences a rank takes at once where nothing says how many.
         sources: where each value came from, by name, also for lr and its like; what is not in it was typed on the
             command line.
@@ -131,9 +146,12 @@ class Request:
     tp: int | None = None
     pp: int | None = None
     sp: int | None = None
+    shard_within: int | None = None
     model: ModelConfig | None = None
     optimizer: OptimizerName = "adamw"
     nvme_path: str | None = None
+    grad_accum_dtype: str | None = None
+    reduce_dtype: str | None = None
     default_micro_batch: int = DEFAULT_MICRO_BATCH
     sources: Mapping[str, ValueSource] = field(default_factory=dict)
 
@@ -161,17 +179,23 @@ class _Inputs:
     def resolved(self) -> Resolved:
         request, config, overrides = self.request, self.config, self.overrides
         model, world_size, device = request.model, request.world_size, request.device
-        asked = Case(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp), world_size, model,
+        asked = Case(read_layout(config, tp=request.tp, pp=request.pp, sp=request.sp,
+                                 shard_within=request.shard_within), world_size, model,
                      batch=lambda dp_size: self.batch(dp_size)[0], shipped=self.is_shipped)
         layout, notes = validate_or_suggest(asked, self.origins())
         batch, used, gave_way = self.batch(layout.dp_size(world_size))
         notes = (*overrides.notes, *notes, *gave_way)
         used["layout"] = self.sources.get("ds_config", COMMAND_LINE)
         used.update({knob.name: self.file for knob in KNOBS[1:] if knob.is_set(layout)})
+        if request.shard_within is not None:
+            used["shard_within"] = self.sources.get("shard_within", COMMAND_LINE)
         clip, used["clip"] = self.choose("clip", request.clip, overrides.clip)
         precision, used["precision"] = self.choose(
             "precision", None if request.precision == "auto" else request.precision, overrides.precision.name)
         check_precision(precision, used["precision"], device)
+        check_engine(precision, layout, f"precision ({used['precision']})")
+        gradients = self.gradients(precision, layout, used)
+        notes += self.left_out_gradients(gradients, used)
         adam, of_peak, more = self.hyperparameters()
         notes += (*more, *self.unsaid_precision(precision, used["precision"]))
         used.update({name: source for name, (_, source) in adam.items()})
@@ -179,11 +203,12 @@ class _Inputs:
         if recompute is not None:
             used["recompute"] = self.file
         deepspeed = None
+        if left := uncertified(overrides.rest, layout):
+            as_is = ", which DeepSpeed gets as they are" if layout.engine == "deepspeed" else ""
+            notes += (f"uncertified: {', '.join(left)} of {config.path.name}; no certificate covers these "
+                      f"keys{as_is}; ezpz-llm certify --layouts {self.file} tests them here",)
         if layout.engine == "deepspeed":
             refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
-            if left := uncertified(overrides.rest, layout):
-                notes += (f"no certificate covers these keys of {config.path.name}, which DeepSpeed gets as they "
-                          f"are: {', '.join(left)}; ezpz-llm certify --layouts {self.file} tests them here",)
             check_gradient_scaling(overrides.rest, layout, str(self.file))
             deepspeed = _for_deepspeed(overrides.rest, layout, batch, clip or 0.0, device)
             zero = deepspeed["zero_optimization"] = ds_defaults.complete(
@@ -199,7 +224,34 @@ class _Inputs:
         notes += ds_defaults.place(layout, nvme_path, str(used["nvme_path"]))
         return Resolved(layout, batch, precision or "auto", float(clip or 0), deepspeed,
                         {name: value for name, (value, _) in adam.items()}, of_peak, used, notes, config.warnings,
-                        recompute, request.optimizer, nvme_path, overrides.precision.scale)
+                        recompute, request.optimizer, nvme_path, overrides.precision.scale, gradients)
+
+    def gradients(self, precision: str | None, layout: Layout, used: dict[str, ValueSource]) -> GradientDtypes:
+        """What gradients are added and reduced in; where each came from is put into `used`."""
+        found: list[Any] = []
+        theirs = dict(self.overrides.gradients)
+        # DeepSpeed's own default is the dtype of the parameters; offloaded gradients, and a pipeline's, are added
+        # in fp32.
+        implied = precision == self.overrides.precision.name == "bf16" and layout.engine == "deepspeed"
+        for key in ("grad_accum_dtype", "reduce_dtype"):
+            value, used[key] = self.choose(key, getattr(self.request, key), theirs.get(key))
+            if implied and used[key].origin in UNASKED and not (
+                    key == "grad_accum_dtype" and (layout.zero.offload_optimizer or layout.pp > 1)):
+                value, used[key] = "bf16", ValueSource(Origin.FILE, f"DeepSpeed's default, left out of {self.file}")
+            found.append(value or "fp32")
+        gradients = GradientDtypes(*found)
+        check_gradients(gradients, precision, layout, {key: str(source) for key, source in used.items()})
+        return gradients
+
+    def left_out_gradients(self, gradients: GradientDtypes, used: Mapping[str, ValueSource]) -> tuple[str, ...]:
+        """What to say where the user's file leaves to DeepSpeed in what gradients are added and reduced."""
+        options = [f"--{key.replace('_', '-')}" for key in ("grad_accum_dtype", "reduce_dtype")
+                   if used[key].detail.startswith("DeepSpeed's default")]
+        if not options:
+            return ()
+        what = {"fp32": "travel", "bf16": "are added and travel"}[gradients.accumulated]
+        return (f"gradients {what} in bf16, DeepSpeed's default for what {self.config.path.name} leaves out: "
+                f"{' '.join(f'{option} fp32' for option in options)} for more digits",)
 
     def hyperparameters(self) -> tuple[dict[str, tuple[Any, ValueSource]], dict[str, float], list[str]]:
         """What the user's optimizer and scheduler say: values with their sources, shares of the peak rate, notes.
@@ -231,14 +283,14 @@ class _Inputs:
         """What to say of a foreign file that does not speak of precision, which is fp32 to DeepSpeed."""
         if self.overrides.precision.blocks or self.is_shipped or self.config.ours or precision == "fp32":
             return ()
-        takes = precision or "auto, bf16 where the device computes in it"
+        takes = precision or "auto, bf16 or bf16_autocast where the device computes in bf16"
         return (f"{self.config.path.name} has no bf16 or fp16 block, and DeepSpeed would compute in fp32; this "
                 f"run's precision is {takes} ({source}): --precision fp32 for the same",)
 
     def origins(self) -> dict[str, str]:
         """Where the values that make a layout came from."""
         return {**dict.fromkeys(("engine", *(knob.name for knob in KNOBS), *DEGREE_NAMES), str(self.file)),
-                **{name: str(self.sources.get(name, COMMAND_LINE)) for name in DEGREE_NAMES
+                **{name: str(self.sources.get(name, COMMAND_LINE)) for name in (*DEGREE_NAMES, "shard_within")
                    if getattr(self.request, name) is not None}}
 
     def choose(self, name: str, given: Any, wish: Any) -> tuple[Any, ValueSource]:
@@ -289,14 +341,15 @@ def check_precision(precision: str | None, source: ValueSource, device: str | No
     Raises:
         UserError: names what does.
     """
-    if precision is not None and precision not in PRECISIONS:
-        raise unknown("precision", precision, ("auto", *PRECISIONS), where=str(source))
-    if precision == "fp16" and device in DEVICES and not DEVICES[device].fp16:
-        raise UserError(f"fp16 on a {device.upper()}: its matrix products are about a hundred times slower than "
-                        "fp32 there", where=f"precision ({source})", instead="--precision bf16 or fp32")
+    if precision is not None and precision not in RECIPES:
+        raise unknown("precision", precision, ("auto", *RECIPES), where=str(source))
+    if precision in SCALED and device in DEVICES and not DEVICES[device].fp16:
+        raise UserError(f"{precision} on a {device.upper()}: its matrix products are about a hundred times slower "
+                        "than fp32 there", where=f"precision ({source})",
+                        instead="--precision bf16_autocast or fp32")
     if precision == "tf32" and device in DEVICES and not DEVICES[device].tf32:
         raise UserError(f"tf32 on a {device.upper()}: its matrix products have no such form",
-                        where=f"precision ({source})", instead="--precision bf16 or fp32")
+                        where=f"precision ({source})", instead="--precision bf16_autocast or fp32")
 
 
 def _for_deepspeed(rest: dict[str, Any], layout: Layout, batch: Batch, clip: float,

@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import islice, product
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.layout import ds_config
 from ezpz_llm.layout.constraints import validate
 from ezpz_llm.layout.knobs import KNOBS, Case, Problem
@@ -42,7 +42,7 @@ def validate_or_suggest(case: Case, origins: Mapping[str, str]) -> tuple[Layout,
 
 
 def is_legal(case: Case) -> bool:
-    """Whether a case runs exactly as it is, batch and all."""
+    """True if a case runs exactly as it is, batch and all."""
     try:
         layout, _, problem = validate(case)
         if problem is None and case.batch is not None:
@@ -66,6 +66,9 @@ def as_cli_flags(case: Case, choice: Case) -> str:
     if before.at_degrees() == after.at_degrees():
         parts += [f"--{name} {getattr(after, name)}" for name in DEGREE_NAMES
                   if getattr(before, name) != getattr(after, name)]
+    elif before.with_zero(shard_within=None) == after.with_zero(shard_within=None):
+        size = after.zero.shard_within
+        parts.append("no shard_within" if size is None else f"--shard-within {size}")
     elif case.shipped:
         parts.append(selection(after) or "")
     else:
@@ -82,6 +85,9 @@ def as_cli_flags(case: Case, choice: Case) -> str:
 def selection(layout: Layout) -> str | None:
     """The options that select a layout, such as `--ds-config zero1 --tp 4`; None if no shipped ds_config does."""
     named = [other for other in shipped_layouts() if other.at_degrees() == layout.at_degrees()]
+    if not named and layout.zero.shard_within is not None:
+        words = selection(layout.with_zero(shard_within=None))
+        return words and f"{words} --shard-within {layout.zero.shard_within}"
     if not named:
         return None
     flags = [[f"--{name} {getattr(layout, name)}" for name in DEGREE_NAMES
@@ -156,13 +162,13 @@ def _bare(layout: Layout) -> Layout:
     return replace(layout, zero=ZeroOptions(layout.zero.stage))
 
 
-def _vary_hpz(case: Case) -> list[Iterable[Case]]:
-    """The nearest legal group sizes, two below and one above; if there are none, no second copy."""
-    value = case.layout.zero.hpz_partition_size
-    varied = {size: [_with_zero(case, hpz_partition_size=size)] for size in _divisors(case.world_size)}
+def _vary_group(field: str, case: Case) -> list[Iterable[Case]]:
+    """The nearest legal sizes of groups, two below and one above; if there are none, no groups."""
+    value, none = getattr(case.layout.zero, field), getattr(ZeroOptions(), field)
+    varied = {size: [_with_zero(case, **{field: size})] for size in _divisors(case.world_size)}
     legal = [size for size in varied if size > 1 and list(_first(1, varied[size]))]
     near = [*[size for size in legal if size < value][-2:], *[size for size in legal if size > value][:1]]
-    return [varied[size] for size in near or [1]]
+    return [varied[size] for size in near] or [[_with_zero(case, **{field: none})]]
 
 
 def _vary_model(name: str, case: Case) -> list[Iterable[Case]]:
@@ -217,6 +223,7 @@ _VARY: dict[str, Callable[[Case], list[Iterable[Case]]]] = {
     "tiled": lambda case: [[_with_zero(case, tiled=())]],
     "offload": lambda case: [[_with_zero(case, offload_param=None),
                               _with_zero(case, offload_param=None, offload_optimizer=None)]],
-    "hpz": _vary_hpz,
+    "hpz": partial(_vary_group, "hpz_partition_size"),
+    "shard_within": partial(_vary_group, "shard_within"),
     **{name: partial(_vary_model, name) for name in ("n_layer", "block_size", "vocab_multiple")},
 }

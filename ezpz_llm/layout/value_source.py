@@ -1,4 +1,4 @@
-"""Where a run's values came from, as a kind and in words (imports no torch)."""
+"""Source of a run's value, as a kind and in words (imports no torch)."""
 
 from __future__ import annotations
 

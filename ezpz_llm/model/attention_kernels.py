@@ -56,7 +56,7 @@ _ELEMENTS = 2 ** 25
 
 
 def is_blockwise(device: torch.device, dtype: torch.dtype, dropout: float) -> bool:
-    """Whether this is the kernel for products of this dtype."""
+    """True if this is the kernel for products of this dtype."""
     return device.type == "cpu" and dtype == torch.bfloat16 and not dropout
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from ezpz_llm.dist.private_names import compile_times
 
@@ -39,10 +35,10 @@ def eager() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")
 
 
-# Activation checkpointing: compute activations twice instead of keeping them (Chen et al. 2016,
-# arXiv:1604.06174).
 def recompute_blocks(model: nn.Module, every: int) -> None:
     """Recompute the activations of every `every`-th block in the backward pass; 0 for none.
+
+    Activation checkpointing (Chen et al. 2016, arXiv:1604.06174).
 
     To be asked before an engine wraps the blocks, so that what it gathers for a block is there for both passes.
 
@@ -53,13 +49,4 @@ def recompute_blocks(model: nn.Module, every: int) -> None:
         return
     for number, block in model.transformer["h"].named_children():
         if (int(number) + 1) % every == 0:
-            block.forward = _twice(block.forward)
-
-
-def _twice(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # A function of our own and no partial of torch's: torch.compile leaves calls that begin in torch's code alone.
-    @functools.wraps(inner)
-    def forward(*args: Any) -> Tensor:
-        return checkpoint(inner, *args, use_reentrant=False)
-
-    return forward
+            block.recomputes = True

@@ -1,6 +1,6 @@
 """Shape of a model, by name or by number (imports no torch).
 
-Symbols: C width, H heads, L layers, T context, V vocabulary.
+Symbols: C width, D dimensions of a head, H heads, L layers, T context, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,24 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.outside import shown
+from ezpz_llm.base import MOST_IDS, UserError, shown, unknown
 
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]
-Mlp = Literal["gelu", "swiglu"]
+Mlp = Literal["gelu", "gelu_erf", "swiglu"]
+QKNorm = Literal["none", "head", "width"]
+NormOrder = Literal["before", "after"]
 Init = Literal["gpt2", "llama"]
 
 _CHOICES = {"norm": get_args(Norm), "position": get_args(Position), "mlp": get_args(Mlp),
-            "init": get_args(Init)}
-_COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2**20, "block_size": 2**24,
-           "vocab_size": 2**24, "vocab_multiple": 2**20, "intermediate_size": 2**24}
+            "init": get_args(Init), "qk_norm": get_args(QKNorm), "norm_order": get_args(NormOrder)}
+_COUNTS = {"n_layer": 10_000, "n_head": 65_536, "n_kv_head": 65_536, "n_embd": 2**20, "head_dim": 2**20,
+           "block_size": 2**24, "rope_context": 2**24,
+           "vocab_size": MOST_IDS, "vocab_multiple": 2**20, "intermediate_size": 2**24}
 """Whole numbers from 1 on, and the most that a check can go through in a second."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. Two fields may be left at 0 and then follow from the others.
+    """A decoder-only transformer. Three fields may be left at 0 and then follow from the others.
 
     Raises:
         UserError: when the numbers do not fit together.
@@ -34,7 +36,7 @@ class ModelConfig:
     n_layer: int
     """Transformer blocks, L."""
     n_head: int
-    """Attention heads, H; they divide the width."""
+    """Attention heads, H; they divide the width, unless `head_dim` is given."""
     n_embd: int
     """Width, C."""
     block_size: int
@@ -43,8 +45,10 @@ class ModelConfig:
     """Tokens that the tokenizer can produce. Ids from here to `padded_vocab_size` never occur in data."""
     n_kv_head: int = 0
     """Key/value heads (grouped-query attention); they divide the heads. 0: as many as heads."""
+    head_dim: int = 0
+    """Dimensions of one head, D. 0: C/H."""
     intermediate_size: int = 0
-    """Width inside the MLP. 0: 4 C for gelu; for swiglu 8/3 C, rounded up to a multiple of 128."""
+    """Width inside the MLP. 0: 4 C for GELU; for swiglu 8/3 C, rounded up to a multiple of 128."""
     vocab_multiple: int = 128
     """The embedding's rows are padded to a multiple of this: faster products, divisible by parallel degrees."""
     norm: Norm = "layernorm"
@@ -52,7 +56,24 @@ class ModelConfig:
     position: Position = "learned"
     rope_theta: float = 500000.0
     """Base of the rotary angles; unused with learned positions."""
+    rope_factor: float = 1.0
+    """How much slower slow rotations are, so that a model that was trained with a context of `rope_context` reads a
+    longer one: Llama 3.1's rule, see `ezpz_llm.model.gpt.rotation_frequencies`. 1: as they are."""
+    rope_low: float = 1.0
+    """Turns within `rope_context` below which a rotation counts as slow."""
+    rope_high: float = 4.0
+    """Turns from which on it counts as fast, and stays as it is; between the two the rule is interpolated."""
+    rope_context: int = 8192
+    window: int = 0
+    """Tokens that each token attends to, itself included, as Mistral's sliding window has it; 0: all. The context
+    may be no longer: within it a window changes nothing."""
+    qk_norm: QKNorm = "none"
+    """RMSNorm of queries and keys (Henry et al. 2020, arXiv:2010.04245), before they are rotated: of each "head",
+    as Qwen3 has it, or over the "width" of all heads, as OLMo 2 has it."""
+    norm_order: NormOrder = "before"
+    """Whether a block's norms stand before attention and MLP, or after, before the sum (OLMo 2)."""
     mlp: Mlp = "gelu"
+    """"gelu" in its tanh form, as GPT-2 has it, "gelu_erf" by its definition, as nanoGPT has it, or "swiglu"."""
     bias: bool = True
     """Biases in linear layers and LayerNorm (RMSNorm never has one, the output head neither)."""
     dropout: float = 0.0
@@ -64,6 +85,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.n_kv_head == 0:
             object.__setattr__(self, "n_kv_head", self.n_head)
+        if self.head_dim == 0:
+            object.__setattr__(self, "head_dim", self._equal_heads())
         if self.intermediate_size == 0:
             object.__setattr__(self, "intermediate_size", _intermediate_size(self.mlp, self.n_embd))
         for name, most in _COUNTS.items():
@@ -75,27 +98,46 @@ class ModelConfig:
         for name, known in _CHOICES.items():
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise unknown(f"{name} of a model", str(getattr(self, name)), known, where="model")
-        for name in ("dropout", "norm_eps", "rope_theta"):
+        for name in ("dropout", "norm_eps", "rope_theta", "rope_factor", "rope_low", "rope_high"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value < 1e12:
                 raise UserError(f"{name} is {shown(value)}: it must be a number from 0 to 1e12", where="model")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must lie in 0 <= dropout < 1", where="model")
-        if self.n_embd % self.n_head:
-            raise UserError(f"width {self.n_embd} is not a multiple of {self.n_head} heads", where="model",
-                            instead=f"n_embd {self.n_head * max(1, round(self.n_embd / self.n_head))}, "
-                                    f"or n_head one of {_divisors(self.n_embd)}")
+        if self.rope_factor < 1 or self.rope_low >= self.rope_high:
+            raise UserError(f"rope_factor is {self.rope_factor:g}, rope_low {self.rope_low:g}, rope_high "
+                            f"{self.rope_high:g}: the factor must be at least 1, rope_low less than rope_high",
+                            where="model")
+        self._check_window()
         if self.n_head % self.n_kv_head:
             raise UserError(f"{self.n_head} heads are not a multiple of {self.n_kv_head} key/value heads",
                             where="model", instead=f"n_kv_head one of {_divisors(self.n_head)}")
         if self.position == "rope" and self.head_dim % 2:
-            raise UserError(f"rotary positions turn pairs, but a head of {self.n_embd}/{self.n_head} has "
-                            f"{self.head_dim} dimensions", where="model", instead="an even n_embd/n_head")
+            raise UserError(f"rotary positions turn pairs, but a head has {self.head_dim} dimensions",
+                            where="model", instead="an even n_embd/n_head, or an even head_dim")
+
+    def _equal_heads(self) -> int:
+        if not all(type(count) is int and count > 0 for count in (self.n_embd, self.n_head)):
+            return 0  # what is wrong with them is found next
+        if self.n_embd % self.n_head:
+            raise UserError(f"width {self.n_embd} is not a multiple of {self.n_head} heads", where="model",
+                            instead=f"n_embd {self.n_head * max(1, round(self.n_embd / self.n_head))}, "
+                                    f"or n_head one of {_divisors(self.n_embd)}")
+        return self.n_embd // self.n_head
+
+    def _check_window(self) -> None:
+        if type(self.window) is not int or self.window < 0:
+            raise UserError(f"window is {shown(self.window)}: it must be a whole number of at least 0",
+                            where="model")
+        if self.window and self.block_size > self.window:
+            raise UserError(f"a context of {self.block_size} is longer than the window of {self.window} tokens "
+                            "that this model attends to", where="model",
+                            instead=f"block_size {self.window} or less")
 
     @property
-    def head_dim(self) -> int:
-        """Dimensions of one head."""
-        return self.n_embd // self.n_head
+    def q_width(self) -> int:
+        """Width of all queries, C_q; C unless `head_dim` says otherwise."""
+        return self.n_head * self.head_dim
 
     @property
     def kv_width(self) -> int:
@@ -119,14 +161,19 @@ def _divisors(number: int) -> str:
 
 _GPT2 = {"block_size": 1024, "vocab_size": 50257, "vocab_multiple": 128}
 _LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "init": "llama"}
+_QWEN3 = {**_LLAMA, "qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 1e6}
+_OLMO2 = {**_LLAMA, "qk_norm": "width", "norm_order": "after", "norm_eps": 1e-6}
 _TINY = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257, "vocab_multiple": 64}
 
 # GPT-2: Radford et al. 2019, with the vocabulary padded. GPT-3's 125M: Brown et al. 2020, table 2.1.
 # shakespeare-char: nanoGPT's published configuration, with the tanh form of GELU (nanoGPT's own model has erf's).
-# llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3.
+# llama3-8b: Llama team 2024 (arXiv:2407.21783), table 3. The others: config.json of Llama-3.2-1B, Qwen3-0.6B-Base,
+# OLMo-2-0425-1B and Mistral-7B-v0.3 at Hugging Face.
 _SHAPES: dict[str, dict[str, Any]] = {
     "tiny-gpt2": {**_TINY},
     "tiny-llama": {**_TINY, **_LLAMA, "n_kv_head": 2},
+    "tiny-qwen3": {**_TINY, **_QWEN3, "n_kv_head": 2, "head_dim": 48},
+    "tiny-olmo2": {**_TINY, **_OLMO2, "tied": False},
     "shakespeare-char": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65,
                          "vocab_multiple": 1, "bias": False, "dropout": 0.2},
     "gpt2-124m": {**_GPT2, "n_layer": 12, "n_head": 12, "n_embd": 768},
@@ -138,6 +185,14 @@ _SHAPES: dict[str, dict[str, Any]] = {
                   "intermediate_size": 8192, "block_size": 2048, "vocab_size": 131072},
     "llama3-8b": {**_LLAMA, "n_layer": 32, "n_head": 32, "n_kv_head": 8, "n_embd": 4096,
                   "intermediate_size": 14336, "block_size": 8192, "vocab_size": 128256, "tied": False},
+    "llama3.2-1b": {**_LLAMA, "n_layer": 16, "n_head": 32, "n_kv_head": 8, "n_embd": 2048, "rope_factor": 32.0,
+                    "intermediate_size": 8192, "block_size": 131072, "vocab_size": 128256},
+    "qwen3-0.6b": {**_QWEN3, "n_layer": 28, "n_head": 16, "n_kv_head": 8, "n_embd": 1024, "head_dim": 128,
+                   "intermediate_size": 3072, "block_size": 32768, "vocab_size": 151936},
+    "olmo2-1b": {**_OLMO2, "n_layer": 16, "n_head": 16, "n_embd": 2048, "intermediate_size": 8192,
+                 "block_size": 4096, "vocab_size": 100352, "tied": False},
+    "mistral-7b": {**_LLAMA, "n_layer": 32, "n_head": 32, "n_kv_head": 8, "n_embd": 4096, "rope_theta": 1e6,
+                   "intermediate_size": 14336, "block_size": 32768, "vocab_size": 32768, "tied": False},
 }
 
 MODELS: dict[str, ModelConfig] = {name: ModelConfig(**shape) for name, shape in _SHAPES.items()}

@@ -52,6 +52,16 @@ def own_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return index * inside, inside
 
 
+def lookup(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows (..., C) of a table (V, C); a row's gradient is the sum over its tokens, in fp32 before it is rounded.
+
+    On CPU torch rounds a table of two bytes after each token, which loses most of a frequent token's gradient.
+    """
+    if weight.device.type == "cpu" and weight.dtype != torch.float32:
+        return _Lookup.apply(tokens, weight, False)
+    return functional.embedding(tokens, weight)
+
+
 # The embedding table, whose gradient is added to the head's where both are one tensor.
 class TiedEmbedding(nn.Embedding):
     """An embedding of V tokens in C dimensions.
@@ -66,20 +76,26 @@ class TiedEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) to rows (B, T, C)."""
         if self.tied and self.weight.device.type == "cpu":
-            return _Lookup.apply(tokens, self.weight)
-        return super().forward(tokens)
+            return _Lookup.apply(tokens, self.weight, True)
+        return lookup(tokens, self.weight)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, rows_only: bool) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape = weight.shape
+        ctx.shape, ctx.dtype, ctx.rows_only = weight.shape, weight.dtype, rows_only
         return functional.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         tokens, = ctx.saved_tensors
-        return None, torch.sparse_coo_tensor(tokens.flatten()[None], grad.flatten(0, -2), ctx.shape,
-                                             check_invariants=False)
+        index, rows = tokens.flatten(), grad.flatten(0, -2)
+        if ctx.dtype != torch.float32:
+            index, place = index.unique(return_inverse=True)
+            total = torch.zeros(len(index), rows.shape[1], device=rows.device)
+            rows = total.index_add_(0, place, rows.float()).to(ctx.dtype)
+        if ctx.rows_only:
+            return None, torch.sparse_coo_tensor(index[None], rows, ctx.shape, check_invariants=False), None
+        return None, rows.new_zeros(ctx.shape).index_copy_(0, index, rows), None

@@ -1,7 +1,7 @@
 """One GPT for GPT-2 and Llama shapes, with the module names of Hugging Face's GPT-2.
 
-Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D = C/H dimensions of a head,
-V padded vocabulary.
+Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D dimensions of a head,
+V padded vocabulary; C_q = H D is the width of all queries.
 
 The model is plain: it knows no ranks, no precision and no engine. Those are applied from outside, by replacing
 modules named in a table or by autocast. Hence three habits: a module uses only its own parameters (engines gather
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.model.attention_kernels import blockwise_attention, is_blockwise
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.embedding import TiedEmbedding
@@ -30,13 +31,29 @@ Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the rotary angles, each (T, D/2) in fp32."""
 
 
-def rotation_tables(length: int, head_dim: int, theta: float, device: torch.device, first: int = 0) -> Rotation:
-    """The angles t * theta^(-2i/D) of rotary positions t from `first` on (Su et al. 2021, arXiv:2104.09864).
+def rotation_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """The angles theta^(-2i/D) between two rotary positions (Su et al. 2021, arXiv:2104.09864), (D/2,) in fp32.
+
+    With `rope_factor`, by the rule of Llama 3.1 (github.com/meta-llama/llama-models, apply_scaling in model.py):
+    rotations of fewer than `rope_low` turns within `rope_context` are slower by the factor, those of more than
+    `rope_high` stay, and between the two both are mixed in proportion to the turns.
+    """
+    frequencies = config.rope_theta ** (
+        -torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim)
+    if config.rope_factor == 1:
+        return frequencies
+    turns = config.rope_context * frequencies / (2 * math.pi)
+    kept = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / config.rope_factor
+
+
+def rotation_tables(length: int, frequencies: Tensor, first: int = 0) -> Rotation:
+    """The rotations of rotary positions from `first` on.
 
     Computed on each forward pass, in fp32: as buffers they would be rounded by a model-wide change of dtype and
     lost on the way from a meta device.
     """
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    device = frequencies.device
     angles = torch.arange(first, first + length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -48,11 +65,36 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
+class LayerNorm(nn.LayerNorm):
+    """torch's; on CPU computed in fp32 whatever the parameters' dtype.
+
+    torch 2.13 adds the gradients of gain and bias in bf16 there, 32 % wrong after 4,096 tokens.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) normalised in fp32 on a CPU too, where torch computes in the type of `x`."""
+        if x.device.type != "cpu" or self.weight.dtype == torch.float32:
+            return super().forward(x)
+        bias = None if self.bias is None else self.bias.float()
+        wide = functional.layer_norm(x.float(), self.normalized_shape, self.weight.float(), bias, self.eps)
+        return wide.to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's; on CPU computed in fp32 whatever the parameters' dtype: its steps would each be rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) normalised in fp32 on a CPU too, where torch computes in the type of `x`."""
+        if x.device.type != "cpu" or self.weight.dtype == torch.float32:
+            return super().forward(x)
+        return functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
     """The normalisation of one C-wide activation."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+        return RMSNorm(config.n_embd, eps=config.norm_eps)
+    return LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class CausalProduct(nn.Module):
@@ -78,24 +120,46 @@ class CausalProduct(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `c_attn` holds queries, keys and values as parts (C, C_kv, C_kv) of its rows."""
+    """Causal self-attention; `c_attn` holds queries, keys and values as parts (C_q, C_kv, C_kv) of its rows."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.queries_per_kv = config.n_head // config.n_kv_head
         self.product = CausalProduct(config.dropout)
-        self.c_attn = nn.Linear(config.n_embd, config.n_embd + 2 * config.kv_width, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, config.q_width + 2 * config.kv_width, bias=config.bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm == "head":
+            self.q_head_norm, self.k_head_norm = (RMSNorm(config.head_dim, config.norm_eps) for _ in range(2))
+        elif config.qk_norm == "width":
+            self.q_width_norm = RMSNorm(config.q_width, config.norm_eps)
+            self.k_width_norm = RMSNorm(config.kv_width, config.norm_eps)
+        self.c_proj = nn.Linear(config.q_width, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """(B, T, D) to (B, T, D); `rotation` has the angles of rotary positions, None without."""
         heads = self.c_attn(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, T, D)
         kv_heads = heads.shape[1] // (self.queries_per_kv + 2)
         q, k, v = heads.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=1)
+        if self.qk_norm == "head":
+            q, k = _normed(self.q_head_norm, q), _normed(self.k_head_norm, k)
+        elif self.qk_norm == "width":
+            q, k = _over_heads(self.q_width_norm, q), _over_heads(self.k_width_norm, k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         return self.drop(self.c_proj(self.product(q, k, v).transpose(1, 2).flatten(2)))
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """A norm of queries or keys in the dtype of its gain, which under autocast is fp32."""
+    return norm(x.to(norm.weight.dtype)).type_as(x)
+
+
+def _over_heads(norm: nn.Module, x: Tensor) -> Tensor:
+    """A norm of all heads of a token as one, (B, H, T, D) to the same."""
+    heads = x.transpose(1, 2)
+    return _normed(norm, heads.flatten(2)).unflatten(-1, heads.shape[2:]).transpose(1, 2)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -110,26 +174,31 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """C to the intermediate width and back, through GELU (tanh form) or, with `c_gate`, SwiGLU."""
+    """C to the intermediate width and back, through one of the two forms of GELU or, with `c_gate`, SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
         self.c_gate = (nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
                        if config.mlp == "swiglu" else None)
+        self.activation = functional.gelu if config.mlp == "gelu_erf" else gelu
         self.c_proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D) over the hidden layer, gated (SwiGLU) where there is a gate."""
         if self.c_gate is None:
-            hidden = gelu(self.c_fc(x))
+            hidden = self.activation(self.c_fc(x))
         else:
             hidden = functional.silu(self.c_gate(x)) * self.c_fc(x)
         return self.drop(self.c_proj(hidden))
 
 
 class Block(nn.Module):
-    """One pre-norm layer, (B, T, C) to (B, T, C)."""
+    """One layer, (B, T, C) to (B, T, C).
+
+    `recomputes`: its activations are computed again in the backward pass, and only its input is kept until then.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,8 +206,20 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.norms_after = config.norm_order == "after"
+        self.recomputes = False
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """(B, T, D) to (B, T, D); activations inside are computed again in the backward pass if so chosen."""
+        # A method, and no function that closes over a block: torch 2.6 guards such by identity, and would compile a
+        # graph for each block.
+        return checkpoint(self._layers, x, rotation, use_reentrant=False) if self.recomputes \
+            else self._layers(x, rotation)
+
+    def _layers(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        if self.norms_after:
+            x = x + self.ln_1(self.attn(x, rotation).type_as(x))
+            return x + self.ln_2(self.mlp(x).type_as(x))
         x = x + self.attn(self.ln_1(x), rotation)
         return x + self.mlp(self.ln_2(x))
 
@@ -210,4 +291,4 @@ def rotation_of(config: ModelConfig, length: int, device: torch.device, first: i
     """The rotation of `length` positions from `first` on, None where positions are learned."""
     if config.position == "learned":
         return None
-    return rotation_tables(length, config.head_dim, config.rope_theta, device, first)
+    return rotation_tables(length, rotation_frequencies(config, device), first)

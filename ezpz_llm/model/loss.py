@@ -23,7 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ezpz_llm.data.samples import IGNORED
+from ezpz_llm.dist.device import device_memory
 from ezpz_llm.model.embedding import Columns
+from ezpz_llm.model.loss_chunk import chosen_chunk, most_logits
 
 # The training loss of logits: negative log-likelihood in nats, in fp32 whatever the logits' dtype.
 Reduction = Literal["mean", "sum", "rows"]
@@ -81,23 +83,16 @@ class _TokenLosses(torch.autograd.Function):
         return result.mul_((grad * counted)[:, None]).to(logits.dtype), None, None, None
 
 
-_ELEMENTS = {"cpu": 2 ** 26}
-_ELEMENTS_ELSEWHERE = 2 ** 27
-"""Logits of a chunk that is chosen here, by the type of device: two bytes each in bf16, on devices four more. Fewer
-make the sum of the chunks' weight gradients costly, and matrix products of few rows slow."""
 _CACHED = 2 ** 22
 """Logits that a CPU passes over several times at once, in fp32: they should stay in its last cache."""
 _SUMMED = 2 ** 22
 """Elements of the head's weight whose gradient a CPU adds at once: in bf16 and fp32 within its last cache."""
-_ROWS = 64
-"""A chosen chunk is a multiple of so many tokens, which matrix units want."""
 
 
-def chosen_chunk(tokens: int, columns: int, device_type: str) -> int:
-    """How many tokens to take at once, where nobody said: equal chunks within a bound of memory."""
-    most = max(_ROWS, _ELEMENTS.get(device_type, _ELEMENTS_ELSEWHERE) // columns // _ROWS * _ROWS)
-    chunks = -(-tokens // most)
-    return -(-tokens // chunks // _ROWS) * _ROWS
+@functools.cache
+def most_logits_on(device: torch.device) -> int:
+    """The most logits of a chunk on a device that is there."""
+    return most_logits(device.type, device_memory(device))
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: Reduction = "mean", *,
@@ -160,6 +155,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if task.z_loss or task.columns.ranks > 1:
                     factor = torch.exp(own - normaliser) * (1 + 2 * task.z_loss * normaliser)
                 gradients.add(part, room.gradient(logits, own, factor, index, inside), rows, cast, counted[part])
+        ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(gradients.hidden, gradients.weight,
                               counted.sum() if task.reduction == "mean" else None)
         loss = reduced(losses, targets, task.reduction)
@@ -173,8 +169,8 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden, weight, divisor = ctx.saved_tensors
         scale = grad if divisor is None else grad / divisor
         # In place: nobody else has them, and a second backward pass would be noticed by autograd.
-        return (None if hidden is None else hidden.mul_(scale), None if weight is None else weight.mul_(scale),
-                None, None)
+        return (None if hidden is None else hidden.mul_(scale),
+                None if weight is None else weight.mul_(scale).to(ctx.weight_dtype), None, None)
 
 
 class _Room:
@@ -257,15 +253,19 @@ def _gradient(logits: Tensor, own: Tensor, factor: Tensor, index: Tensor) -> Ten
 
 
 class _Gradients:
-    """The gradients of the summed loss of the chunks so far; None where nobody wants one."""
+    """The gradients of the summed loss of the chunks so far; None where nobody wants one.
+
+    The weight's is a sum over chunks, in fp32 also of a weight in two bytes.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype, for_hidden: bool,
                  for_weight: bool) -> None:
         self.hidden = torch.empty_like(hidden) if for_hidden else None
-        self.weight = torch.empty_like(weight) if for_weight else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.weight = torch.empty_like(weight, dtype=wide) if for_weight else None
         self._rows = max(1, _SUMMED // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
         self._cast = None
-        if for_weight and weight.dtype != dtype:
+        if for_weight and wide != dtype:
             self._cast = weight.new_empty(min(self._rows, len(weight)), weight.shape[1], dtype=dtype)
         self._empty = True
 
@@ -322,7 +322,7 @@ class Head(nn.Linear):
             return super().forward(x)
         if self.loss_chunk == 0:
             return cross_entropy(super().forward(x), targets, reduction, self.z_loss, self.columns)
-        chunk = self.loss_chunk or chosen_chunk(targets.numel(), len(self.weight), x.device.type)
+        chunk = self.loss_chunk or chosen_chunk(targets.numel(), len(self.weight), most_logits_on(x.device))
         return chunked_cross_entropy(x, self.weight, targets, reduction, chunk=chunk, z_loss=self.z_loss,
                                      columns=self.columns, compiled=self.compiled)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.model.config import ModelConfig
 
 Box = tuple[tuple[int, int], ...]
@@ -89,16 +89,18 @@ rank, and used on whole activations, so that every rank computes the same gradie
 but used on this rank's heads or hidden units, so that gradients are summed over the tensor-parallel ranks."""
 
 DIMENSIONS: dict[str, Callable[[ModelConfig], int]] = {
-    "C": lambda model: model.n_embd, "C_kv": lambda model: model.kv_width, "D": lambda model: model.head_dim,
-    "F": lambda model: model.intermediate_size, "T": lambda model: model.block_size,
-    "V": lambda model: model.padded_vocab_size}
-"""Symbols of a shape: width, width of all keys, dimensions of a head, MLP width, context, padded vocabulary."""
+    "C": lambda model: model.n_embd, "C_q": lambda model: model.q_width, "C_kv": lambda model: model.kv_width,
+    "D": lambda model: model.head_dim, "F": lambda model: model.intermediate_size,
+    "T": lambda model: model.block_size, "V": lambda model: model.padded_vocab_size}
+"""Symbols of a shape: width, width of all queries, of all keys, dimensions of a head, MLP width, context,
+padded vocabulary."""
 
 CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "always": lambda model: True, "bias": lambda model: model.bias,
     "bias, layernorm": lambda model: model.bias and model.norm == "layernorm",
     "swiglu": lambda model: model.mlp == "swiglu",
     "swiglu, bias": lambda model: model.mlp == "swiglu" and model.bias,
+    "qk_norm head": lambda model: model.qk_norm == "head", "qk_norm width": lambda model: model.qk_norm == "width",
     "learned positions": lambda model: model.position == "learned", "untied": lambda model: not model.tied}
 """When a model has a parameter."""
 
@@ -108,9 +110,9 @@ class Parameter:
     """One row of the table: a parameter of a block (named within it) or of the model.
 
     `shape` holds one sum of `DIMENSIONS` for each dimension; the terms of a sum are parts that a layer keeps side
-    by side ("C + C_kv + C_kv": queries, keys, values). `tp` is None where no rule is known: such a model cannot be
-    tensor parallel. `is_matmul`: each token's activations are multiplied by it, 2 FLOPs an element in the forward
-    pass and 4 in the backward pass.
+    by side ("C_q + C_kv + C_kv": queries, keys, values). `tp` is None where no rule is known: such a model cannot
+    be tensor parallel. `is_matmul`: each token's activations are multiplied by it, 2 FLOPs an element in the
+    forward pass and 4 in the backward pass.
     """
 
     name: str
@@ -122,12 +124,12 @@ class Parameter:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a tensor-parallel rank holds only a part."""
+        """True if a tensor-parallel rank holds only a part."""
         return self.tp in ("column", "row", "vocabulary", "head")
 
     @property
     def decays(self) -> bool:
-        """Whether it is in the optimizer group with weight decay."""
+        """True if it is in the optimizer group with weight decay."""
         return decays(self.shape)
 
     def parts(self, config: ModelConfig, dimension: int = 0) -> tuple[int, ...]:
@@ -144,7 +146,7 @@ class Parameter:
 
 
 def decays(shape: Sequence[Any]) -> bool:
-    """Whether weight decay pulls on a parameter of this shape: matrices and embeddings, not biases and norms."""
+    """True if weight decay pulls on a parameter of this shape: matrices and embeddings, not biases and norms."""
     return len(shape) >= 2
 
 
@@ -163,8 +165,11 @@ def _linear(name: str, outputs: str, inputs: str, tp: TpRule, when: str = "") ->
 
 BLOCK: list[Parameter] = [
     *_norm("ln_1"),
-    *_linear("attn.c_attn", "C + C_kv + C_kv", "C", "column"),
-    *_linear("attn.c_proj", "C", "C", "row"),
+    *_linear("attn.c_attn", "C_q + C_kv + C_kv", "C", "column"),
+    *(Parameter(f"attn.{part}_head_norm.weight", ("D",), "ones", "summed", when="qk_norm head") for part in "qk"),
+    Parameter("attn.q_width_norm.weight", ("C_q",), "ones", "column", when="qk_norm width"),
+    Parameter("attn.k_width_norm.weight", ("C_kv",), "ones", "column", when="qk_norm width"),
+    *_linear("attn.c_proj", "C", "C_q", "row"),
     *_norm("ln_2"),
     *_linear("mlp.c_fc", "F", "C", "column"),
     *_linear("mlp.c_gate", "F", "C", "column", "swiglu"),
@@ -296,7 +301,7 @@ class FlopCount:
 
     @property
     def is_proven(self) -> bool:
-        """Whether torch's counter saw as many products as the formula has."""
+        """True if torch's counter saw as many products as the formula has."""
         return self.counted is not None and abs(self.counted / self.products - 1) < TOLERANCE
 
     def as_record(self) -> dict[str, float | bool | None]:
@@ -306,6 +311,8 @@ class FlopCount:
 
 def flops_per_token(config: ModelConfig, block_size: int | None = None, causal: bool = False) -> float:
     """Model FLOPs of forward and backward per token: 6N + 12 L C T (Chowdhery et al. 2022, appendix B).
+
+    C is the width of all queries there, C_q, which few models have other than the model's.
 
     N is all parameters, a tied table once; an untied input embedding, which is only looked up, is left out.
     Recomputed activations never count. `causal` halves the attention term: the products that the mask leaves.
@@ -326,6 +333,6 @@ def product_flops_per_token(config: ModelConfig, block_size: int | None = None) 
 
 
 def _attention(config: ModelConfig, block_size: int | None) -> float:
-    """Scores and weighted values, in both passes, over the whole sequence: 12 L C T a token."""
+    """Scores and weighted values, in both passes, over the whole sequence: 12 L C_q T a token."""
     length = config.block_size if block_size is None else block_size
-    return 12.0 * config.n_layer * config.n_embd * length
+    return 12.0 * config.n_layer * config.q_width * length

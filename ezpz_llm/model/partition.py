@@ -1,6 +1,6 @@
-"""Which blocks each stage of a pipeline computes (imports no torch).
+"""Partition of a model's blocks into pipeline stages (imports no torch).
 
-Symbols: C width, L layers, T context, V vocabulary.
+Symbols: C_q width of all queries, L layers, T context, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import AFTER, BEFORE, BLOCK, count
 
@@ -29,14 +29,14 @@ class Weights:
 def part_weights(config: ModelConfig, by: Partition) -> Weights:
     """The cost of a model's parts, in parameters or in floating-point operations of a token's forward pass.
 
-    "time" counts matrix products, two operations a parameter, and the 4 C T of attention's scores and values over
+    "time" counts matrix products, two operations a parameter, and the 4 C_q T of attention's scores and values over
     the whole context; the backward pass costs twice that everywhere. Looking an embedding up costs nothing. Blocks
     with equal numbers take equally long on any device, so only the head's share depends on this model of time.
     """
     block = count(config, BLOCK)
     table = config.padded_vocab_size * config.n_embd
     if by == "time":
-        return Weights(2 * block + 4 * config.n_embd * config.block_size, 0, 2 * table)
+        return Weights(2 * block + 4 * config.q_width * config.block_size, 0, 2 * table)
     # The last stage holds a table also where it is tied.
     return Weights(block, count(config, BEFORE), count(config, AFTER) + (table if config.tied else 0))
 

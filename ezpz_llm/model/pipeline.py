@@ -55,7 +55,7 @@ class PipelineStage(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean", *,
                 last_only: bool = False) -> Tensor:
-        """What the next stage receives, (B, T, C) in fp32; from the last one what GPT gives.
+        """What the next stage receives, (B, T, C) in the parameters' dtype; from the last one what GPT gives.
 
         Args:
             x: tokens (B, T) in the first stage, else what the stage before gave.

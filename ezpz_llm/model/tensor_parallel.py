@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.model.embedding import Columns, own_rows
+from ezpz_llm.model.embedding import Columns, lookup, own_rows
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.loss import Head
 from ezpz_llm.model.parameters import (
@@ -69,7 +69,7 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) to activations (B, T, C)."""
         index, inside = own_rows(tokens, self.first, len(self.weight))
-        rows = functional.embedding(index, self.weight)
+        rows = lookup(index, self.weight)
         return reduce_from_tp_region(rows.masked_fill(~inside[..., None], 0.0), self.group)
 
 
@@ -81,8 +81,26 @@ class RowParallelLinear(nn.Linear):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
+        """The ranks' partial products, summed; the bias is added once."""
         total = reduce_from_tp_region(functional.linear(x, self.weight), self.group)
         return total if self.bias is None else total + self.bias
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over a width of which this rank has some columns; only the sums of squares are communicated."""
+
+    def __init__(self, columns: int, share: Share, eps: float | None, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(columns))
+        self.width, self.eps, self.group = columns * share.size, eps, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's columns (B, T, columns), normalised by the mean square of all; fp32 inside."""
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        # Every rank's columns depend on the sum, whose gradient therefore is summed too.
+        squares = copy_to_tp_region(reduce_from_tp_region(squares, self.group), self.group)
+        return wide * torch.rsqrt(squares / self.width + (self.eps or 0.0)) * self.weight
 
 
 class RankedDropout(nn.Module):
@@ -100,6 +118,7 @@ class RankedDropout(nn.Module):
         self._eager = torch.compiler.disable(self._with_own_masks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention with dropout of this rank's heads, outside of compiled graphs."""
         return self._eager(q, k, v)
 
     def _with_own_masks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -192,6 +211,8 @@ def _with_rule(name: str) -> Parameter:
 def _divided(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[tuple[int, int]], share: Share,
              group: ProcessGroup | None) -> nn.Module:
     """This rank's part of a layer, its parameters placed, without values. `parts`: its ranges of weight rows."""
+    if isinstance(module, nn.RMSNorm):
+        return _divided_norm(name, module, parts, share, group)
     rows, columns = module.weight.shape
     bias = getattr(module, "bias", None)
     with module.weight.device:
@@ -208,6 +229,14 @@ def _divided(name: str, module: nn.Module, rule: TpRule | None, parts: Sequence[
         _place_whole(f"{name}.bias", result.bias, share)
     elif bias is not None:
         place(result.bias, Placement(f"{name}.bias", (rows,), tuple((part,) for part in parts)))
+    return result
+
+
+def _divided_norm(name: str, module: nn.RMSNorm, parts: Sequence[tuple[int, int]], share: Share,
+                  group: ProcessGroup | None) -> nn.Module:
+    with module.weight.device:
+        result = ShardedRMSNorm(sum(stop - start for start, stop in parts), share, module.eps, group)
+    place(result.weight, Placement(f"{name}.weight", tuple(module.weight.shape), tuple((part,) for part in parts)))
     return result
 
 

@@ -4,10 +4,9 @@ A region of a sharded model is entered with activations that are the same on eve
 ranks' parts, which is the same again (Shoeybi et al. 2019, arXiv:1909.08053). Of these two, one communicates in the
 forward pass and the other in the backward pass.
 
-Sums are made in fp32 whatever the dtype of the parts, as gradients are. Every part has been rounded once, like the
-product that a single process makes; a sum in bf16 would round again at each hop of a ring, and the more the more
-ranks there are. The price is twice the bytes of a bf16 sum in the forward pass. In the backward pass activations
-are fp32 here anyhow: what enters a region comes from a norm.
+Sums travel in the dtype of the residual stream that they are added to, and of its gradient. Under autocast that is
+fp32: every part has been rounded once, like the product that a single process makes. In bf16 and fp16 it is two
+bytes, rounded again at each hop of a ring, as everyone's tensor parallelism does it (Megatron, torchtitan).
 
 `group` is the ranks' process group; None is the whole world, as in torch.
 """
@@ -29,24 +28,25 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group).to(grad.dtype), None
+        return summed(grad, ctx.group, grad.dtype), None
 
 
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        ctx.dtype = x.dtype
-        return summed(x, group)
+        ctx.dtype, kind = x.dtype, x.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # not on the meta device
+        return summed(x, group, torch.float32 if casts else x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
-def summed(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' tensors, in fp32."""
-    # A copy also of fp32: neither a saved activation nor a gradient in flight may change.
-    total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+def summed(x: Tensor, group: ProcessGroup | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The sum of the ranks' tensors in a dtype."""
+    # A copy also where it is x's: neither a saved activation nor a gradient in flight may change.
+    total = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     torch.distributed.all_reduce(total, group=group)
     return total
 
@@ -57,7 +57,7 @@ def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' parts, in fp32; each part has the sum's gradient."""
+    """The sum of the ranks' parts, in fp32 under autocast; each part has the sum's gradient."""
     return _SumForward.apply(x, group)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from ezpz_llm.base import lazy
 
 _MODULES = {
-    "metrics": ("PHASES", "Bubble", "MetricsLog", "StepTimeline", "StepTimes", "Straggler"),
+    "metrics": ("PHASES", "Bubble", "MetricsLog", "StepTimeline", "StepTimes", "Straggler", "WallClock"),
     "peaks": ("Ceiling", "Peak", "measure_ceiling", "peak_flops", "run_environment"),
-    "plots": ("plot_run", "series_plot", "wants_colour"),
+    "plots": ("plot_run", "series_plot"),
     "profile": ("HostProfile", "StepWatch", "TraceProfile", "Window", "profile_window"),
     "throughput": ("Rates", "StepWork", "Summary", "final_text", "summarise", "where_time_went"),
+    "terminal": ("terminal_width", "wants_ascii", "wants_colour"),
     "trackers": ("Tracking",),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}

@@ -12,10 +12,8 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import shown
-from ezpz_llm.base.schema import as_type
-from ezpz_llm.rundir import RunDir, read_lines, write_atomic
+from ezpz_llm.base import UserError, as_type, shown
+from ezpz_llm.rundir import RunDir, SideFiles, read_lines, write_atomic
 
 Rows = TypeVar("Rows", "list[Any]", "Sequence[Any]", "np.ndarray", "History")
 
@@ -72,6 +70,15 @@ def read_history(run_dir: RunDir, waiting: Iterable[Mapping[str, Any]] = ()) -> 
         UserError: it cannot be read, or a line is none of a run's.
     """
     return make_history(chain(read_lines(run_dir.metrics), waiting), str(run_dir.metrics))
+
+
+def whole_history(run_dir: RunDir, side: SideFiles) -> History:
+    """The run's lines, with those that could not be written so far."""
+    waiting = side.waiting(run_dir.metrics)
+    try:
+        return read_history(run_dir, waiting)
+    except UserError:  # damaged, or a file system that fails
+        return make_history(waiting, str(run_dir.metrics))
 
 
 def make_history(lines: Iterable[Mapping[str, Any]], where: str) -> History:
@@ -141,7 +148,7 @@ def trim_history(run_dir: RunDir, last_step: int) -> int:
     if steps and last_step == 0:
         raise UserError(f"the run directory already holds {len(steps)} steps of another run",
                         where=str(run_dir.metrics),
-                        instead="choose another --run-dir, or go on from its checkpoint with --resume")
+                        instead="choose another --run-dir, or resume from its checkpoint with --resume")
 
     def kept() -> Iterator[bytes]:
         of_lines = iter(steps)

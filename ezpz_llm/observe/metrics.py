@@ -1,12 +1,12 @@
 """Phase times of each step, and `metrics.jsonl`: one object a step, written so that no step waits for a number.
 
 A line has `step` (from 1), `loss` (nats a token, mean over the step's tokens), `lr`, `grad_norm` (before clipping),
-`step_time_s`, `tokens_per_second`, `tokens_per_second_per_device`, `data_s`, `forward_s`, `backward_s`,
-`optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where the device's peak is known; `val_loss`,
-`val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that evaluated so; on steps that are flushed at once
-`lr_G`, `grad_norm_G` and `update_ratio_G` (norm of the update over norm of the parameters) of the groups G
-`decayed` and `others`; `skipped` on steps that changed nothing. A loss or norm that is not finite is null, since
-JSON has no NaN.
+`step_time_s`, `tokens_per_second`, `tokens_per_second_per_device` (both where the tokens of a step are known),
+`data_s`, `forward_s`, `backward_s`, `optimizer_s`, `other_s` (rank 0's, adding up to the step time); `mfu` where
+the device's peak is known; `val_loss`, `val_tokens`, `hellaswag_acc` and `hellaswag_acc_norm` on steps that
+evaluated so; on steps that are flushed at once `lr_G`, `grad_norm_G` and `update_ratio_G` (norm of the update over
+norm of the parameters) of the groups G `decayed` and `others`; `skipped` on steps that changed nothing. A loss or
+norm that is not finite is null, since JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ezpz_llm.dist.agree import all_gather
-from ezpz_llm.dist.device import synchronize
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import all_gather, reduce
 from ezpz_llm.observe.history import OTHER, PHASES, finite, steady, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
 from ezpz_llm.rundir import RunDir
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 
 @dataclass(frozen=True)
@@ -46,23 +43,30 @@ class StepTimeline:
     A step is `begin_step()`, any number of `span(phase)` that do not overlap, `end_step()`. A phase entered several
     times (micro-steps) adds up. What happens between steps (validation, checkpoints, samples) is not timed here.
 
-    On a CPU a span is the host's time. On an accelerator each span is bracketed by two events on the current stream
-    and its length is read from them later: a data span that the device's work hides is then short, as it should be.
-    The device is synchronised once a step, in `end_step`, so that the step time is the time the work took and not
-    the time it took to enqueue it.
+    On a CPU a span is the host's time. On an accelerator each span and each step is bracketed by two events on the
+    current stream and its length is read from them later: a data span that the device's work hides is then short,
+    as it should be, and the step time is the time the work took and not the time it took to enqueue it.
+
+    The device never runs out of work for being timed: `end_step` waits for the step before the one that it closes.
+    So the host is one step ahead, and not as many as there are until somebody reads a loss.
+
+    Args:
+        waits: for each step itself, so that its kernels end before `end_step` does, as a trace needs it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device = device
-        self._started: float | None = None
+        self._waits = waits
+        self._started: Any = None
         self._inside: str | None = None
         self._spans: list[tuple[str, Any, Any]] = []
-        self._steps: list[tuple[float, list[tuple[str, Any, Any]]]] = []
+        self._steps: list[tuple[Any, Any, list[tuple[str, Any, Any]], int]] = []
+        self._last: Any = None
 
     def begin_step(self) -> None:
         """Start a step. One that an exception cut short before is forgotten."""
         self._spans, self._inside = [], None
-        self._started = time.perf_counter()
+        self._started = self._mark()
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
@@ -85,22 +89,45 @@ class StepTimeline:
             self._spans.append((phase, start, self._mark()))
             self._inside = None
 
-    def end_step(self) -> None:
-        """Wait for the device and close the step.
+    @property
+    def is_inside(self) -> bool:
+        """True inside a span."""
+        return self._inside is not None
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if no span was entered since the step began."""
+        return not self._spans
+
+    def end_step(self, steps: int = 1) -> None:
+        """Close the step, and wait until the device has ended the one before.
+
+        Args:
+            steps: so many were made since `begin_step`; what is kept are means over them.
 
         Raises:
             RuntimeError: no step was begun.
         """
         if self._started is None:
             raise RuntimeError("end_step without begin_step")
-        synchronize(self._device)
-        self._steps.append((time.perf_counter() - self._started, self._spans))
+        before, self._last = self._last, self._mark()
+        self._steps.append((self._started, self._last, self._spans, steps))
         self._started, self._spans = None, []
+        if self._waits:
+            self.wait()
+        elif before is not None and self._device.type != "cpu":
+            before.synchronize()
+
+    def wait(self) -> None:
+        """Wait until the device has ended the last step that was closed."""
+        if self._last is not None and self._device.type != "cpu":
+            self._last.synchronize()
 
     def drain(self) -> list[StepTimes]:
-        """The steps closed since the last call, oldest first."""
+        """The steps closed since the last call, oldest first; waits for the last of them."""
+        self.wait()
         steps, self._steps = self._steps, []
-        return [self._resolve(seconds, spans) for seconds, spans in steps]
+        return [self._resolve(*step) for step in steps]
 
     def _mark(self) -> Any:
         """A reading of the host's clock; on a device an event on its current stream, which takes a microsecond."""
@@ -110,12 +137,53 @@ class StepTimeline:
         event.record()
         return event
 
-    def _resolve(self, step_time_s: float, spans: list[tuple[str, Any, Any]]) -> StepTimes:
+    def _resolve(self, began: Any, ended: Any, spans: list[tuple[str, Any, Any]], steps: int) -> StepTimes:
         phases = dict.fromkeys(PHASES, 0.0)
         for phase, start, end in spans:
-            phases[phase] += end - start if self._device.type == "cpu" else start.elapsed_time(end) / 1e3
+            phases[phase] += self._seconds(start, end) / steps
+        step_time_s = self._seconds(began, ended) / steps
         phases[OTHER] = step_time_s - sum(phases.values())
         return StepTimes(step_time_s, phases)
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        return float(end - start if self._device.type == "cpu" else start.elapsed_time(end) / 1e3)
+
+
+@dataclass
+class WallClock:
+    """Seconds of the run's wall time by what they were spent on; what no span covers is "other".
+
+    `marks` are the ends of the start-up's parts, with their epoch times: by the clock as it was at the start, which
+    may be set meanwhile.
+    """
+
+    started: float = field(default_factory=time.perf_counter)
+    epoch: float = field(default_factory=lambda: time.time() - time.perf_counter())
+    spans: dict[str, float] = field(default_factory=dict)
+    marks: list[tuple[str, float]] = field(default_factory=list)
+
+    def passed(self, name: str) -> None:
+        """Note that a part of the start-up has just ended."""
+        self.marks.append((name, self.now()))
+
+    def now(self) -> float:
+        """The epoch time."""
+        return self.epoch + time.perf_counter()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside to `name`, its mark in a torch.profiler trace, too."""
+        begin = time.perf_counter()
+        try:
+            with torch.profiler.record_function(name):
+                yield
+        finally:
+            self.spans[name] = self.spans.get(name, 0.0) + time.perf_counter() - begin
+
+    def split(self) -> dict[str, float]:
+        """Seconds by name so far, adding up to the run's wall time."""
+        total = time.perf_counter() - self.started
+        return {**self.spans, "other": total - sum(self.spans.values())}
 
 
 # How much of a pipeline's time its stages stand idle, and the slowest rank: from the spans that every step has.
@@ -156,11 +224,13 @@ class Measured(Protocol):
 
 @dataclass
 class _Step:
-    """A finished step that waits to be written: `values` has this rank's loss and norm, `figures` the rest."""
+    """A finished step that waits to be written: `values` has this rank's loss, norm and tokens, where it `counts`
+    them; `figures` has the rest."""
 
-    lr: float
+    lr: float | None
     values: torch.Tensor
     measured: Measured | None
+    counts: bool = False
     figures: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -198,15 +268,17 @@ class MetricsLog:
         if dist.is_main:
             trim_history(run_dir, first_step)
 
-    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float,
-               measured: Measured | None = None) -> None:
+    def record(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float | None,
+               measured: Measured | None = None, tokens: float | None = None) -> None:
         """Keep a finished step's local mean loss and global norm (0-d tensors, copied on the device, not read).
 
         Args:
             measured: what else was found on all ranks in this step.
+            tokens: of this rank, where steps are not all as `work` says.
         """
         norm = grad_norm.detach().to(loss.device, non_blocking=True)
-        self._pending[step] = _Step(lr, torch.stack((loss.detach().float(), norm.float())), measured)
+        values = torch.stack((loss.detach().float(), norm.float(), torch.full_like(norm, tokens or 0).float()))
+        self._pending[step] = _Step(lr, values, measured, counts=tokens is not None)
 
     def record_validation(self, step: int, val_loss: float, val_tokens: int) -> None:
         """Put a validation result on the line of `step`.
@@ -231,14 +303,24 @@ class MetricsLog:
         """True if `step` is one to flush after."""
         return step % self._flush_every == 0 or step == self._first_step + 1
 
-    def go_back(self, step: int) -> None:
+    def tick(self, step: int) -> None:
+        """Say how far the run is, if nothing has been printed for a while (rank 0)."""
+        if self._progress:
+            self._progress.tick(step)
+
+    def erase_live_line(self) -> None:
+        """Before something else is printed."""
+        if self._progress:
+            self._progress.erase()
+
+    def rewind(self, step: int) -> None:
         """The run goes on after an earlier `step`: later lines are dropped."""
         self._first_step = step
         if self._dist.is_main:
             self._dist.side.attempt("metrics.jsonl without the steps that come again",
                                     lambda: trim_history(self._run_dir, step))
         if self._tracking:
-            self._tracking.go_back(step)
+            self._tracking.rewind(step)
 
     def flush(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Reduce, write and show what was recorded since the last flush. A collective: every rank calls it.
@@ -255,7 +337,7 @@ class MetricsLog:
             raise ValueError(f"{len(self._pending)} steps were recorded, {len(times)} were timed")
         if not self._pending:
             return
-        lines = [self._line(step, recorded, loss, norm, took) for (step, recorded), (loss, norm), took
+        lines = [self._line(step, recorded, values, took) for (step, recorded), values, took
                  in zip(self._pending.items(), self._reduce(), times, strict=True)]
         self._add_measured(lines)
         if look is not None:
@@ -283,9 +365,7 @@ class MetricsLog:
         measured = {step: one.measured for step, one in self._pending.items() if one.measured is not None}
         if not measured:
             return
-        sums = torch.stack([found.sums for found in measured.values()])
-        if self._dist.world_size > 1:
-            torch.distributed.all_reduce(sums)
+        sums = reduce(self._dist, torch.stack([found.sums for found in measured.values()]))
         by_step = {line["step"]: line for line in lines}
         for (step, found), values in zip(measured.items(), sums.tolist(), strict=True):
             by_step[step].update(found.describe(values, by_step[step]["grad_norm"]))
@@ -317,7 +397,7 @@ class MetricsLog:
                       (mesh.pp_size - 1) / (self._work.accumulation + mesh.pp_size - 1))
 
     def _reduce(self) -> list[list[float]]:
-        """(loss, norm) of every pending step, averaged over ranks in one collective.
+        """(loss, norm, tokens) of every pending step, averaged over ranks in one collective.
 
         The mean is over all ranks: tensor-parallel peers hold equal values, and what pipeline and sequence-parallel
         peers hold are parts that average to the loss. Sums are in double precision, where a sum of floats is exact
@@ -330,16 +410,18 @@ class MetricsLog:
         torch.distributed.all_reduce(stacked)
         return (stacked / self._dist.world_size).tolist()
 
-    def _line(self, step: int, recorded: _Step, loss: float, grad_norm: float, times: StepTimes) -> dict[str, Any]:
-        rates = self._work.rates(times.step_time_s)
+    def _line(self, step: int, recorded: _Step, values: list[float], times: StepTimes) -> dict[str, Any]:
+        loss, grad_norm, tokens = values
+        rates = self._work.rates(times.step_time_s, tokens * self._work.world_size if recorded.counts else None)
         line: dict[str, Any] = {
             "step": step,
             "loss": loss if finite(loss) else None,
             "lr": recorded.lr,
             "grad_norm": grad_norm if finite(grad_norm) else None,
             "step_time_s": times.step_time_s,
-            "tokens_per_second": rates.tokens_per_second,
-            "tokens_per_second_per_device": rates.tokens_per_second_per_device,
+            **({} if rates.tokens_per_second is None else {
+                "tokens_per_second": rates.tokens_per_second,
+                "tokens_per_second_per_device": rates.tokens_per_second_per_device}),
             **{f"{phase}_s": seconds for phase, seconds in times.phases.items()},
         }
         if rates.mfu is not None:

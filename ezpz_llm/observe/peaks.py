@@ -16,18 +16,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ezpz_llm.base.package_data import installed
+from ezpz_llm.base import installed
+from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import all_gather
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.device import synchronize
+from ezpz_llm.dist.device import device_memory, synchronize
 from ezpz_llm.rundir import redact
-
-if TYPE_CHECKING:
-    from ezpz_llm.dist import Dist
 
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 
@@ -270,7 +268,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     if DEVICES[device.type].own:
         module = torch.get_device_module(device)
         described["name"] = module.get_device_name(device)
-        described["memory_bytes"] = module.get_device_properties(device).total_memory
+        described["memory_bytes"] = device_memory(device)
     else:
         described["name"] = _processor()
     return described

@@ -4,45 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from ezpz_llm.observe.history import History, read_history, steady
+from ezpz_llm.observe.terminal import DEFAULT_WIDTH, terminal_width, wants_ascii
 from ezpz_llm.rundir import RunDir, SideFiles
 
-WIDTH_LIMIT = 100
-"""Columns beyond which a plot no longer gets easier to read."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Marks of curves that are told apart without colour."""
 POINTS = "o"
 """Mark of points that are not joined."""
 COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
 """Of the terminal's 256: apart from each other on black and on white."""
-_DEFAULT_WIDTH = 80
 _HUGE = 1e300
+_IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), "│": "|", "─": "-", "█": "#", "■": "#"})
+_LOW = 9  # lines of a plot that only has to show whether something was steady
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
 Values = Sequence[float | None] | np.ndarray
 """One value a step; None or NaN where there is none."""
 Reduce = Callable[[np.ndarray], float]
-
-
-def terminal_width() -> int:
-    """Columns of the terminal (COLUMNS, or what it reports), 80 where there is none, at most WIDTH_LIMIT."""
-    return min(WIDTH_LIMIT, shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns or _DEFAULT_WIDTH)
-
-
-def wants_colour(stream: TextIO | None = None) -> bool:
-    """True if `stream` (standard output) is a terminal whose user has not set NO_COLOR (https://no-color.org)."""
-    stream = sys.stdout if stream is None else stream
-    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> tuple[list[float], list[float]]:
@@ -75,9 +61,9 @@ class Curve:
 
 
 def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
-                width: int = _DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
+                width: int = DEFAULT_WIDTH, height: int = 16, *, colour: bool = False,
                 reduce: Reduce = np.mean, label: str = "",
-                points: tuple[str, Values, Values] | None = None) -> str:
+                points: tuple[str, Values, Values] | None = None, is_ascii: bool | None = None) -> str:
     """A line plot of y over x, see curves_plot.
 
     Args:
@@ -89,15 +75,21 @@ def series_plot(x: Values, y: Values, title: str, xlabel: str, ylabel: str,
         curves.append(Curve(points[0], points[1], points[2], mark=POINTS))
         # In the heading, since plotext's own legend covers part of the curve.
         xlabel += f"; line: {label}, {POINTS}: {points[0]}"
-    return curves_plot(curves, title, xlabel, ylabel, width, height, colour=colour, reduce=reduce)
+    return curves_plot(curves, title, xlabel, ylabel, width, height, colour=colour, reduce=reduce,
+                       is_ascii=is_ascii)
 
 
-def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = _DEFAULT_WIDTH,
-                height: int = 16, *, colour: bool = False, reduce: Reduce = np.mean) -> str:
+def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, width: int = DEFAULT_WIDTH,
+                height: int = 16, *, colour: bool = False, reduce: Reduce = np.mean,
+                is_ascii: bool | None = None) -> str:
     """A plot of several series as text of `width` by `height` characters, ending in a newline.
 
     Values that are not finite (or None) are left out, long lines are reduced to two values a column.
+
+    Args:
+        is_ascii: without braille and box characters (default: where standard output cannot show them).
     """
+    is_ascii = wants_ascii() if is_ascii is None else is_ascii
     import plotext
 
     heading = f"{title} ({ylabel}) over {xlabel}" if ylabel else f"{title} over {xlabel}"
@@ -113,23 +105,23 @@ def curves_plot(curves: Sequence[Curve], title: str, xlabel: str, ylabel: str, w
 
     figure = _figure(heading, width, height)
     for curve, x, y in drawn:
-        symbol = curve.mark or "braille"
+        symbol = curve.mark or ("*" if is_ascii else "braille")
         marker = symbol if curve.colour < 0 else plotext.marker(symbol, pixel=curve.colour)
         signal = figure.signal(x, y, marker=marker)
         if curve.is_line:
             signal.lines()
         figure.draw(signal)
-    return _figure_text(figure, colour, x=[value for _, x, _ in drawn for value in x],
+    return _figure_text(figure, colour, is_ascii, x=[value for _, x, _ in drawn for value in x],
                         y=[value for _, _, y in drawn for value in y])
 
 
-def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = _DEFAULT_WIDTH, *,
+def bars_plot(bars: Sequence[tuple[str, float]], title: str, width: int = DEFAULT_WIDTH, *,
               colour: bool = False) -> str:
     """Horizontal bars of named values, the first on top, as text that ends in a newline."""
     figure = _figure(title, width, 2 * len(bars) + 3)
     names, values = [name for name, _ in reversed(bars)], [value for _, value in reversed(bars)]
     figure.draw(figure.bar(names, values, orientation="horizontal", width=0.05))
-    return _figure_text(figure, colour, x=[0.0, *(value for value in values if value > 0)])
+    return _figure_text(figure, colour, wants_ascii(), x=[0.0, *(value for value in values if value > 0)])
 
 
 def _figure(title: str, width: int, height: int) -> Any:
@@ -144,24 +136,28 @@ def _figure(title: str, width: int, height: int) -> Any:
     return figure
 
 
-def _figure_text(figure: Any, colour: bool, **axes: Sequence[float]) -> str:
+def _figure_text(figure: Any, colour: bool, is_ascii: bool, **axes: Sequence[float]) -> str:
     """The drawn figure, with round ticks on the axes whose values are given."""
     for axis, values in axes.items():
         ticks = round_ticks(min(values), max(values))
         figure.ruler(axis).ticks(ticks, [f"{tick:.6g}" for tick in ticks])
     text = figure.build().string(colorless=not colour)
+    if is_ascii:
+        text = text.translate(_IN_ASCII)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False, history: History | None = None,
-             side: SideFiles | None = None) -> str:
-    """Draw loss, step time and tokens/s of a run: plain text to `plots/<metric>.txt`, and returned for the console.
+             side: SideFiles | None = None, unit: str = "nats/token") -> str:
+    """Draw loss, step time and tokens/s of a run: plain text to `plots/<metric>.txt`; returned for the console are
+    the loss and, less high, the tokens/s (step time is the same curve upside down), or step time without them.
 
     The first and last steps are left out of the two time plots, whose scale they would take for themselves.
 
     Args:
         history: the run's lines, where they are read already.
         side: what writes the files of a training.
+        unit: of the loss.
     """
     width, side = terminal_width() if width is None else width, side or SideFiles()
     rows = read_history(run_dir) if history is None else history
@@ -170,16 +166,20 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False,
     validation = ("validation", evaluated.steps, evaluated.column("val_loss")) if len(evaluated) else None
     draw = partial(series_plot, xlabel="step", width=width)
     drawings = {
-        "loss": partial(draw, rows.steps, rows.column("loss"), "loss", ylabel="nats/token", label="training",
+        "loss": partial(draw, rows.steps, rows.column("loss"), "loss", ylabel=unit, label="training",
                         points=validation),
         "step_time_s": partial(draw, timed.steps, timed.column("step_time_s") * 1e3, "step time", ylabel="ms",
                                reduce=np.median),
         "tokens_per_second": partial(draw, timed.steps, timed.column("tokens_per_second"), "tokens/s", ylabel="",
                                      reduce=np.median),
     }
+    speed = "tokens_per_second"
+    if len(timed) and not np.isfinite(timed.column(speed)).any():
+        del drawings[speed]
+        speed = "step_time_s"
     for metric, draw in drawings.items():
-        side.write(run_dir.plots / f"{metric}.txt", draw())
-    return "\n".join(draw(colour=colour) for draw in drawings.values())
+        side.write(run_dir.plots / f"{metric}.txt", draw(is_ascii=False))
+    return drawings["loss"](colour=colour) + "\n" + drawings[speed](colour=colour, height=_LOW)
 
 
 def _drawable(x: Values, y: Values) -> tuple[np.ndarray, np.ndarray]:

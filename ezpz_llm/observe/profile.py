@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,10 @@ def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS
     return Window(first_step + skip, min(steps, left - skip))
 
 
+_WEB_FONTS = re.compile(r"https://fonts\.googleapis\.com/[^\"'`)]*")
+"""What pyinstrument's page asks for on each opening. Without it the page takes the browser's own fonts."""
+
+
 class HostProfile:
     """The host's call tree over the window, sampled each millisecond: `profile/host.html` and `profile/host.txt`.
 
@@ -103,7 +108,7 @@ class HostProfile:
         profiler, self._profiler = self._profiler, None
         self.path = self._run_dir.profile / "host.html"
         self._side.write(self.path.with_suffix(".txt"), profiler.output_text(unicode=True, color=False))
-        self._side.write(self.path, profiler.output_html())
+        self._side.write(self.path, _WEB_FONTS.sub("data:text/css,", profiler.output_html()))
         self._side.write_json(self.path.with_suffix(".json"),
                               seconds_by_package(profiler.last_session.root_frame()))
 

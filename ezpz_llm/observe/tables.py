@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ezpz_llm.base import apportioned
-from ezpz_llm.base.errors import cleaned
+from ezpz_llm.base import apportioned, cleaned
+from ezpz_llm.observe.terminal import terminal_width, wants_ascii
 
 TABLE_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows, the first column names them; below them a last row for totals, if any, and notes, sentences.
+    Without columns notes alone."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    footer: tuple[str, ...] | None = None
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, footer: Sequence[str] | None = None,
@@ -17,32 +30,39 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
     Args:
         footer: a last row, for totals.
-        rich: draw it for a terminal of at most `width` columns, the rows with the numbers `marked` in red.
+        rich: draw it for this terminal, in at most `width` columns, the rows with the numbers `marked` in red.
     """
     # Names of runs, hosts and settings come from files, perhaps of others.
     rows = [[cleaned(cell) for cell in row] for row in rows]
     columns = [cleaned(name) for name in columns]
     if not rich:
         return _plain(title, columns, rows, footer)
+    from rich.box import ASCII, HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(show_footer=footer is not None)
+    drawn = Table(show_footer=footer is not None, box=ASCII if wants_ascii() else HEAVY_HEAD)
     for i, name in enumerate(columns):
-        drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right")
+        # Folded, not cut: the end of a number matters.
+        drawn.add_column(name, footer[i] if footer else "", justify="left" if i == 0 else "right", overflow="fold")
     for i, row in enumerate(rows):
         drawn.add_row(*row, style="red" if i in marked else None)
     text = io.StringIO()
-    Console(file=text, force_terminal=True, width=width).print(drawn)
+    Console(file=text, force_terminal=True, width=min(width, terminal_width())).print(drawn)
     return f"{title}\n{text.getvalue()}"
 
 
-def wall_table(title: str, wall: Mapping[str, float], *, rich: bool = False) -> str:
-    """A table of seconds of a run by what they were spent on, with their shares and their sum."""
-    rows = [[name, f"{seconds:.1f}", share] for (name, seconds), share
-            in zip(wall.items(), percentages(list(wall.values())), strict=True)]
-    return table(title, ("", "seconds", "share"), rows, footer=("run", f"{sum(wall.values()):.1f}", "100.0 %"),
-                 rich=rich)
+def table_text(one: Table, *, rich: bool = False) -> str:
+    """A table as text, each of its notes on a line."""
+    return table(one.title, one.columns, one.rows, footer=one.footer, rich=rich) + "".join(
+        f"  {note}\n" for note in one.notes)
+
+
+def wall_table(title: str, wall: Mapping[str, float]) -> Table:
+    """Seconds of a run by what they were spent on, with their shares and their sum."""
+    rows = tuple((name, f"{seconds:.1f}", share) for (name, seconds), share
+                 in zip(wall.items(), percentages(list(wall.values())), strict=True))
+    return Table(title, ("", "seconds", "share"), rows, footer=("run", f"{sum(wall.values()):.1f}", "100.0 %"))
 
 
 def percentages(parts: Sequence[float]) -> list[str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ezpz_llm.base.rows import aligned
+from ezpz_llm.launch.variables import LIVE_LINE
 from ezpz_llm.observe.history import (
     OTHER,
     PHASES,
@@ -22,7 +26,8 @@ from ezpz_llm.observe.history import (
     spread,
     steady,
 )
-from ezpz_llm.observe.tables import percentages, table, wall_table
+from ezpz_llm.observe.tables import percentages, table, table_text, wall_table
+from ezpz_llm.observe.terminal import redraws, terminal_width
 from ezpz_llm.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -31,15 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """Work of one step, to turn its time into rates.
+    """Work of one step, to turn its time into rates, all None where the tokens of a step are not known.
 
     `flops_per_second_per_device` are the model's FLOPs, all products of the attention counted; `mfu` is their
     fraction of the stated peak, None where there is none, `mfu_causal` the same with only the products that the
     causal mask leaves, and `ceiling_share` their fraction of what matrix products alone reached on the device.
     """
 
-    tokens_per_second: float
-    tokens_per_second_per_device: float
+    tokens_per_second: float | None
+    tokens_per_second_per_device: float | None
     flops_per_second_per_device: float | None
     mfu: float | None
     mfu_causal: float | None
@@ -74,9 +79,16 @@ class StepWork:
         """Tokens of a step, of all ranks."""
         return self.sequences * self.block_size
 
-    def rates(self, step_time_s: float) -> Rates:
-        """Rates at `step_time_s` seconds a step, over all ranks unless the name says otherwise."""
-        tokens_per_second = self.tokens / step_time_s
+    def rates(self, step_time_s: float, tokens: float | None = None) -> Rates:
+        """Rates at `step_time_s` seconds a step, over all ranks unless the name says otherwise.
+
+        Args:
+            tokens: of that step, where it is not like the others.
+        """
+        tokens = self.tokens if tokens is None else tokens
+        if not tokens:
+            return Rates(None, None, None, None, None, None)
+        tokens_per_second = tokens / step_time_s
         per_device = tokens_per_second / self.world_size
         flops = None if self.flops_per_token is None else per_device * self.flops_per_token
         causal = None if self.causal_flops_per_token is None else per_device * self.causal_flops_per_token
@@ -98,46 +110,137 @@ def short_number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def _short(value: float | None) -> str:
+    return "" if value is None else short_number(value)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours, minutes and seconds, as a clock shows them: 0:07, 3:21, 1:02:11, 2d 03:15."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60 % 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d {hours % 24:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+_LIVE_EVERY_S = 1.0
+_PLAIN_EVERY_S = 30.0
+_RECENT_STEPS = 20
+"""Steps by which the live line estimates."""
+
+
 class Progress:
     """Prints one aligned line for the last step of a flush and for every step that evaluated.
 
     Loss, learning rate and norm are that step's; the time is the median since the previous line, and the rates are
-    those of that median.
+    those of that median. The time left is by all that has passed since the first line, evaluations and checkpoints
+    in it, so that it needs a second line.
+
+    Args:
+        width: columns of the terminal. What does not fit is left out, first what metrics.jsonl is asked for least.
+        clock: monotonic seconds.
+        is_live: between two lines, rewrite the terminal's last line (default: where there is a terminal).
     """
 
-    def __init__(self, total_steps: int, work: StepWork) -> None:
+    _LEFT_OUT = ("tok/s/dev", "lr", "grad norm", "MFU", "elapsed", "tok/s")
+    """Columns that a narrow terminal does without, in this order."""
+
+    def __init__(self, total_steps: int, work: StepWork, width: int | None = None,
+                 clock: Callable[[], float] = time.monotonic, is_live: bool | None = None) -> None:
         self._total_steps = total_steps
         self._work = work
         self._step_width = max(len("step"), 2 * len(str(total_steps)) + 1)
         self._times: list[float] = []
         self._legend_shown = False
+        self._width = terminal_width() if width is None else width
+        self._clock = clock
+        self._began = clock()
+        self._first: tuple[int, float] | None = None
+        self._last_step = 0
+        self._redraws = redraws() if is_live is None else is_live
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._shown_at = self._began
+        self._is_live_line_shown = False
+
+    def tick(self, step: int) -> None:
+        """Say between two lines how far the run is: every second on a terminal, every half a minute in a log.
+
+        By this process's clock after `step`, which no device is asked for.
+        """
+        now = self._clock()
+        if self._recent and step <= self._recent[-1][0]:
+            self._recent.clear()
+        self._recent.append((step, now))
+        if len(self._recent) < 2 or now - self._shown_at < (_LIVE_EVERY_S if self._redraws else _PLAIN_EVERY_S):
+            return
+        self._shown_at = now
+        first, since = self._recent[0]
+        step_s = (now - since) / (step - first)
+        rate = self._work.rates(step_s).tokens_per_second
+        text = (f"{step}/{self._total_steps}".rjust(self._step_width)
+                + f"  {step / self._total_steps:4.0%}  elapsed {duration(now - self._began)}"
+                f"  left {duration(step_s * (self._total_steps - step))}"
+                + (f"  {short_number(rate)} tok/s" if rate is not None else ""))
+        if self._redraws:
+            print(f"{LIVE_LINE}{text[:self._width - 1]}\r", end="", flush=True)
+            self._is_live_line_shown = True
+        else:
+            print(text, flush=True)
+
+    def erase(self) -> None:
+        """Take the live line away before something else is printed."""
+        if self._is_live_line_shown:
+            self._is_live_line_shown = False
+            print(f"{LIVE_LINE}\r", end="", flush=True)
 
     def show(self, lines: Sequence[dict[str, Any]]) -> None:
         """Print what the metrics lines of a flush have to say."""
+        self.erase()
         for line in lines:
             self._times.append(line["step_time_s"])
             if line is lines[-1] or "val_loss" in line:
-                columns = self._columns(line)
+                columns = self._fitting(self._columns(line))
                 if not self._legend_shown:
                     self._legend_shown = True
                     print("  ".join(name.rjust(width) for name, width, _ in columns), flush=True)
                 print("  ".join(cell.rjust(width) for _, width, cell in columns).rstrip(), flush=True)
                 self._times.clear()
 
+    def _fitting(self, columns: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+        for name in self._LEFT_OUT:
+            if sum(width + 2 for _, width, _ in columns) - 2 <= self._width:
+                break
+            columns = [column for column in columns if column[0] != name]
+        return columns
+
+    def _left_s(self, step: int, now: float) -> float | None:
+        """Seconds to the last step, None where nothing tells yet; a run that was rolled back begins anew."""
+        was_rewound, self._last_step = step <= self._last_step, step
+        if self._first is None or was_rewound:
+            self._first = (step, now)
+            return None
+        first_step, since = self._first
+        return (now - since) / (step - first_step) * (self._total_steps - step)
+
     def _columns(self, line: dict[str, Any]) -> list[tuple[str, int, str]]:
         """Name, width and text of each column."""
-        seconds = statistics.median(self._times)
+        seconds, now = statistics.median(self._times), self._clock()
+        self._shown_at = now
+        left_s = self._left_s(line["step"], now)
         rates = self._work.rates(seconds)
         mfu = "" if rates.mfu is None else f"{rates.mfu:.1%}" if rates.mfu <= 1 else "error"
         return [
             ("step", self._step_width, f"{line['step']}/{self._total_steps}"),
+            ("done", 4, f"{line['step'] / self._total_steps:.0%}"),
             ("loss", 8, _fixed(line["loss"], 8, 4)),
             ("lr", 8, f"{line['lr']:.2e}"),
             ("grad norm", 9, _fixed(line["grad_norm"], 9, 3)),
             ("ms/step", 8, f"{seconds * 1e3:.1f}"),
-            ("tok/s", 7, short_number(rates.tokens_per_second)),
-            ("tok/s/dev", 9, short_number(rates.tokens_per_second_per_device)),
+            ("tok/s", 7, _short(rates.tokens_per_second)),
+            ("tok/s/dev", 9, _short(rates.tokens_per_second_per_device)),
             *([("MFU", 6, mfu)] if self._work.peak is not None else []),
+            ("elapsed", 8, duration(now - self._began)),
+            ("left", 8, "" if left_s is None else duration(left_s)),
             ("val loss", 8, _fixed(line["val_loss"], 8, 4) if "val_loss" in line else ""),
         ]
 
@@ -223,7 +326,7 @@ def summarise(run_dir: RunDir, work: StepWork, wall: Mapping[str, float], *, fir
     phases = {phase: timed.column(f"{phase}_s") for phase in (*PHASES, OTHER)}
     step_time = spread(step_times)
     # The loss of an evaluation may be NaN; that it was made is known by its tokens.
-    evaluated = rows[np.isfinite(rows.column("val_tokens"))]
+    evaluated = rows[np.isfinite(rows.column("val_tokens")) | np.isfinite(rows.column("val_loss"))]
     return Summary(
         steps=int(rows.steps[-1]),
         timed_steps=len(timed),
@@ -254,11 +357,11 @@ def where_time_went(summary: Summary, world_size: int, *, rich: bool = False) ->
         text += _COMMUNICATION
     if summary.straggler is not None:
         slow = summary.straggler
-        text += (f"  Slowest rank in data and forward: {slow.rank}, {slow.seconds * 1e3:.1f} ms a step; "
-                 f"median over ranks {slow.median_s * 1e3:.1f} ms.\n")
+        text += (f"  Slowest: rank {slow.rank}, {slow.seconds * 1e3:.1f} ms a step in data and forward "
+                 f"(median of all ranks: {slow.median_s * 1e3:.1f} ms).\n")
     if summary.bubble is not None:
         text += _bubble(summary.bubble)
-    return text + "\n" + wall_table("Where the wall time went", summary.wall, rich=rich)
+    return text + "\n" + table_text(wall_table("Where the wall time went", summary.wall), rich=rich)
 
 
 def _bubble(bubble: Bubble) -> str:
@@ -267,32 +370,54 @@ def _bubble(bubble: Bubble) -> str:
             f"  (p-1)/(m+p-1) is {bubble.expected:.1%}; a larger --gradient-accumulation-steps lowers it.\n")
 
 
-def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None) -> str:
-    """The last block of a run: losses, speed, and where to look."""
+def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
+               peak_bytes: int | None = None, width: int | None = None) -> str:
+    """The summary of a run in about a dozen lines: losses, speed, time, memory, and where the files are.
+
+    Args:
+        profile: the page of the profile of Python, where there is one.
+        peak_bytes: memory of the rank that took most.
+        width: columns of the terminal.
+    """
     median, low, high = _milliseconds(summary.step_time)
     mfu, flops = summary.mfu, summary.flops_per_second_per_device
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in _largest(summary.phase_share))
+    wall = sum(summary.wall.values())
+    spent = ", ".join(f"{seconds / wall:.0%} {name}" for name, seconds in _largest(summary.wall))
+    files = [run_dir.report.name, run_dir.metrics.name, f"{run_dir.plots.name}/",
+             *([str(profile.relative_to(run_dir.path))] if profile else [])]
     lines = {
         "training loss": f"{_loss(summary.first_loss)} at first, {_loss(summary.last_loss)} at the end "
                          f"(step {summary.steps})",
         "validation loss": _validation(summary) if summary.val_step is not None else "",
         "skipped steps": f"{summary.skipped_steps}: they changed nothing" if summary.skipped_steps else "",
-        "step time": f"{median} ms median, {low} to {high} ms from 10 % to 90 %",
-        "tokens/s": f"{short_number(summary.tokens_per_second)}, "
-                    f"{short_number(summary.tokens_per_second_per_device)} a device",
-        "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the stated peak" + (
+        "step time": f"{median} ms median; {low} to {high} ms for the middle 80 %",
+        "of a step": shares,
+        "tokens/s": "" if summary.tokens_per_second is None else (
+            f"{_short(summary.tokens_per_second)}, {_short(summary.tokens_per_second_per_device)} per device"),
+        "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the vendor's peak" + (
             "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted"),
-        "FLOP/s": "" if flops is None else f"{short_number(flops)} a device" + (
-            "" if summary.ceiling_share is None else f", {summary.ceiling_share:.1%} of matrix products alone"),
-        "plots": str(run_dir.plots), "profile": str(profile or ""), "run directory": str(run_dir.path)}
-    text = "".join(f"{name:<16}{value}\n" for name, value in lines.items() if value)
+        "FLOP/s": "" if flops is None else f"{short_number(flops)} per device" + (
+            "" if summary.ceiling_share is None else
+            f", {summary.ceiling_share:.1%} of the matmul peak measured here"),
+        "memory": "" if peak_bytes is None else f"{peak_bytes / 1e9:.2f} GB at most, on the rank that took most",
+        "run time": f"{duration(wall)}: {spent}",
+        "files": ", ".join(files), "in": str(run_dir.path)}
+    text = aligned(((name, value) for name, value in lines.items() if value),
+                   terminal_width() if width is None else width, 16)
     return text + "".join(f"warning: {warning}\n" for warning in summary.warnings)
+
+
+def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The parts from the largest, without those that would be shown as 0 %."""
+    whole = sum(parts.values())
+    return sorted(((name, part) for name, part in parts.items() if part > 0.005 * whole), key=lambda one: -one[1])
 
 
 def _validation(summary: Summary) -> str:
     text = f"{_loss(summary.val_loss)} (step {summary.val_step})"
     if summary.unigram_entropy and finite(summary.val_loss):
-        text += (f", {summary.val_loss / summary.unigram_entropy:.2f} x the corpus's unigram entropy of "
-                 f"{summary.unigram_entropy:.4f}")
+        text += f"; {summary.unigram_entropy:.4f} is what token frequencies alone give"
     return text
 
 

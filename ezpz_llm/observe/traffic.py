@@ -1,9 +1,9 @@
 """Bytes on the wire of a collective, as measured on a link, beside the textbook's (imports no torch).
 
-The table of a backend is a file beside this one, written by a measurement (see docs/traffic.md): one rank a node,
-each with a link of its own, whose counters say what a call of a kind sent for a buffer of so many bytes among so
-many ranks. Bytes of buffers are counted as in the collectives that a run issues: what is reduced, what is gathered,
-what is divided, what is sent, always the whole buffer.
+The table of a backend is a file beside this one, written by a measurement (docs/evidence/traffic.md): one rank a
+node, each with a link of its own, whose counters say what a call of a kind sent for a buffer of so many bytes
+among so many ranks. Bytes of buffers are counted as in the collectives that a run issues: what is reduced, what is
+gathered, what is divided, what is sent, always the whole buffer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.outside import read_json
+from ezpz_llm.base import grouped, read_json
 
 _FOLDER = Path(__file__).resolve().parent
 

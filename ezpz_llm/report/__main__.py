@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError, cleaned, run_command
+from ezpz_llm.base import UserError, cleaned, run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.observe.history import steady
-from ezpz_llm.observe.plots import COLOURS, LETTERS, POINTS, Curve, curves_plot, terminal_width, wants_colour
+from ezpz_llm.observe.plots import COLOURS, LETTERS, POINTS, Curve, curves_plot
 from ezpz_llm.observe.tables import table
+from ezpz_llm.observe.terminal import terminal_width, wants_colour
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
-from ezpz_llm.rundir import newest_run, write_atomic
+from ezpz_llm.rundir import newest_run, write_file
 
 _LONGEST = 31  # characters of a setting's value
 
@@ -28,10 +30,14 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: a directory is none of a run, no run has a step, or the page cannot be written.
     """
-    parser = argparse.ArgumentParser(prog="ezpz-llm report", description=__doc__, allow_abbrev=False)
+    parser = CommandParser("report", description=__doc__, shown=(
+        "ezpz-llm report  the newest run",
+        "ezpz-llm report runs/a runs/b --html page.html"))
     parser.add_argument("run_dir", nargs="*", type=Path, metavar="RUN_DIR",
                         help="the runs, finished or not (default: the newest in runs/)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
+    parser.add_argument("--figures", type=Path, metavar="DIR",
+                        help="also write loss and throughput as PDF, SVG and PNG, fit for a paper")
     options = parser.parse_args(argv)
     runs = load_runs(options.run_dir or [newest_run(Path("runs"), "ezpz-llm report RUN_DIR").path])
     if not any(len(run.rows) for run in runs):
@@ -41,15 +47,19 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{len(runs)} runs in one plot", instead=f"at most {DRAWABLE}")
     print(report_text(runs, terminal_width(), colour=wants_colour()), end="")
     if options.html:
-        _write(options.html, report_page(runs))
+        write_file(options.html, report_page(runs), "--html")
         print(f"\npage: {options.html}")
+    if options.figures:
+        from ezpz_llm.report.figures import write_report_figures
+
+        print("\nfigures: " + ", ".join(map(str, write_report_figures(runs, options.figures))))
     return 0
 
 
 def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
     """The report as text, with escape codes only if `colour`."""
     found = differences(runs)
-    parts = [table("Runs", RESULTS, [result_row(run) for run in runs], rich=colour),
+    parts = [_results([result_row(run) for run in runs], width, colour),
              "".join(cleaned(f"{name}: {text}\n") for name, text in comments(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
@@ -59,6 +69,19 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
     parts += [_plot(runs, "loss", "loss", "nats/token", width, colour),
               _plot(runs, "tokens_per_second", "tokens/s", "", width, colour)]
     return "\n".join(parts)
+
+
+def _results(rows: Sequence[Sequence[str]], width: int, colour: bool) -> str:
+    """The runs as a table, or where that is wider than `width` each as a paragraph."""
+    widths = [max(map(len, column)) for column in zip(RESULTS, *rows, strict=True)]
+    if sum(widths) + 3 * len(widths) < width:
+        return table("Runs", RESULTS, rows, rich=colour)
+    lines = ["Runs"]
+    for name, *values in rows:
+        known = (f"{label} {value}" for label, value in zip(RESULTS[1:], values, strict=True) if value != "-")
+        lines += [f"  {cleaned(name)}", textwrap.fill(", ".join(known), width, initial_indent=" " * 4,
+                                                      subsequent_indent=" " * 4)]
+    return "\n".join(lines) + "\n"
 
 
 def _short(value: str) -> str:
@@ -85,14 +108,6 @@ def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, c
     keys = (f"\x1b[38;5;{curve.colour}m━━\x1b[0m {curve.name}" if colour else f"{curve.mark} {curve.name}"
             for curve in curves)
     return text + "".join(f"  {key}\n" for key in keys)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise UserError(f"cannot write the page: {error.strerror}", where=f"--html {path}",
-                        instead="a file in a folder that exists and is yours") from error
 
 
 if __name__ == "__main__":

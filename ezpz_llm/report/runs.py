@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.observe.trackers import flat
@@ -105,9 +105,18 @@ def _load(path: Path, name: str, now: float) -> Run:
         raise UserError("this is not a run directory: it has neither run.json nor metrics.jsonl", where=str(path),
                         instead=f"ezpz-llm report {inside[0].parent}" if inside else None)
     rows = read_history(run_dir)
-    layout = read_layout(run_dir.layout) or {}
     written = run_dir.metrics.stat().st_mtime if len(rows) else run_dir.record.stat().st_mtime
-    run = Run(path, name, record, layout, rows, _state(record, rows, now - written), ())
+    return _noted(path, name, record, rows, now - written)
+
+
+def run_of(run_dir: RunDir, rows: History) -> Run:
+    """The run that this process has just ended, of which it has the lines already."""
+    return _noted(run_dir.path, run_dir.path.name, read_record(run_dir), rows, 0.0)
+
+
+def _noted(path: Path, name: str, record: dict[str, Any], rows: History, silent_s: float) -> Run:
+    layout = read_layout(RunDir(path).layout) or {}
+    run = Run(path, name, record, layout, rows, _state(record, rows, silent_s), ())
     return replace(run, notes=tuple(_notes(run)))
 
 
@@ -157,7 +166,7 @@ def _notes(run: Run) -> Iterator[str]:
     first, steps = int(rows.steps[0]), rows.steps
     if first > 1:
         origin = (run.record.get("config") or {}).get("resume")
-        resumed = f": it goes on from {origin}" if origin else ""
+        resumed = f": it continues {origin}" if origin else ""
         yield (f"its lines begin at step {first}{resumed}; "
                "steps before them are taken to have had as many tokens each, and no time")
     changes = np.flatnonzero(np.diff(run.step_tokens)) + 1

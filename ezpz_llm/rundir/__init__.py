@@ -6,17 +6,23 @@ from ezpz_llm.rundir.files import (
     append_line,
     append_lines,
     default_run_dir,
+    hash_file,
+    locked,
     newest_run,
+    ours,
+    own_record,
     read_json,
     read_layout,
     read_lines,
     read_record,
+    sweep_checkpoints,
     update_record,
     write_atomic,
+    write_file,
     write_json,
 )
-from ezpz_llm.rundir.secrets import redact
-from ezpz_llm.rundir.side_files import SideFiles
+from ezpz_llm.rundir.secrets import has_secret, hide, redact, redact_words, secret_values, without_secrets
+from ezpz_llm.rundir.side_files import SideFiles, print_whatever_happens
 
 __all__ = [
     "RUN_DIR_VARIABLE",
@@ -25,13 +31,25 @@ __all__ = [
     "append_line",
     "append_lines",
     "default_run_dir",
+    "has_secret",
+    "hash_file",
+    "hide",
+    "locked",
     "newest_run",
+    "ours",
+    "own_record",
+    "print_whatever_happens",
     "read_json",
     "read_layout",
     "read_lines",
     "read_record",
     "redact",
+    "redact_words",
+    "secret_values",
+    "sweep_checkpoints",
     "update_record",
+    "without_secrets",
     "write_atomic",
+    "write_file",
     "write_json",
 ]

@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import outside
-from ezpz_llm.base.errors import UserError, is_one_line
-from ezpz_llm.base.private import make_private
-from ezpz_llm.base.schema import as_type
+from ezpz_llm.base import UserError, as_type, is_one_line, make_private, outside, read_own
 from ezpz_llm.rundir.schemas import Record, Resolved
 from ezpz_llm.rundir.secrets import without_secrets
 
@@ -61,6 +58,8 @@ class RunDir:
     record = _Inside("run.json")
     metrics = _Inside("metrics.jsonl")
     plots = _Inside("plots")
+    report = _Inside("report.html")
+    """The page that a run writes of itself at its end."""
     profile = _Inside("profile")
     checkpoints = _Inside("checkpoints")
     offloaded = _Inside("nvme")
@@ -79,6 +78,8 @@ class RunDir:
     launcher_log = _Inside("logs", "launcher.log")
     """What the launcher itself and rank 0 wrote to standard error."""
     post_mortem = _Inside("postmortem.txt")
+    tokenizer = _Inside("tokenizer")
+    """A copy of the tokenizer's files, where it is another library's."""
 
     def __post_init__(self) -> None:
         if not is_one_line(str(self.path)):
@@ -98,12 +99,15 @@ class RunDir:
         return self.path / "trackers" / name
 
     def rank_log(self, rank: int) -> Path:
+        """What a rank printed."""
         return self.path / "logs" / f"rank{rank:04d}.log"
 
     def rank_error(self, rank: int) -> Path:
+        """The exception that a rank ended with."""
         return self.errors / f"rank{rank:04d}.json"
 
     def rank_heartbeat(self, rank: int) -> Path:
+        """The file that a rank touches while it makes progress."""
         return self.heartbeat / f"rank{rank:04d}"
 
     def node_report(self, first_rank: int) -> Path:
@@ -210,6 +214,25 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
         raise
 
 
+def write_file(path: Path, content: bytes | str, option: str | None = None) -> None:
+    """Write one file that a user asked for, whole or not at all.
+
+    Args:
+        option: the one that names this very file. Its folder has to be there; without an option it is made.
+
+    Raises:
+        UserError: says why not.
+    """
+    try:
+        if option is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+    except OSError as error:
+        raise UserError(f"cannot write {path.name}: {error.strerror}",
+                        where=f"{option} {path}" if option else str(path.parent),
+                        instead="a file in a folder that exists and is yours, or room there") from error
+
+
 def ours(path: str, flags: int) -> int:
     """An `opener` of `open` for a file that nobody else may write; a link is not followed."""
     return os.open(path, flags | os.O_NOFOLLOW, _MODE)
@@ -221,9 +244,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """The sha256 of a file, as hex."""
+    """The sha256 of a file, as hex. Raises as `outside.open_regular`."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with outside.open_regular(path) as file:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
     return digest.hexdigest()
@@ -315,9 +338,26 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
         return {}
     except UserError as error:
         raise UserError(error.found, where=error.where, instead=_OTHER) from error
-    if not isinstance(record, dict):
+    return _as_record(record, run_dir)
+
+
+def own_record(run_dir: RunDir) -> dict[str, Any] | None:
+    """The record of a run of the reader's own; None where another user may have written it, or there is none.
+
+    Raises:
+        UserError: as `read_record`.
+    """
+    try:
+        content = read_own(run_dir.record)
+    except outside.NoFile:
+        return None
+    return None if content is None else _as_record(outside.parse_json(content, str(run_dir.record)), run_dir)
+
+
+def _as_record(stored: Any, run_dir: RunDir) -> dict[str, Any]:
+    if not isinstance(stored, dict):
         raise UserError("run.json is not a run's record", where=str(run_dir.record), instead=_OTHER)
-    return as_type(Record, record, str(run_dir.record))
+    return as_type(Record, stored, str(run_dir.record))
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypedDict
 
-from ezpz_llm.base.schema import MOST_RANKS, MOST_SECONDS, MOST_STEPS, Epoch, Range
+from ezpz_llm.base import MOST_RANKS, MOST_SECONDS, MOST_STEPS, Epoch, Range
 
 Ranks = Annotated[int, Range(1, MOST_RANKS)]
 Step = Annotated[int, Range(0, MOST_STEPS)]

@@ -1,4 +1,4 @@
-"""What must not be written down: values of names that speak of a secret, wherever they stand.
+"""Redaction of secrets: values of names that speak of one, wherever they stand.
 
 A name speaks of one by its words: `HF_TOKEN`, `db_password`, `--api-key`, `Authorization`. In capitals, as
 variables of the environment are written, any mention counts (`APIKEY`); elsewhere only a whole word does, so that
@@ -94,6 +94,7 @@ def _redact_word(word: str) -> str:
     seen = 0
 
     def without_value(assigned: re.Match[str]) -> str:
+        """The assignment with its value hidden if its name speaks of a secret, or if it is one too many."""
         nonlocal seen
         seen += 1
         if seen > _MOST_ASSIGNMENTS:
@@ -131,7 +132,7 @@ def without_secrets(value: Any, env: Mapping[str, str]) -> Any:
 
 
 def has_secret(words: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a secret was typed in a command line, or one of the environment `env`."""
+    """True if a secret was typed in a command line, or one of the environment `env`."""
     return without_secrets(list(words), env) != list(words)
 
 

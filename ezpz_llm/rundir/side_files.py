@@ -1,4 +1,4 @@
-"""What is written beside a training: metrics, the record, plots, profiles. None of it may end a run or hold it up.
+"""Files written beside training: metrics, the record, plots, profiles. None of them may end a run or hold it up.
 
 A file that cannot be written (a full disk, a directory that was removed, a file system that fails for a minute) is
 warned of once; what it was to get is kept in memory and tried again by a thread of its own.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
 MOST_WAITING = 100_000
@@ -95,7 +95,7 @@ class SideFiles:
             if what not in self._failing:
                 self._failing.add(what)
                 self._lost.append(f"{what} could not be written: {_words(error)}")
-                self._say(f"warning: {self._lost[-1]}; training goes on")
+                self._say(f"warning: {self._lost[-1]}; training continues")
         else:
             self._failing.discard(what)
 
@@ -137,7 +137,7 @@ class SideFiles:
                     self._thread = threading.Thread(target=self._keep_trying, name="side files", daemon=True)
                     self._thread.start()
             self._say(f"warning: {path} cannot be written: {_words(error)}\n"
-                      "  training goes on; what it lacks is kept in memory and tried again")
+                      "  training continues; what it lacks is kept in memory and tried again")
 
     def _keep_trying(self) -> None:
         pause = self._first_retry_s

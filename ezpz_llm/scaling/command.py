@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, user_path
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.options import Options, help_text, parse
 from ezpz_llm.scaling.precheck import plan_study
@@ -46,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
         try:
             run_all(study, folder, runs)
         except Cut as cut:
-            print(f"not finished: {cut}\n  go on with: ezpz-llm scale --study {folder}", flush=True)
+            print(f"not finished: {cut}\n  continue with: ezpz-llm scale --study {folder}", flush=True)
         except (KeyboardInterrupt, SystemExit):
-            print(f"ended; go on with: ezpz-llm scale --study {folder}", file=sys.stderr, flush=True)
+            print(f"ended; continue with: ezpz-llm scale --study {folder}", file=sys.stderr, flush=True)
             raise
     return _conclude(study, folder, options)
 
@@ -68,7 +67,7 @@ def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
     stored = read_study(folder)
     if replace(planned, typed=stored.typed, notes=stored.notes) != stored:
         raise UserError("the folder holds another study", where=str(folder),
-                        instead=f"another --study, or ezpz-llm scale --study {folder} to go on with that one")
+                        instead=f"another --study, or ezpz-llm scale --study {folder} to continue that one")
     return stored, folder
 
 

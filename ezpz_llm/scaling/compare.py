@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
+from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Findings
-from ezpz_llm.scaling.tables import STEPS_ONLY, Table, interval_text
+from ezpz_llm.scaling.tables import STEPS_ONLY, interval_text
 
 _NO_BEARING = ("EZPZ_LLM_RUN_DIR", "EZPZ_LLM_RUN_ID", "EZPZ_LLM_SECRET", "EZPZ_LLM_ENDS_AT",
-               "EZPZ_LLM_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+               "EZPZ_LLM_TERMINAL", "EZPZ_LLM_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that differ from run to run."""
 
 

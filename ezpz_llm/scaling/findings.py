@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError, grouped
 from ezpz_llm.scaling.efficiency import Curve, Measured, curves_of, points_of
 from ezpz_llm.scaling.fit import (
     REACH,
@@ -20,6 +19,7 @@ from ezpz_llm.scaling.fit import (
     shape_of,
     sizes_to_speak_of,
 )
+from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.study import Provenance, provenance_of, read_repeats, read_study
 
 DEFAULT_TARGET = 0.8
@@ -67,8 +67,9 @@ def find(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -
                         instead=f"ezpz-llm scale --study {folder} continues it")
     good = {one.ds_config: folder / one.run_dir for one in reversed(repeats) if one.error is None}
     shapes = {name: shape for name, run_dir in good.items() if (shape := shape_of(run_dir)) is not None}
-    gone = [f"the run directories of {name} are gone: it is fitted as ddp would be" for name in good
-            if name not in shapes]
+    own = is_own_script(study.points[0].command)
+    why = "the layout of {} is not known" if own else "the run directories of {} are gone"
+    gone = [f"{why.format(name)}: it is fitted as ddp would be" for name in good if name not in shapes]
     runs = grouped((one.point, folder / one.run_dir) for one in repeats if one.error is None)
     points = points_of(repeats)
     curves = [curve for curve in curves_of(points) if len(curve.points) > 1]

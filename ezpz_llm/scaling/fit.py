@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.rundir import RunDir, read_layout
 from ezpz_llm.scaling.efficiency import CONFIDENCE, DISAGREEING, Curve, Estimate, Measured
 
@@ -37,11 +37,13 @@ Band = tuple[float, float]
 @dataclass(frozen=True)
 class Shape:
     """Features of a layout in the step-time model: pipeline stages; are gradients reduced once a micro-step; is
-    the optimizer state sharded over data-parallel ranks?"""
+    the optimizer state sharded over data-parallel ranks? `within` is how many neighbours share all shards, if not
+    all ranks do: shards are gathered and scattered among them, then all-reduced across their groups."""
 
     pp: int = 1
     per_micro_step: bool = False
     divides: bool = False
+    within: int | None = None
 
 
 def shape_of(run_dir: Path) -> Shape | None:
@@ -52,7 +54,8 @@ def shape_of(run_dir: Path) -> Shape | None:
     layout = resolved["layout"]
     stage = layout.get("zero_stage") or 0
     sharded = layout.get("engine") == "fsdp2"
-    return Shape(layout.get("pp", 1), stage >= 2 or sharded, stage >= 1 or sharded)
+    return Shape(layout.get("pp", 1), stage >= 2 or sharded, stage >= 1 or sharded,
+                 layout.get("shard_within"))
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,19 @@ class Setting:
     def terms(self) -> np.ndarray:
         """What the coefficients of TERMS are multiplied by."""
         rounds = self.accumulation if self.shape.per_micro_step else 1.0
-        return np.array([self.tokens * (1 + self.bubble), 1.0, self.shape.divides / self.dp,
-                         0.0 if self.alone else rounds * (self.dp - 1) / self.dp,
-                         rounds * math.log2(self.size), rounds * (self.size - 1)])
+        group = min(self.shape.within or self.dp, self.dp)
+        spread = max(1.0, group * self.size / self.dp)  # nodes (ranks) that a group of neighbours lies on
+        return np.array([self.tokens * (1 + self.bubble), 1.0, self.shape.divides / group,
+                         0.0 if self.alone else rounds * self._moved(group, spread),
+                         rounds * math.log2(self.size), rounds * (spread - 1 + self.size / spread - 1)])
+
+    def _moved(self, group: float, spread: float) -> float:
+        """What goes over each link between nodes (ranks), in parts of what a step gathers and scatters: two gathers
+        and a scatter of all parameters in a group. What goes round on one node is the same at any size. Across
+        groups a shard is all-reduced, so goes round twice."""
+        copies = self.dp / group
+        inside = (group - 1) / group if spread > 1 else 0.0
+        return inside + 2 / (3 * group) * (copies - 1) / copies
 
 
 def setting_of(curve: Curve, point: Measured, shape: Shape) -> Setting:

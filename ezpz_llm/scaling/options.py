@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import MOST_RANKS, MOST_REPEATS
+from ezpz_llm.base import MOST_RANKS, MOST_REPEATS, UserError
+from ezpz_llm.base.parser import examples, wrapped
 from ezpz_llm.launch.option_parsing import (
     Option,
+    Options as LaunchOptions,
     command_line,
     number,
     one_of,
     option_lines,
+    parse as parse_launch,
     read_command,
     split_options,
     value_of,
     whole,
     without,
 )
-from ezpz_llm.launch.option_parsing import Options as LaunchOptions
-from ezpz_llm.launch.option_parsing import parse as parse_launch
 
 EXAMPLE = "ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train"
 MODES = ("weak", "strong", "both")
@@ -97,7 +97,7 @@ _OPTIONS = (
            one_of(SUBJECTS)),
     Option(("--repeats",), "repeats", "runs of each point (3)", "K", whole(1, MOST_REPEATS)),
     Option(("--seed",), "seed", "fixes the random order of the runs (0)", "N", whole(0, 2**32 - 1)),
-    Option(("--study",), "folder", "the study's folder (default: runs/scale-<stamp>); one that is there goes on",
+    Option(("--study",), "folder", "the study's folder (default: runs/scale-<stamp>); an old one is continued",
            "D", Path),
     Option(("--target",), "target", "say up to which size efficiency stays at or above this (0.8)", "E",
            number(1, "a fraction such as 0.8")),
@@ -130,6 +130,8 @@ def parse(words: Sequence[str]) -> Options:
     _check_layouts(found)
     launch, launch_words = _split_launch(tuple(rest))
     command = launch.command
+    if is_own_script(command):
+        _check_own_script(found)
     if found.get("ds_configs") and value_of(command, "--ds-config") is not None:
         raise UserError("layouts are named twice", where="scale --ds-config, and that of the command",
                         instead="name them once: scale --ds-config")
@@ -161,6 +163,24 @@ def _check_layouts(found: dict[str, Any]) -> None:
                         where="--what layouts", instead="leave --mode out")
 
 
+def is_own_script(command: Sequence[str]) -> bool:
+    """True if it is no command of this package: a script that records its steps by `ezpz_llm.record`."""
+    return read_command(tuple(command)).module is None
+
+
+def _check_own_script(found: dict[str, Any]) -> None:
+    for name, option in (("ds_configs", "--ds-config"), ("model", "--model")):
+        if found.get(name):
+            raise UserError(f"{option} in a study of a script of your own, which has its own", where=option,
+                            instead="leave it out")
+    if found.get("what") == "layouts":
+        raise UserError("a script of your own has one layout", where="--what layouts",
+                        instead="leave it out; ezpz-llm scale compare A B compares two studies")
+    if found.get("mode", "weak") != "weak":
+        raise UserError("a script of your own says itself what a rank takes, which is to be the same at every size",
+                        where=f"--mode {found['mode']}", instead="leave it out")
+
+
 def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...]]:
     """Parse the command as launch will, and the user's own words for launch."""
     starts = [start for start in _STARTS if (os.path.basename(words[0]), *words[1:len(start)]) == start]
@@ -173,8 +193,9 @@ def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...
             raise UserError(f"launch {option} in a study, which decides that itself", where="the command after --",
                             instead="leave it out; --nodes or --ranks of scale give the sizes")
     target = read_command(launch.command)
-    if target.module != _TRAINER:
-        raise UserError(f"a study runs {_TRAINER}, and not {' '.join(launch.command[:3])}", instead=EXAMPLE)
+    if target.module not in (_TRAINER, None):
+        raise UserError(f"a study runs {_TRAINER} or a script of your own, and not {' '.join(launch.command[:3])}",
+                        instead=EXAMPLE)
     for option, why in (("--run-dir", "each run gets its own"), ("--resume", "each run begins at its first step")):
         if value_of(target.arguments, option) is not None:
             raise UserError(f"{option} in a study: {why}", where="the command after --", instead="leave it out")
@@ -186,10 +207,14 @@ def help_text() -> str:
     """The page that `scale --help` prints."""
     return "\n".join([
         "usage: ezpz-llm scale --nodes LIST [options] -- [launch [its options]] python3 -m ezpz_llm.train …",
-        "       ezpz-llm scale --study D                    go on with a study",
-        "       ezpz-llm scale report D, compare A B        what came of it: see their --help", "",
-        "Run the command on every size, several times in a random order, and say how it scales.", "",
+        "       ezpz-llm scale --nodes LIST [options] -- [launch [its options]] python3 mine.py …",
+        "       ezpz-llm scale --study D                    continue a study",
+        "       ezpz-llm scale report D | paper D | compare A B    each has --help", "",
+        wrapped("Run the command on every size, several times in a random order, and say how it scales."), "",
         *option_lines(_OPTIONS), "",
-        "Exit code: 0 where every run has ended well; 1 where one failed or is still to be run; 2 where a point",
-        "cannot run as it was asked for: nothing is started then.",
+        wrapped("Exit code: 0 where every run has ended well; 1 where one failed or is still to be run; 2 where a "
+                "point cannot run as it was asked for: nothing is started then."), "",
+        examples(("ezpz-llm scale --nodes 1,2,4 -- python3 -m ezpz_llm.train --ds-config zero1",
+                  "ezpz-llm scale --ranks 1,2 --mode strong -- python3 -m ezpz_llm.train  on one machine",
+                  "ezpz-llm scale report runs/scale-20261122-011944")),
     ])

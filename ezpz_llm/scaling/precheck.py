@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import parse_json
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import UserError, as_dataclass, parse_json
 from ezpz_llm.launch.host_selection import select_hosts
-from ezpz_llm.launch.option_parsing import parse as parse_launch
-from ezpz_llm.launch.option_parsing import value_of, without
+from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, value_of, without
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.precheck import CheckReport, run_check
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, local, supplement
 from ezpz_llm.launch.schedulers.scheduler import Allocation
-from ezpz_llm.rundir import RUN_DIR_VARIABLE
-from ezpz_llm.rundir.secrets import has_secret
-from ezpz_llm.scaling.options import Options
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, has_secret
+from ezpz_llm.scaling.options import Options, is_own_script
 from ezpz_llm.scaling.study import Mode, Point, Study
 from ezpz_llm.submit.job import plan_job
 from ezpz_llm.submit.options import parse as parse_submit
@@ -170,6 +167,8 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
             raise UserError("the command has a secret in it, which the study's files would keep",
                             where="the command after --", instead="set it in the environment")
     sizes = find_sizes(options, env)
+    if is_own_script(options.command):
+        return _study_of_a_script(options, sizes, directory, typed)
     commands, notes = _commands(options, sizes, directory)
     if options.what == "layouts" and len(commands) < 2:
         raise UserError(f"one layout ({', '.join(commands)}) is not a comparison", where="--what layouts",
@@ -187,6 +186,19 @@ def plan_study(options: Options, env: Mapping[str, str], directory: Path, typed:
                  seed=options.seed, typed=tuple(typed), directory=str(directory), hosts=options.hosts,
                  threads=sizes[-1].threads,
                  points=points, notes=tuple(notes))
+
+
+def _study_of_a_script(options: Options, sizes: Sequence[Size], directory: Path, typed: Sequence[str]) -> Study:
+    """The study of a script of the user's own, which takes no options of ours. A rank's step counts as a sequence:
+    how many tokens that has is in the script's own lines.
+    """
+    name = re.sub(r"\W", "-", read_command(options.command).name)
+    points = tuple(Point(f"weak-{name}-{size.label}", "weak", name, size.nodes, size.ranks, size.ranks, 1, 1,
+                         size.launch, options.command) for size in sizes)
+    return Study(what=options.what, mode="weak", unit="nodes" if options.nodes else "ranks",
+                 repeats=options.repeats, seed=options.seed, typed=tuple(typed), directory=str(directory),
+                 hosts=options.hosts, threads=sizes[-1].threads, points=points,
+                 notes=(f"a step of a rank of {name} is one sequence here, of as many tokens as it records",))
 
 
 def _commands(options: Options, sizes: Sequence[Size],

@@ -14,20 +14,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.observe.plots import COLOURS, LETTERS, curves_plot, terminal_width, wants_colour
-from ezpz_llm.observe.plots import Curve as Drawn
-from ezpz_llm.observe.tables import table
+from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.observe.plots import COLOURS, LETTERS, Curve as Drawn, curves_plot
+from ezpz_llm.observe.tables import Table, table, table_text
+from ezpz_llm.observe.terminal import terminal_width, wants_colour
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.report import document
-from ezpz_llm.rundir import write_atomic
-from ezpz_llm.rundir.secrets import redact_words
+from ezpz_llm.report import chart, document
+from ezpz_llm.rundir import redact_words, write_file
 from ezpz_llm.scaling.compare import compare, comparison_tables
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Measured
 from ezpz_llm.scaling.findings import DEFAULT_TARGET, Extrapolation, Findings, find
 from ezpz_llm.scaling.fit import Fit, explain_superlinear, line
 from ezpz_llm.scaling.study import SPLIT, Provenance
-from ezpz_llm.scaling.tables import Section, Table, fit_notes, sections, study_notes
+from ezpz_llm.scaling.tables import Section, fit_notes, sections, study_notes
 
 
 def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ()) -> None:
@@ -40,17 +39,15 @@ def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ())
     print(findings_text(findings, terminal_width(), colour=wants_colour()))
     contents = {"report.json": json.dumps(as_record(findings), indent=2) + "\n", "report.csv": as_csv(findings),
                 "report.html": findings_page(findings)}
-    try:
-        for name, content in contents.items():
-            write_atomic(folder / name, content)
-    except OSError as error:
-        raise UserError(f"cannot write the report: {error.strerror}", where=str(folder)) from error
+    for name, content in contents.items():
+        write_file(folder / name, content)
     print(f"page: {folder / 'report.html'}\nnumbers: {folder / 'report.csv'}, {folder / 'report.json'}")
 
 
 def report_main(argv: Sequence[str]) -> int:
     """`scale report`; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="ezpz-llm scale report", allow_abbrev=False, description=(
+    parser = CommandParser(prog="ezpz-llm scale report", shown=(
+        "ezpz-llm scale report runs/scale-20261122-011944 --target 0.9",), description=(
         "Say what a study came to, also while it is still running: tables, a fit, a page."))
     parser.add_argument("study", type=Path, metavar="STUDY", help="its folder")
     parser.add_argument("--target", type=float, default=DEFAULT_TARGET, metavar="E",
@@ -64,7 +61,8 @@ def report_main(argv: Sequence[str]) -> int:
 
 def compare_main(argv: Sequence[str]) -> int:
     """`scale compare`; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="ezpz-llm scale compare", allow_abbrev=False, description=(
+    parser = CommandParser(prog="ezpz-llm scale compare", shown=(
+        "ezpz-llm scale compare runs/scale-a runs/scale-b",), description=(
         "Compare the points that two studies have in common."))
     parser.add_argument("studies", type=Path, nargs=2, metavar="STUDY", help="the folders of two studies")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -74,8 +72,7 @@ def compare_main(argv: Sequence[str]) -> int:
         print(json.dumps(comparison.as_record(), indent=2))
         return 0
     for one in comparison_tables(comparison):
-        print(table(one.title, one.columns, one.rows, rich=wants_colour()))
-        print("".join(f"  {note}\n" for note in one.notes), end="")
+        print(table_text(one, rich=wants_colour()))
     return 0
 
 
@@ -215,9 +212,12 @@ def _said(sentences: Iterable[str], width: int) -> str:
 
 
 # A study as one HTML page that needs nothing besides itself.
-_PERCENT = document.Axis("%", lambda value: f"{value:.4g}")
+_PERCENT = chart.Axis("%", lambda value: f"{value:.4g}")
 _DASHED = 8
 """Added to a series' number: the same colour with other dashes."""
+_MOST_MARKS = 8
+_IDEAL = 7
+"""The number of the ideal line: the last colour."""
 
 
 def findings_page(findings: Findings, now: float | None = None) -> str:
@@ -225,7 +225,7 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
     intro = document.written_by("ezpz-llm scale report", now)
     if findings.typed:
         intro += f"<p><code>{escape(shlex.join(redact_words(findings.typed)))}</code></p>"
-    bodies = [(one.heading, "".join(map(_table, one.tables)) + _drawing(one, findings.extrapolations))
+    bodies = [(one.heading, "".join(map(document.table_of, one.tables)) + _drawing(one, findings.extrapolations))
               for one in sections(findings)]
     bodies.append(("Provenance of each point", _provenance(findings)))
     return document.page(f"Scaling study {findings.name}", intro + document.items(study_notes(findings)), bodies)
@@ -234,44 +234,54 @@ def findings_page(findings: Findings, now: float | None = None) -> str:
 def _drawing(section: Section, extrapolations: Sequence[Extrapolation]) -> str:
     traced = [(point.name, split) for point in section.points if (split := point.split)]
     if traced:
-        return document.bars("A traced step of the mean rank", traced, "ms", lambda value: f"{value * 1e3:.1f}")
+        return chart.bars("A traced step of the mean rank", traced, "ms", lambda value: f"{value * 1e3:.1f}")
     if not (curves := section.curves):
         return ""
-    mode, unit = curves[0].mode, document.Axis(curves[0].unit, lambda value: f"{value:.4g}")
+    mode, sizes = curves[0].mode, sorted({curve.size(point) for curve in curves for point in curve.points})
+    unit = chart.Axis(curves[0].unit, lambda value: f"{value:.4g}", log=True, marks=_marks(sizes))
     fits = {one.ds_config: one.fit for one in extrapolations if one.fit is not None}
     return document.views(f"{mode}-scaling", "Show", [
-        ("efficiency", document.chart(
+        ("efficiency", chart.chart(
             f"Efficiency, {mode} scaling: measured as dots, by the fit as lines with their bands", unit, _PERCENT,
             _efficiency_series(curves, fits))),
-        ("tokens/s", document.chart(
+        ("tokens/s", chart.chart(
             "Tokens a second, and what the smallest point would give without any loss", unit,
-            document.Axis("tokens/s", short_number),
+            chart.Axis("tokens/s", short_number),
             [*_measured(curves, lambda curve, point: point.tokens_per_second),
              *_measured(curves, lambda curve, point: curve.base.tokens_per_second_per_device * point.ranks,
                         said=", without loss", first=_DASHED)])),
-        ("step time", document.chart(
-            "Step time", unit, document.Axis("ms", lambda value: f"{value:.4g}"),
+        ("step time", chart.chart(
+            "Step time", unit, chart.Axis("ms", lambda value: f"{value:.4g}"),
             _measured(curves, lambda curve, point: point.step_time.value * 1e3))),
     ])
 
 
+def _marks(sizes: Sequence[float]) -> tuple[float, ...]:
+    """Ticks at the sizes; where these are too many to be read, at powers of two between them."""
+    if len(sizes) <= _MOST_MARKS:
+        return tuple(sizes)
+    return tuple(2.0**power for power in range(32) if sizes[0] <= 2.0**power <= sizes[-1])
+
+
 def _measured(curves: Sequence[Curve], value: Callable[[Curve, Measured], float], *, dots: bool = False,
-              said: str = "", first: int = 0) -> list[document.Series]:
-    return [document.Series(f"{curve.ds_config}{said}", [curve.size(point) for point in curve.points],
+              said: str = "", first: int = 0) -> list[chart.Series]:
+    return [chart.Series(f"{curve.ds_config}{said}", [curve.size(point) for point in curve.points],
                             [value(curve, point) for point in curve.points], i, dots)
             for i, curve in enumerate(curves, first)]
 
 
-def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[document.Series]:
+def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[chart.Series]:
     series = _measured(curves, lambda curve, point: 100 * curve.efficiency(point).value, dots=True,
                        said=", measured")
+    measured = [curve.size(point) for curve in curves for point in curve.points]
+    series.append(chart.Series("ideal", [min(measured), max(measured)], [100.0, 100.0], _IDEAL))
     for i, curve in enumerate(curves):
         if curve.ds_config not in fits:
             continue
         drawn = line(fits[curve.ds_config], curve)
         sizes = [size for size, _, _ in drawn]
-        series.append(document.Series(f"{curve.ds_config}, fit", sizes, [100 * mean for _, mean, _ in drawn], i))
-        series += [document.Series(f"{curve.ds_config}, {edge} edge", sizes,
+        series.append(chart.Series(f"{curve.ds_config}, fit", sizes, [100 * mean for _, mean, _ in drawn], i))
+        series += [chart.Series(f"{curve.ds_config}, {edge} edge", sizes,
                                    [100 * band[side] for _, _, band in drawn], i + _DASHED)
                    for side, edge in enumerate(("lower", "upper"))]
     return series
@@ -279,11 +289,15 @@ def _efficiency_series(curves: Sequence[Curve], fits: dict[str, Fit]) -> list[do
 
 def _provenance(findings: Findings) -> str:
     common = _common(list(findings.provenance.values()))
-    text = _table(Table("The same for all points", ("", "value"), tuple(common.items()))) if common else ""
+    text = ""
+    if common:
+        rows = document.table_of(Table("The same for all points", ("", "value"), tuple(common.items())))
+        text = f"<details><summary>Environment of all points</summary>{rows}</details>"
     for name, origin in findings.provenance.items():
         own = tuple((key, value) for key, value in origin.environment.items() if key not in common)
         words = "".join(f"<p><code>{escape(command)}</code></p>" for command in origin.commands)
-        rows = _table(Table(f"Environment of {name} that others have not", ("", "value"), own)) if own else ""
+        only = Table(f"Environment of {name} that others have not", ("", "value"), own)
+        rows = document.table_of(only) if own else ""
         text += f"<details><summary>{escape(name)}</summary>{words}{rows}</details>"
     return text or '<p class="empty">No record of the runs was found.</p>'
 
@@ -292,7 +306,3 @@ def _common(provenance: Sequence[Provenance]) -> dict[str, str]:
     first = provenance[0].environment if provenance else {}
     return {key: value for key, value in first.items()
             if all(origin.environment.get(key) == value for origin in provenance)}
-
-
-def _table(one: Table) -> str:
-    return (document.table(one.title, one.columns, one.rows) if one.columns else "") + document.items(one.notes)

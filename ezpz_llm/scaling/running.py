@@ -17,17 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.explain.split import Split, split_run
 from ezpz_llm.launch.child import launch_words, run_launch
 from ezpz_llm.launch.liveness import look
 from ezpz_llm.launch.option_parsing import value_of
-from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.history import finite, steady
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.rundir import RunDir, read_layout, read_lines, read_record
-from ezpz_llm.rundir.files import locked
+from ezpz_llm.rundir import RunDir, locked, read_layout, read_lines, read_record
+from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.precheck import THREADS_VARIABLE, carving, reservation
 from ezpz_llm.scaling.study import (
     Point,
@@ -81,7 +80,8 @@ def run_all(study: Study, folder: Path, runs: Sequence[tuple[Point, int]]) -> No
     signal.signal(signal.SIGTERM, _end)
     longest = 0.0
     for number, (point, repeat) in enumerate(runs, 1):
-        ends_at = _ends_at(allocation)
+        told = os.environ.get(ENDS_AT_VARIABLE)
+        ends_at = allocation.ends_at or (float(told) if told else None)
         left_s = math.inf if ends_at is None else ends_at - time.time()
         if longest + _RESERVE_S + min(_RESERVE_SHARE * left_s, _LONGEST_RESERVE_S) > left_s:
             raise Cut("too little of the reservation is left for another run")
@@ -147,11 +147,6 @@ def _launch(study: Study, point: Point, place: Sequence[str], output: Path) -> N
     threads = {} if study.threads is None else {THREADS_VARIABLE: str(study.threads)}
     with output.open("wb") as file:
         run_launch(words, variables=threads, cwd=study.directory, output=file)
-
-
-def _ends_at(allocation: Allocation) -> float | None:
-    told = os.environ.get(ENDS_AT_VARIABLE)
-    return allocation.ends_at or (float(told) if told else None)
 
 
 def _last_words(output: Path) -> str:
@@ -224,17 +219,28 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
         return None
     rows = list(read_lines(run_dir.metrics))
     kept = untraced(rows, run_dir)
+    own = is_own_script(point.command)
     if len(kept) < _LEAST_STEPS:
-        return _repeat(study, point, repeat,
-                       error=f"{len(kept)} steady steps are too few to measure: give more --steps")
+        mend = "ezpz_llm.record(…) each, and more of them" if own else "give more --steps"
+        return _repeat(study, point, repeat, error=f"{len(kept)} steady steps are too few to measure: {mend}")
     mfu = _mfu(kept)
     if mfu is not None and mfu > 1:
         return _repeat(study, point, repeat, error="more than half of its steps give an MFU above 100 %, which "
                                                    "cannot be (the run's output has the numbers)")
+    if own:
+        tokens = [row["tokens_per_second"] * row["step_time_s"] for row in kept if "tokens_per_second" in row]
+        if not tokens:
+            return _repeat(study, point, repeat, error="its steps have no tokens, or samples: "
+                                                       "ezpz_llm.record(step, loss=…, tokens=…)")
+        batch = {"global_batch": point.ranks, "micro_batch": 1, "accumulation": 1,
+                 "block_size": round(statistics.median(tokens) / point.ranks)}
+        return _as_repeat(study, point, repeat, record, batch, rows, kept, mfu)
     layout = read_layout(run_dir.layout)
     if layout is None:
         return _repeat(study, point, repeat, error=f"{run_dir.layout} is gone: its batch is not known")
-    return _as_repeat(study, point, repeat, record, layout["batch"], rows, kept, mfu)
+    batch = {name: layout["batch"][name] for name in ("global_batch", "micro_batch", "accumulation")}
+    batch["block_size"] = record["model"]["block_size"]
+    return _as_repeat(study, point, repeat, record, batch, rows, kept, mfu)
 
 
 def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]]:
@@ -250,7 +256,7 @@ def untraced(rows: list[dict[str, Any]], run_dir: RunDir) -> list[dict[str, Any]
 def _last_traced(trace: Path) -> int:
     """The last step of a trace, read part by part; 0 where it has none."""
     last, rest = 0, b""
-    with gzip.open(trace) as file:
+    with open_regular(trace) as packed, gzip.open(packed) as file:
         while part := file.read(1 << 20):
             rest += part
             last = max([last, *(int(step) for step in re.findall(rb'"step (\d{1,15})"', rest))])
@@ -259,11 +265,10 @@ def _last_traced(trace: Path) -> int:
     return last
 
 
-def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], resolved: dict[str, Any],
+def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], batch: dict[str, int],
                rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]], mfu: float | None) -> Repeat:
     run_dir = run_dir_of(study, point, repeat)
-    batch = {name: resolved[name] for name in ("global_batch", "micro_batch", "accumulation")}
-    block_size, memory = record["model"]["block_size"], record["memory"]
+    memory = record.get("memory") or {}  # which the library takes down none of
     times = tuple(row["step_time_s"] for row in kept)
     is_cpu = record["environment"]["device"]["type"] == "cpu"
     last = [row["loss"] for row in rows[-max(1, len(rows) // 10):]]
@@ -272,12 +277,11 @@ def _as_repeat(study: Path, point: Point, repeat: int, record: dict[str, Any], r
     slowest = split.straggler.rank if split else told
     return _repeat(
         study, point, repeat, **batch,
-        block_size=block_size,
         step_times_s=times,
-        tokens_per_second=batch["global_batch"] * block_size / statistics.median(times),
+        tokens_per_second=batch["global_batch"] * batch["block_size"] / statistics.median(times),
         mfu=mfu,
-        peak_device_bytes=None if is_cpu else memory["peak"],
-        peak_host_bytes=memory["host_peak"],
+        peak_device_bytes=None if is_cpu else memory.get("peak"),
+        peak_host_bytes=memory.get("host_peak"),
         split=split.per_step() if split else None,
         slowest_rank=slowest,
         slowest_host=host_of(slowest, record),

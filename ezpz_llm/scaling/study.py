@@ -11,12 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import NoFile, read_json
-from ezpz_llm.base.schema import as_dataclass
-from ezpz_llm.rundir import RunDir, append_line, read_lines, read_record, write_json
-from ezpz_llm.rundir.files import locked
-from ezpz_llm.rundir.secrets import without_secrets
+from ezpz_llm.base import NoFile, UserError, as_dataclass, read_json
+from ezpz_llm.rundir import RunDir, append_line, locked, read_lines, read_record, without_secrets, write_json
 
 _VERSION = 1
 

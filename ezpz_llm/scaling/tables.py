@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
 from ezpz_llm.scaling.findings import Extrapolation, Findings
@@ -15,16 +16,6 @@ STEPS_ONLY = "*: one run only, so that its interval leaves out what differs from
 
 _USELESS = 10
 """The upper end of an interval over its lower end from which on it says nothing."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Text in rows, the first column names them; below them notes, sentences. Without columns notes alone."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ezpz_llm.base.errors import EXIT_USAGE, run_command
+from ezpz_llm.base import EXIT_USAGE, run_command
 from ezpz_llm.launch.precheck import check_first
 from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USAGE
     if options.dry_run:
         print(script)
+        print(f"# queue      {_queue_line(job)}")
         print(f"# ranks      {_ranks(job)}")
         print(f"# queued by  {shlex.join(job.scheduler.submission(str(job.run_dir.job_script), None))}")
         return 0
@@ -88,6 +89,7 @@ def _told(job: Job, jobs: list[str]) -> str:
     nodes, time_s = job.options.nodes, job.options.time_s
     return "\n".join([
         f"queued     {', then '.join(jobs)}: {nodes} node(s), {clock(time_s)} at most",
+        f"queue      {_queue_line(job)}",
         f"ranks      {_ranks(job)}",
         f"run        {job.run_dir.path}",
         f"script     {job.run_dir.job_script}",
@@ -95,6 +97,15 @@ def _told(job: Job, jobs: list[str]) -> str:
         f"watch      {job.scheduler.watch(jobs)}",
         f"cancel     {job.scheduler.cancel(jobs)}",
     ])
+
+
+def _queue_line(job: Job) -> str:
+    if job.queue is None:
+        return "the scheduler's own choice"
+    if job.options.queue:
+        return f"{job.queue} (--queue)"
+    own = f", whose {job.site.job.queue} does not" if job.queue != job.site.job.queue else ""
+    return f"{job.queue} (of site {job.site.name}{own})"
 
 
 def _ranks(job: Job) -> str:

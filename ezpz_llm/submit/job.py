@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, user_path
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.option_parsing import Target, read_command, run_dir_of
@@ -20,9 +19,9 @@ from ezpz_llm.launch.schedulers import local, schedulers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, Scheduler
 from ezpz_llm.launch.sites import Site, find_site
 from ezpz_llm.launch.variables import SITE_VARIABLE
-from ezpz_llm.rundir import RunDir, default_run_dir
-from ezpz_llm.rundir.secrets import has_secret, redact_words
+from ezpz_llm.rundir import RunDir, default_run_dir, has_secret, redact_words
 from ezpz_llm.submit.options import Options
+from ezpz_llm.submit.queues import choose_queue
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, request_lines
 
 _RESUMES = ("ezpz_llm.train",)
@@ -41,14 +40,14 @@ class Job:
     run_dir: RunDir
     is_default: bool
     placement: Placement
+    queue: str | None = None
 
     @property
     def request(self) -> Request:
         """What the scheduler is asked for."""
         options = self.options
-        queue = options.queue or (None if options.reservation else self.site.job.queue)
         return Request(name=options.name or self.target.name, nodes=options.nodes, time_s=options.time_s,
-                       output=self.run_dir.path / "logs", account=options.account, queue=queue,
+                       output=self.run_dir.path / "logs", account=options.account, queue=self.queue,
                        reservation=options.reservation, requeue=options.requeue,
                        devices=self.site.devices_per_host)
 
@@ -63,11 +62,14 @@ def plan_job(options: Options, env: Mapping[str, str]) -> Job:
         raise UserError("the command has a secret in it, which the job's script would keep",
                         where="the command to submit", instead="set it in the environment, or read it from a file")
     site = _site(options, env)
-    scheduler = _scheduler(site, env)
+    scheduler = _scheduler(site, options.scheduler, env)
+    queue = options.queue
+    if not options.reservation:
+        queue = choose_queue(site, options.queue, options.nodes, options.time_s, options.chain)
     target = read_command(options.launch.command)
     chosen = _chosen_run_dir(options, target)
     return Job(options, site, scheduler, target, RunDir(chosen) if chosen else default_run_dir(target.name),
-               chosen is None, _placement(options, site))
+               chosen is None, _placement(options, site), queue)
 
 
 def _site(options: Options, env: Mapping[str, str]) -> Site:
@@ -79,13 +81,18 @@ def _site(options: Options, env: Mapping[str, str]) -> Site:
     return find_site(ours or of_launch, {"PBS_O_HOST": socket.gethostname(), **env})
 
 
-def _scheduler(site: Site, env: Mapping[str, str]) -> Scheduler:
-    if site.scheduler:
-        return schedulers()[site.scheduler]
-    for scheduler in schedulers().values():
+def _scheduler(site: Site, wanted: str | None, env: Mapping[str, str]) -> Scheduler:
+    if wanted and site.scheduler and wanted != site.scheduler:
+        raise UserError(f"--scheduler {wanted}, and site {site.name} has {site.scheduler}",
+                        where="--scheduler, --site", instead="one that fits the other")
+    if name := wanted or site.scheduler:
+        return schedulers()[name]
+    writers = [scheduler for scheduler in schedulers().values() if scheduler.PROGRAM]
+    for scheduler in writers:
         if shutil.which(scheduler.PROGRAM, path=env.get("PATH", os.defpath)):
             return scheduler
-    raise UserError("there is neither sbatch nor qsub here", where="PATH",
+    programs = ", ".join(dict.fromkeys(scheduler.PROGRAM for scheduler in writers))
+    raise UserError(f"none of {programs} is here", where="PATH",
                     instead="submit on a login node, or load the scheduler's module")
 
 
@@ -118,13 +125,20 @@ def write_script(job: Job, typed: list[str]) -> str:
     introduction = (f"# Written by: {shlex.join(redact_words(typed))}".replace("\n", "\n# ")
                     + "\n# It may be changed, and queued again by hand.")
     return fill_template(job.scheduler.TEMPLATE, introduction, {
-        "request": request_lines(job.scheduler.directives(request), job.site.job.directives, _values(job),
+        "request": request_lines(job.scheduler.directives(request), _more_directives(job), _values(job),
                                  job.scheduler.subjects, job.site.name),
         "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s),
         "command": [f"run_dir={shlex.quote(run_dir)}",
                     *array_lines("command", [*words, *job.options.launch_arguments], named),
                     *array_lines("go_on", go_on, named), *array_lines("again", list(again), again)],
     })
+
+
+def _more_directives(job: Job) -> tuple[str, ...]:
+    """The site's lines and the user's, which come last and count where both are about the same."""
+    own = tuple(f"{job.scheduler.DIRECTIVE} {words}" for words in job.options.directives)
+    taken = set().union(*map(job.scheduler.subjects, own))
+    return (*(line for line in job.site.job.directives if not job.scheduler.subjects(line) & taken), *own)
 
 
 def _values(job: Job) -> dict[str, str | None]:

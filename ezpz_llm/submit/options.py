@@ -1,4 +1,4 @@
-"""What the user typed: submit's options, and the `launch` command that the job runs."""
+"""Options of submit, and the `launch` command that the job runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.schema import MOST_HOSTS, MOST_REPEATS, MOST_SECONDS
-from ezpz_llm.launch.option_parsing import Option, option_lines, split_options, whole
-from ezpz_llm.launch.option_parsing import Options as LaunchOptions
-from ezpz_llm.launch.option_parsing import parse as parse_launch
+from ezpz_llm.base import MOST_HOSTS, MOST_REPEATS, MOST_SECONDS, UserError
+from ezpz_llm.base.parser import examples, wrapped
+from ezpz_llm.launch.option_parsing import (
+    Option,
+    Options as LaunchOptions,
+    option_lines,
+    parse as parse_launch,
+    split_options,
+    whole,
+)
+from ezpz_llm.launch.schedulers import schedulers
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
 
@@ -59,6 +65,8 @@ class Options:
     nodes: int = 0
     time_s: int = 0
     site: str | None = None
+    scheduler: str | None = None
+    directives: tuple[str, ...] = ()
     account: str | None = None
     queue: str | None = None
     reservation: str | None = None
@@ -77,17 +85,34 @@ def _label(text: str) -> str:
     return text
 
 
+def _scheduler(text: str) -> str:
+    names = [name for name, scheduler in schedulers().items() if scheduler.PROGRAM]
+    if text not in names:
+        raise ValueError(f"one of {', '.join(names)}")
+    return text
+
+
+def _directive(text: str) -> str:
+    if not text.startswith("-") or not text.isprintable():
+        raise ValueError("an option of the scheduler's, on one line")
+    return text
+
+
 _OPTIONS = (
     Option(("--nodes",), "nodes", "how many nodes", "N", whole(1, MOST_HOSTS)),
     Option(("--time",), "time_s", f"how long at most: {ACCEPTED}", "T", read_duration),
     Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "S"),
+    Option(("--scheduler",), "scheduler", "whose job script: slurm, pbs, flux, lsf (default: the site's, or the"
+           " first that is here)", "NAME", _scheduler),
+    Option(("--directive",), "directives", "one more option of the scheduler's, as it writes them, any number of"
+           " times: --directive=--mail-type=END", "WORDS", _directive, repeats=True),
     Option(("--account",), "account", "the project that pays", "A", _label),
     Option(("--queue",), "queue", "PBS's queue, Slurm's partition (on some sites its QOS)", "Q", _label),
     Option(("--reservation",), "reservation", "nodes that were set aside for you", "R", _label),
     Option(("--name",), "name", "the job's name (default: the command's)", "N"),
     Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
-    Option(("--requeue",), "requeue", "may be started again after a preemption or a dead node, and then goes on"),
-    Option(("--chain",), "chain", "queue K jobs, each to begin after the one before and to go on where it stopped",
+    Option(("--requeue",), "requeue", "may be started again after a preemption or a dead node, and then continues"),
+    Option(("--chain",), "chain", "queue K jobs, each to begin after the one before and continue where it stopped",
            "K", whole(1, MOST_REPEATS)),
     Option(("--dry-run",), "dry_run", "print the script and the command that would queue it; write nothing"),
     Option(("-h", "--help"), "help", "print this and end"),
@@ -132,8 +157,11 @@ def help_text() -> str:
     """The page that `submit --help` prints."""
     return "\n".join([
         "usage: ezpz-llm submit --nodes N --time T [options] [--] launch [its options] COMMAND ARGUMENTS…", "",
-        "Check COMMAND, write a job script into the run directory, and queue it with sbatch or qsub.", "",
+        wrapped("Check COMMAND, write a job script into the run directory, and queue it: sbatch, qsub, flux batch "
+                "or bsub."), "",
         *option_lines(_OPTIONS), "",
-        "Exit code: 0 once the job is queued; 2 where the command or the request is wrong; 1 where the scheduler",
-        "refuses the job.",
+        wrapped("Exit code: 0 once the job is queued; 2 where the command or the request is wrong; 1 where the "
+                "scheduler refuses the job."), "",
+        examples(("ezpz-llm submit --nodes 4 --time 1:00:00 --account A -- launch python3 -m ezpz_llm.train",
+                  "ezpz-llm submit --nodes 4 --time 1:00:00 --dry-run -- launch python3 x.py  print the script")),
     ])

@@ -10,24 +10,24 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import data_dir
-from ezpz_llm.base.private import SECRET_VARIABLE
+from ezpz_llm.base import SECRET_VARIABLE, UserError, data_dir
 from ezpz_llm.launch.devices import MASKS
+from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.launch.schedulers.scheduler import Scheduler
 from ezpz_llm.launch.variables import (
     ENDS_AT_VARIABLE,
     FORWARDED,
     FORWARDED_PREFIXES,
+    RANK_NAMES_VARIABLE,
     RANKS_OWN,
     RANKS_PER_NODE_VARIABLE,
     RUN_ID_VARIABLE,
     SITE_VARIABLE,
+    TERMINAL_VARIABLE,
     TORCHS_OWN,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, redact
-from ezpz_llm.rundir.secrets import hide, secret_values
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, hide, redact, secret_values
 
 _HEADING = re.compile(r"^# ---- (\w+).*\n", re.MULTILINE)
 
@@ -66,6 +66,7 @@ def _says_one_of(line: str, named: set[str], values: dict[str, str | None]) -> b
 
 def _filled(line: str, values: dict[str, str | None], site: str) -> str:
     def value(match: re.Match[str]) -> str:
+        """What stands for `{name}` in a site's directive."""
         if match[1] not in values:
             raise UserError(f"unknown place {match[0]} in a directive: {line!r}", where=f"site {site}",
                             instead=" ".join(f"{{{name}}}" for name in values))
@@ -115,8 +116,9 @@ def _queue(scheduler: Scheduler, words: list[str], number: int, env: Mapping[str
     program = words[0]
     earlier = f" (job {number} of the chain; the earlier ones are queued)" if number > 1 else ""
     try:
-        done = subprocess.run(words, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=_TIMEOUT_S, check=False)
+        with open(words[-1] if scheduler.TAKES_STDIN else os.devnull, "rb") as given:
+            done = subprocess.run(words[:-1] if scheduler.TAKES_STDIN else words, env=dict(env), stdin=given,
+                                  capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False)
     except OSError as error:
         raise RefusedError(f"cannot run {program}: {error.strerror}", where="PATH", exit_code=1) from error
     except subprocess.TimeoutExpired as error:
@@ -146,11 +148,12 @@ _RESERVE_S, _RESERVED_PART = 60, 6
 more than this part."""
 
 _OF_A_LAUNCH = (*MASKS, *RANKS_OWN, *TORCHS_OWN, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, SECRET_VARIABLE,
-                WORLD_SIZE_VARIABLE, RANKS_PER_NODE_VARIABLE, ENDS_AT_VARIABLE)
+                WORLD_SIZE_VARIABLE, RANKS_PER_NODE_VARIABLE, RANK_NAMES_VARIABLE, ENDS_AT_VARIABLE,
+                TERMINAL_VARIABLE)
 # The job has its own home, and PATH and the site get lines of their own.
 _LEFT_OUT = ("HOME", "PATH", SITE_VARIABLE, *_OF_A_LAUNCH)
 _OF_THE_ENVIRONMENT = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
-_OF_A_JOB = ("SLURM_", "PBS_", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
+_OF_A_JOB = ("SLURM_", "PBS_", "FLUX_", "LSB_", "LSF_JOB", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
 
 def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ...], time_s: int) -> list[str]:
@@ -180,10 +183,11 @@ def _is_carried(name: str) -> bool:
 
 
 def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for sbatch and qsub without what describes the job that submit itself runs in: Slurm would hand it on,
-    and the new job would take it for its own."""
-    if not env.get("SLURM_JOB_ID") and not env.get("PBS_JOBID"):
+    """`env` for what queues a job, without what describes the job that submit itself runs in: Slurm would hand it
+    on, and the new job would take it for its own."""
+    if not scheduler_here(env):
         return dict(env)
-    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT")
+    # By FLUX_URI flux finds the instance that it queues in: the one around, as sbatch in a job of Slurm's.
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT", "FLUX_URI")
     return {name: value for name, value in env.items()
             if name not in _OF_A_LAUNCH and (name in kept or not name.startswith(_OF_A_JOB))}

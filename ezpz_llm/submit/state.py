@@ -1,4 +1,4 @@
-"""How far the job of a run directory has come: `python3 -m ezpz_llm.submit.state RUN_DIR` in a job's script.
+"""Progress of a run directory's job: `python3 -m ezpz_llm.submit.state RUN_DIR` in a job's script.
 
 Prints one word. A job may be started again (requeued, or the next of a chain), and has then to know what to do:
 
@@ -14,9 +14,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError, run_command
+from ezpz_llm.base import UserError, run_command, system_text
 from ezpz_llm.rundir import RunDir, read_record
 
+_LONGEST_NAME = 256
 _SIGNALS = 128
 """Exit codes above tell which signal ended a program."""
 
@@ -41,7 +42,7 @@ def find_state(run_dir: RunDir) -> str:
     # The trainer ends with 0 also where the reservation's end left steps undone.
     wanted = (record.get("config") or {}).get("steps", 0)
     newest = run_dir.checkpoints / "latest"
-    named = re.fullmatch(r"step-(\d+)\s*", newest.read_text(errors="replace")) if newest.is_file() else None
+    named = re.fullmatch(r"step-(\d+)\s*", system_text(newest, most=_LONGEST_NAME))
     saved = int(named[1]) if named else 0
     # Killed after its last checkpoint, a run has nothing left to do either.
     if (ended_well and record.get("steps", 0) >= wanted) or (was_killed and 0 < wanted <= saved):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
@@ -23,8 +24,9 @@ Exit code 0 only if the loss fell and every rank computed the right sums.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="test_dist", allow_abbrev=False, description=_DESCRIPTION,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser("test_dist", description=_DESCRIPTION, shown=(
+        "launch python3 -m ezpz_llm.test_dist  on every rank of the reservation",
+        "launch -n 4 python3 -m ezpz_llm.test_dist --ds-config zero2"))
     made.add_argument("--ds-config", default="ddp", metavar="NAME|PATH", help="the parallel layout (%(default)s)")
     made.add_argument("--steps", type=int, default=100, metavar="N", help="iterations (%(default)s)")
     made.add_argument("--batch", type=int, metavar="N",

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from ezpz_llm.dist import Dist, Heartbeat
-from ezpz_llm.dist.agree import all_gather, together
+from ezpz_llm.dist.agree import all_gather, reduce, together
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
@@ -28,8 +27,8 @@ from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.resolve import Resolved
 from ezpz_llm.observe import HostProfile, StepTimeline, profile_window, run_environment, series_plot, wants_colour
 from ezpz_llm.observe.history import spread
-from ezpz_llm.observe.plots import terminal_width
 from ezpz_llm.observe.tables import table
+from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_atomic
 from ezpz_llm.test_dist.options import refuse_used
 from ezpz_llm.test_dist.reductions import ACROSS, SAME, Reduction, measure_reductions
@@ -229,9 +228,7 @@ def _micro_batches(samples: Samples, batch: Batch, timeline: StepTimeline) -> It
 def _flush(losses: list[torch.Tensor], timeline: StepTimeline, done: int, global_batch: int,
            dist: Dist) -> list[dict[str, Any]]:
     """Average over ranks what was recorded since the last flush; rank 0 writes and prints it. Collective."""
-    means = torch.stack(losses).double()
-    if dist.world_size > 1:
-        torch_dist.all_reduce(means)
+    means = reduce(dist, torch.stack(losses).double())
     lines = [{"step": step, "loss": mean if math.isfinite(mean) else None,
               "samples_per_second": global_batch / times.step_time_s, "step_time_s": times.step_time_s,
               **{f"{phase}_s": seconds for phase, seconds in times.phases.items()}}

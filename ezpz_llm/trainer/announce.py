@@ -8,26 +8,31 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ezpz_llm.base.rows import aligned
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import remarks as left_out
+from ezpz_llm.data.tokenizer_files import copy_files, find_copy
 from ezpz_llm.dist import Dist
-from ezpz_llm.engine.precision import DTYPES, set_products
+from ezpz_llm.engine.precision import product_dtype, set_products
 from ezpz_llm.hf.tokenizer import other_tokenizer
 from ezpz_llm.layout.ds_defaults import uses_nvme
 from ezpz_llm.layout.optimizers import OPTIMIZERS
+from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.gpt import GPT, CausalProduct
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.model.parameters import FlopCount, flops_per_token, parameter_count, product_flops_per_token
-from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment
+from ezpz_llm.observe import StepWork, measure_ceiling, peak_flops, run_environment, terminal_width
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.trainer.check_report import remarks, settings
+from ezpz_llm.trainer.first_screen import checkpoint_rule, first_screen
 from ezpz_llm.trainer.plan import RunPlan
 
 
-def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> None:
-    """Write and print what the run is. Collective, since every rank's host is listed."""
+def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist, verbose: bool) -> None:
+    """Write what the run is and print its first screen, or all of it. Collective, since every rank's host is
+    listed."""
     environment = run_environment(dist)
     if not dist.is_main:
         return
@@ -38,7 +43,13 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, d
         parameters=parameter_count(plan.model), precision=plan.resolved.precision, environment=environment,
         data=describe_data(data), unigram_entropy=data.unigram_entropy, flops_per_token=flops.as_record(),
         peak=asdict(work.peak) if work.peak else None, ceiling=asdict(work.ceiling))
-    print(settings(plan), description(plan, data, work, flops, dist), sep="\n", flush=True)
+    if "kind" in data.manifest["tokenizer"]:
+        # A checkpoint of the run is of use where the shards are not.
+        file = find_copy(data.folder, data.manifest["tokenizer"])
+        dist.side.attempt("the copy of the tokenizer", lambda: copy_files(file, dist.run_dir.tokenizer))
+    told = (settings(plan) + "\n" + description(plan, data, work, flops, dist) if verbose else
+            first_screen(plan, data, dist, terminal_width()))
+    print(told + aligned(_remarks(plan, data, dist, work, flops, verbose), terminal_width()), flush=True)
 
 
 def describe_data(data: TokenData) -> dict[str, Any]:
@@ -65,19 +76,27 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
                   f"{parameter_count(model):,} parameters"),
         ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']} ({data.vocab_size} symbols): "
                  f"{tokens['train']:,} training and {tokens['val']:,} validation tokens, "
-                 f"unigram entropy {data.unigram_entropy:.4f} nats"),
+                 f"token frequencies alone give a loss of {data.unigram_entropy:.4f}"),
         ("optimizer", f"{OPTIMIZERS[plan.resolved.optimizer].printed}, lr {config.lr:g} to {config.min_lr:g} "
                       f"({config.schedule}) over {config.steps} steps, "
                       f"{config.warmup_steps} of warm-up, decay {config.weight_decay:g}, "
                       f"clip {plan.resolved.clip or 'none'}"),
         ("attention", attention(plan, dist)),
+        ("compile", f"{'the blocks' if config.compile else 'nothing'} ({plan.sources['compile']})"),
         *describe(work, flops),
         ("saves", saves(plan, dist)),
-        *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
-                                      *left_out(data.manifest["source"], shown=0))),
-        *(("warning", remark) for remark in (*remarks(plan), *_other_tokens(plan, data))),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows) + "\n"
+
+
+def _remarks(plan: RunPlan, data: TokenData, dist: Dist, work: StepWork, flops: FlopCount,
+             verbose: bool) -> list[tuple[str, str]]:
+    """Notes and warnings; those that a verbose description has in its rows only where it is not printed."""
+    rows = [] if verbose else [("attention", attention(plan, dist)), *describe(work, flops)]
+    return [*(("warning", text.removeprefix("warning: ")) for _, text in rows if text.startswith("warning: ")),
+            *(("note", note) for note in (*plan.resolved.notes, *dist.info.notes,
+                                          *left_out(data.manifest["source"], shown=0))),
+            *(("warning", remark) for remark in (*remarks(plan), *_other_tokens(plan, data)))]
 
 
 def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
@@ -88,13 +107,8 @@ def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
 
 def saves(plan: RunPlan, dist: Dist) -> str:
     """When checkpoints are written, which are kept, and what memory that takes."""
-    config = plan.config
-    if config.save_every < 0:
-        return "none"
-    when = f"every {config.save_every} steps and at the end" if config.save_every else "at the end"
-    besides = f" and those of every {config.keep_every}th step" if config.keep_every else ""
-    text = f"{when}, the last {config.keep_last}{besides} kept"
-    if not (config.save_async and config.save_every) or uses_nvme(plan.resolved.layout):
+    config, text = plan.config, checkpoint_rule(plan)
+    if config.save_every <= 0 or not config.save_async or uses_nvme(plan.resolved.layout):
         return text
     # The weights and both moments in fp32, of which each rank writes an equal share.
     megabytes = 12 * parameter_count(plan.model) / dist.world_size / 1e6
@@ -103,7 +117,7 @@ def saves(plan: RunPlan, dist: Dist) -> str:
 
 def attention(plan: RunPlan, dist: Dist) -> str:
     """Which kernel attention gets, and what it keeps where it is the slow one."""
-    dtype = DTYPES.get(plan.resolved.precision, torch.float32)
+    dtype = product_dtype(plan.resolved.precision)
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
                               plan.config.attention == "explicit")
     if not kernel.score_bytes:
@@ -111,7 +125,7 @@ def attention(plan: RunPlan, dist: Dist) -> str:
     keeps = f"{kernel.name}, the slow kernel, which keeps {kernel.score_bytes / 1e9:.3g} GB of scores a layer"
     if plan.config.attention == "explicit":
         return f"{keeps}, as asked for"
-    return f"warning: {keeps}; --precision bf16 may allow a faster one"
+    return f"warning: {keeps}; --precision bf16_autocast may allow a faster one"
 
 
 # Work of a step: its tokens and FLOPs, and the matmul peak of the device.
@@ -120,30 +134,30 @@ def step_work(plan: RunPlan, dist: Dist) -> tuple[StepWork, FlopCount]:
 
     To be called before there is a model on the device, whose memory the ceiling's matrices would need. Collective.
     """
-    batch, precision = plan.resolved.batch, plan.resolved.precision
-    set_products(dist.device, precision)
+    batch, products = plan.resolved.batch, RECIPES[plan.resolved.precision].products
+    set_products(dist.device, plan.resolved.precision)
     flops = count_flops(plan.model)
     work = StepWork(batch.micro_batch, batch.accumulation, batch.dp_size, dist.world_size, plan.model.block_size,
                     flops_per_token=flops.model if flops.is_proven else None,
                     causal_flops_per_token=flops.causal if flops.is_proven else None,
-                    peak=peak_flops(dist.device, precision), ceiling=measure_ceiling(dist, precision))
+                    peak=peak_flops(dist.device, products), ceiling=measure_ceiling(dist, products))
     return work, flops
 
 
 def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
     """Both as rows of the announcement."""
-    count = (f"{short_number(flops.model)} a token by 6N + 12 L C T, {short_number(flops.causal)} with causal "
-             "attention")
+    count = (f"{short_number(flops.model)} a token, forward and backward (6N + 12 L C T); "
+             f"{short_number(flops.causal)} without the half of attention that the causal mask hides")
     if flops.is_proven:
-        rows = [("FLOPs", f"{count}; torch counts the same products")]
+        rows = [("FLOPs", f"{count}; torch's own counter agrees")]
     else:
-        rows = [("FLOPs", f"warning: {count}; {flops.products:.6g} of them in products, of which torch counts "
-                          f"{flops.counted:.6g}: there will be no MFU")]
+        rows = [("FLOPs", f"warning: {count}; {flops.products:.6g} of them in matmuls, of which torch's own "
+                          f"counter finds {flops.counted:.6g}: no MFU will be shown")]
     if (ceiling := work.ceiling) is not None:
-        slowest = (f", {short_number(ceiling.slowest_flops)} on the slowest rank, {ceiling.slowest_rank}"
+        slowest = (f"; slowest: rank {ceiling.slowest_rank}, {short_number(ceiling.slowest_flops)}"
                    if work.world_size > 1 else "")
-        rows.append(("ceiling", f"{short_number(ceiling.flops)} FLOP/s in {ceiling.precision} products alone"
-                                f"{slowest}"))
+        rows.append(("peak", f"{short_number(ceiling.flops)} FLOP/s measured "
+                             f"({ceiling.precision} matmul{slowest})"))
     return rows
 
 

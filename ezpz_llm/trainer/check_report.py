@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict, replace
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.layout.layout import Places, crossing, rank_map
 from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, MODEL_OVERRIDES
@@ -69,7 +69,7 @@ def _show(value: Any) -> str:
 
 
 # What --check says of a run: what was decided, which rank stands where, what it warns of.
-def account(plan: RunPlan, places: Places) -> str:
+def explain_plan(plan: RunPlan, places: Places) -> str:
     """What was decided and by whom; with hosts, also each rank's place in the layout."""
     layout = plan.resolved.layout
     parts = [plan.resolved.explain()]
@@ -81,6 +81,7 @@ def account(plan: RunPlan, places: Places) -> str:
 def warning(plan: RunPlan, options: Options, places: Places) -> str | None:
     """What would be slow on these hosts, with what to type instead."""
     def can_run(world_size: int, tp: int) -> bool:
+        """True if the same run can be planned at this tensor-parallel degree."""
         try:
             plan_run(replace(options, config=replace(options.config, tp=tp)), world_size)
         except UserError:

@@ -36,8 +36,9 @@ class TrainConfig:
 
     corpus: str = _value("stdlib", "stdlib, shakespeare, fineweb-edu, or a path: text, jsonl, parquet, a folder of "
                                    "shards; or several with weights, as A=0.7,B=0.3")
-    tokenizer: str | None = _value(None, "bytes, char, gpt2, or a folder that has one of these (default: that of "
-                                         "the initial weights, else the corpus's own)")
+    tokenizer: str | None = _value(None, "bytes, char, gpt2, a tokenizer.json, a *.model of SentencePiece, or a "
+                                         "folder that has one (default: that of the initial weights, else the "
+                                         "corpus's own)")
     text_key: str = _value("text", "the member of a JSON object, or the column of parquet or a data set, that has "
                                    "a document's text")
 
@@ -45,16 +46,23 @@ class TrainConfig:
     tp: int | None = _value(None, "tensor-parallel degree, if not the ds_config's own")
     pp: int | None = _value(None, "pipeline-parallel degree, if not the ds_config's own")
     sp: int | None = _value(None, "sequence-parallel degree, if not the ds_config's own")
+    shard_within: int | None = _value(None, "neighbouring ranks that fsdp2 shards over, if not the "
+                                            "ds_config's own: those of a node")
     nvme_path: str | None = _value(None, "folder on each node's own disk for what zero3_nvme keeps in files "
                                          "(default: the run directory)")
-    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = _value(
-        "auto", "auto is bf16 where the device computes in it, else fp32")
+    precision: Literal["auto", "fp32", "tf32", "bf16", "bf16_autocast", "fp16", "fp16_autocast"] = _value(
+        "auto", "auto is bf16 on GPUs that have it, bf16_autocast on CPUs that have it, else fp32")
+    grad_accum_dtype: Literal["fp32", "bf16"] = _value(
+        "fp32", "what gradients of micro-steps are added in; bf16 is for ZeRO with --precision bf16")
+    reduce_dtype: Literal["fp32", "bf16"] = _value(
+        "fp32", "what gradients travel in when ranks average them; bf16 is for --precision bf16")
     global_batch: int | None = _value(None, "sequences a step, over all ranks and micro-steps")
     micro_batch: int | None = _value(None, "sequences a rank takes at once (default: 4, or what the others imply)")
     accumulation: int | None = _value(None, "micro-steps a step (default: 1, or what the others imply)")
 
     steps: int = _value(1500, "optimizer steps in all")
-    lr: float = _value(4e-3, "peak learning rate")
+    lr: float = _value(4e-3, "peak learning rate; the default is less for models wider than 128 and runs of "
+                             "under 200 steps")
     schedule: Literal["cosine", "linear", "wsd", "constant",
                       "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = _value(
         "cosine", "learning rate after the warm-up: cosine or linear decay, wsd (warm-up, stable, "
@@ -105,9 +113,10 @@ class TrainConfig:
     profile: bool = _value(True, "profile Python on the CPU in the first steady steps on rank 0 (pyinstrument)")
     trace_steps: int = _value(0, "steps to trace on every rank with torch.profiler, after the warm-up, for "
                                  "ezpz-llm explain")
-    compile: bool = _value(False, "torch.compile the blocks")
+    compile: bool | None = _value(None, "torch.compile the blocks (default: on cuda, under layouts that compile "
+                                        "them to one graph)")
     attention: Literal["auto", "explicit", "flash3"] = _value(
-        "auto", "auto is torch's choice of kernel, explicit keeps all scores, flash3 is FlashAttention-3")
+        "auto", "auto is the best kernel there is, explicit keeps all scores, flash3 is FlashAttention-3")
     loss_chunk: int | None = _value(None, "tokens whose logits are computed at once; 0 for all, kept for the "
                                           "backward pass (default: chosen by vocabulary and device)")
     optimizer: OptimizerName = _value(  # noqa: RUF009
@@ -124,11 +133,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig(TrainConfig):
-    """What a run uses: a configuration whose schedule is complete (see plan.py)."""
+    """What a run uses: a configuration that is complete (see plan.py)."""
 
     min_lr: float = 0.0
     warmup_steps: int = 0
     decay_steps: int = 0
+    compile: bool = False
 
 
 FIELDS = {field.name: field for field in fields(TrainConfig)}
@@ -177,7 +187,7 @@ def _fineweb(model: str, micro_batch: int, *, tokens: int = 10 * _G, decay_token
     schedule = {} if decay_tokens is None else {"decay_steps": round(decay_tokens / batch_tokens)}
     return {
         "model": model, **RECIPES[model], "block_size": block_size, "vocab_multiple": 128, "dropout": 0.0,
-        "corpus": "fineweb-edu", "tokenizer": "gpt2", "precision": "bf16", "seed": 1337,
+        "corpus": "fineweb-edu", "tokenizer": "gpt2", "precision": "bf16_autocast", "seed": 1337,
         "global_batch": batch_tokens // block_size, "micro_batch": micro_batch,
         "steps": round(tokens / batch_tokens), "warmup_steps": round(_WARMUP_TOKENS / batch_tokens), **schedule,
         # 20 batches of 8 x 64 sequences of 1024.
@@ -200,7 +210,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "wordplay-shakespeare-char": {
         "model": "shakespeare-char", **_ADAMW, "lr": 6e-4,
         "n_layer": 12, "n_head": 12, "n_kv_head": 12, "n_embd": 768, "block_size": 1024, "dropout": 0.0,
-        "bias": False, "corpus": "shakespeare", "tokenizer": "char", "precision": "bf16", "seed": 1337,
+        "bias": False, "corpus": "shakespeare", "tokenizer": "char", "precision": "bf16_autocast", "seed": 1337,
         "global_batch": 256, "micro_batch": 64, "accumulation": None, "steps": 1000, "warmup_steps": 100,
         "eval_every": 100, "eval_tokens": 0, "sample_every": 100, "prompt": "What is an LLM?", "save_every": 0,
         "log_every": 10,
@@ -214,5 +224,5 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Whole runs. A global batch holds for any number of ranks, a micro batch is the largest to be taken at once."""
 
-ADOPTS_VOCABULARY = ("tiny-gpt2", "tiny-llama", "shakespeare-char")
+ADOPTS_VOCABULARY = ("tiny-gpt2", "tiny-llama", "tiny-qwen3", "tiny-olmo2", "shakespeare-char")
 """Models for trying things out, whose vocabulary is the tokenizer's; the others keep their own size."""

@@ -45,6 +45,8 @@ class EarlyEnd:
         left = self._ends_at - time.time() if self._ends_at else 0.0
         self._save_s = min(_FIRST_SAVE_S, max(0.0, left) / 10)
         self._asked_at, self._ask_after = time.monotonic(), 0
+        # A clock that is set meanwhile makes no reservation shorter.
+        self._over_at = self._asked_at + left
         # Unknown before the first question: a resumed run begins at any step.
         self._asked_after: int | None = None
         self._longest_gap_s = 0.0
@@ -94,4 +96,4 @@ class EarlyEnd:
             return False
         # The next question may come as late as the latest so far (an evaluation in between).
         reserve = _LEAST_RESERVE_S + 2 * self._save_s + self._longest_gap_s
-        return time.time() + reserve > self._ends_at
+        return time.monotonic() + reserve > self._over_at

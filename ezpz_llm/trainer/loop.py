@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.launch.variables import COMPILING, TRAINING
 from ezpz_llm.layout.ds_defaults import uses_nvme
+from ezpz_llm.trainer.device_copy import to_device
 from ezpz_llm.trainer.position import hash_samples
 from ezpz_llm.trainer.schedule import learning_rate
-from ezpz_llm.trainer.session import Session, print_startup
+from ezpz_llm.trainer.session import STEPS_TIMED, Session, print_expected_end, print_startup
 from ezpz_llm.trainer.step_hooks import after_step, end_early, go_on_saving, try_rollback
 
 
@@ -26,9 +26,13 @@ def train(session: Session) -> None:
                 profile.before_step(step)
         with session.clock.span("training"):
             train_step(session, step)
+            if step == session.first_step:
+                session.timeline.wait()
         if step == session.first_step and session.dist.is_main and not session.rollbacks:
             print_startup(session)
         session.step = step + 1
+        if session.step == session.first_step + 1 + STEPS_TIMED and session.dist.is_main and not session.rollbacks:
+            print_expected_end(session)
         with session.clock.span("profiles"):
             for profile in session.profiles:
                 profile.after_step(step)
@@ -43,13 +47,14 @@ def train(session: Session) -> None:
             return
         if agreed and not agreed.busy:
             go_on_saving(session)
+        session.metrics.tick(session.step)
 
 
 def train_step(session: Session, step: int) -> None:
     """Optimizer step `step` (from 0), on the next `global_batch` samples.
 
-    Nothing in it waits for the device: the loss and the norm stay there until the next flush, and only the
-    timeline synchronises, at the end of the step.
+    Nothing in it waits for the device, at its end for the step before (`StepTimeline`): the loss and the norm stay
+    there until the next flush.
     """
     config, engine, timeline = session.config, session.engine, session.timeline
     rate = learning_rate(step, config)
@@ -84,12 +89,5 @@ def micro_batches(session: Session) -> Iterator[tuple[torch.Tensor, torch.Tensor
             if answers:
                 session.taken += hash_samples(first, pair[0])
                 first += len(pair[0])
-            tokens, targets = (_to_device(torch.from_numpy(array), device) for array in pair)
+            tokens, targets = to_device(map(torch.from_numpy, pair), device)
         yield tokens, targets
-
-
-def _to_device(samples: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without waiting for the device, where it can be had; torch keeps the pinned memory until the copy is done."""
-    if DEVICES[device.type].pins:
-        samples = samples.pin_memory()
-    return samples.to(device, non_blocking=True)

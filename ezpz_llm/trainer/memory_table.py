@@ -12,18 +12,21 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import reduce
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.live_memory import gradient_bytes, live_tensor_memory, secondary_bytes
-from ezpz_llm.engine.precision import DTYPES
+from ezpz_llm.engine.precision import product_dtype
 from ezpz_llm.layout.knobs import Kind
-from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
+from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total, whole_bytes
 from ezpz_llm.model.attention_kernels import attention_kernel
-from ezpz_llm.model.loss import chosen_chunk
+from ezpz_llm.model.loss import most_logits_on
+from ezpz_llm.model.loss_chunk import chosen_chunk
 from ezpz_llm.observe.tables import table
 from ezpz_llm.trainer.plan import RunPlan
 
 STATES: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "copy")
 SECONDARY: Kind = "secondary"
 """hpZ's second copy of the parameters, which other layouts do not have."""
-_NAMES: dict[str, str] = {"copy": "copy for the optimizer", SECONDARY: "second copy of parameters (hpZ)"}
+_WHOLE = "whole"
+_NAMES: dict[str, str] = {"copy": "master weights", SECONDARY: "second copy of parameters (hpZ)",
+                          _WHOLE: "whole for a time, beside shards"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Memory:
     device: str
 
     def as_record(self) -> dict[str, Any]:
+        """Bytes as run.json has them under `memory`."""
         return {"expected": self.expected, "elsewhere": self.elsewhere, "measured": self.measured,
                 "peak": self.peak, "reserved": self.reserved, "host_peak": self.host_peak}
 
@@ -62,19 +66,22 @@ class MemoryWatch:
         kinds = live_tensor_memory(self._engine, {})
         found = {"parameters": kinds["parameters"], "gradients": 0, "optimizer": kinds["moments"],
                  "copy": kinds["master"], SECONDARY: 0, **self._at_step}
-        parts = memory_per_rank(plan.resolved.layout, plan.model, dist.world_size, plan.resolved.optimizer)
-        held: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
+        resolved = plan.resolved
+        parts = memory_per_rank(resolved.layout, plan.model, dist.world_size, resolved.optimizer,
+                                resolved.precision, resolved.gradients)
+        shown: tuple[Kind, ...] = (*STATES, *(part.kind for part in parts if part.kind == SECONDARY))
         peak, reserved = _peak(dist.device)
-        numbers = torch.tensor([*(found[kind] for kind in held), peak, reserved or 0, _host_peak()])
+        numbers = torch.tensor([*(found[kind] for kind in shown), peak, reserved or 0, _host_peak()])
         *states, peak, most_reserved, host_peak = reduce(dist, numbers, torch.distributed.ReduceOp.MAX).tolist()
-        measured: dict[str, int] = dict(zip(held, states, strict=True))
-        expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in held}
+        measured: dict[str, int] = dict(zip(shown, states, strict=True))
+        expected: dict[str, int] = {kind: total(parts, "device", kind) for kind in shown}
         if dist.device.type in ("cuda", "xpu"):
             # What states do not account for; offloaded ones are not on the device.
-            measured["activations"] = peak - sum(measured[kind] for kind in held if expected[kind])
-        return Memory({**expected, "activations": activation_bytes(plan.resolved.layout, plan.model,
-                                                                  _pass(plan, dist.device))},
-                      {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in held},
+            measured["activations"] = peak - sum(measured[kind] for kind in shown if expected[kind])
+        expected[_WHOLE] = whole_bytes(resolved.layout, plan.model, resolved.precision, resolved.batch.accumulation)
+        expected["activations"] = activation_bytes(resolved.layout, plan.model, _pass(plan, dist.device))
+        return Memory(expected,
+                      {kind: total(parts, "host", kind) + total(parts, "files", kind) for kind in shown},
                       measured, peak, most_reserved if reserved is not None else None, host_peak, dist.device.type)
 
 
@@ -93,8 +100,8 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
         if expected or elsewhere or measured:
             rows.append([_NAMES.get(kind, kind) + (" (not on the device)" if elsewhere else ""),
                          show(expected + elsewhere), show(measured)])
-    text = table(f"Memory in {unit} of the rank that has most", ("", "arithmetic", "measured"), rows,
-                 footer=("sum, and peak", show(states), show(memory.peak)), rich=rich)
+    text = table(f"Memory in {unit} on the rank that uses most", ("", "estimate", "measured"), rows,
+                 footer=("estimated sum, measured peak", show(states), show(memory.peak)), rich=rich)
     if memory.reserved is not None:
         return text + f"  The allocator reserved {show(memory.reserved)} {unit} at most.\n"
     return text + "  The peak is the whole process's, with Python, libraries and data.\n"
@@ -102,12 +109,12 @@ def memory_table(memory: Memory, rich: bool = False) -> str:
 
 def _pass(plan: RunPlan, device: torch.device) -> Pass:
     config, model, batch, precision = plan.config, plan.model, plan.resolved.batch, plan.resolved.precision
-    kernel = attention_kernel(model, batch.micro_batch, device, DTYPES.get(precision, torch.float32),
+    kernel = attention_kernel(model, batch.micro_batch, device, product_dtype(precision),
                               config.attention == "explicit")
     chunk = config.loss_chunk
     if chunk is None:
         chunk = chosen_chunk(batch.micro_batch * model.block_size // plan.resolved.layout.sp,
-                             model.padded_vocab_size // plan.resolved.layout.tp, device.type)
+                             model.padded_vocab_size // plan.resolved.layout.tp, most_logits_on(device))
     return Pass(batch.micro_batch, batch.accumulation, precision, config.recompute, kernel.score_bytes, chunk,
                 device.type == "cpu", kernel.name == "blockwise_attention")
 

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from ezpz_llm.base.errors import UserError, unknown
-from ezpz_llm.base.outside import NoFile, read_yaml
+from ezpz_llm.base import NoFile, UserError, read_yaml, unknown
+from ezpz_llm.base.parser import HelpFormatter, examples, synonym, typed_name, wrapped
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTIONS, TrainConfig
@@ -30,6 +30,8 @@ class Options:
     world_size: int | None
     notes: tuple[str, ...] = ()
     """Old names that were used, with the new ones."""
+    verbose: bool = False
+    """Print all that was decided and measured, not only what one looks for first."""
 
     def set(self, source: ValueSource, **values: Any) -> Options:
         """The same with other values, which come from `source`."""
@@ -50,25 +52,93 @@ _OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELL
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
+_FIRST = ("--model", "--corpus", "--tokenizer", "--ds-config", "--steps", "--global-batch-size",
+          "--micro-batch-size", "--lr", "--precision", "--preset", "--resume", "--run-dir", "--compile", "--track")
+"""Options on the first page of help."""
+_EXAMPLES = ("launch -n 2 python3 -m ezpz_llm.train",
+             "launch python3 -m ezpz_llm.train --model gpt2-124m --corpus my_text/ --ds-config zero1",
+             "launch python3 -m ezpz_llm.train --resume runs/train-20261122-011944 --steps 3000")
+_SYNONYMS = {
+    **dict.fromkeys(("--batch-size", "--batch", "--bs"), "--micro-batch-size (of a rank, at once) or "
+                    "--global-batch-size (of a step, over all ranks)"),
+    **dict.fromkeys(("--per-device-train-batch-size", "--train-micro-batch-size-per-gpu", "--micro-bsz"),
+                    "--micro-batch-size"),
+    **dict.fromkeys(("--train-batch-size", "--total-batch-size"), "--global-batch-size"),
+    **dict.fromkeys(("--grad-accum", "--grad-accumulation-steps"), "--gradient-accumulation-steps"),
+    **dict.fromkeys(("--learning-rate", "--max-lr"), "--lr"),
+    **dict.fromkeys(("--max-iters", "--max-steps", "--train-iters", "--num-steps", "--iterations"), "--steps"),
+    **dict.fromkeys(("--epochs", "--num-epochs", "--num-train-epochs"),
+                    "--steps (an epoch is the corpus's tokens / the tokens of a step)"),
+    **dict.fromkeys(("--output-dir", "--out-dir", "--save", "--out", "--output"), "--run-dir"),
+    **dict.fromkeys(("--data", "--dataset", "--data-path", "--data-dir", "--train-data"), "--corpus"),
+    **dict.fromkeys(("--deepspeed", "--deepspeed-config", "--zero", "--zero-stage", "--strategy"), "--ds-config"),
+    **dict.fromkeys(("--tensor-parallel", "--tp-size", "--tensor-model-parallel-size"), "--tp"),
+    **dict.fromkeys(("--pipeline-parallel", "--pp-size", "--pipeline-model-parallel-size"), "--pp"),
+    **dict.fromkeys(("--sequence-parallel", "--sp-size", "--context-parallel-size"), "--sp"),
+    **dict.fromkeys(("--seq-length", "--seq-len", "--sequence-length", "--max-length", "--context-length"),
+                    "--block-size"),
+    **dict.fromkeys(("--num-layers", "--layers", "--depth"), "--n-layer"),
+    **dict.fromkeys(("--hidden-size", "--width", "--d-model", "--dim"), "--n-embd"),
+    **dict.fromkeys(("--num-attention-heads", "--heads", "--num-heads"), "--n-head"),
+    **dict.fromkeys(("--dtype", "--bf16", "--fp16", "--mixed-precision", "--amp"), "--precision"),
+    **dict.fromkeys(("--warmup", "--lr-warmup-iters", "--warmup-iters"), "--warmup-steps"),
+    **dict.fromkeys(("--lr-scheduler", "--lr-scheduler-type", "--lr-decay-style"), "--schedule"),
+    **dict.fromkeys(("--clip-grad", "--max-grad-norm", "--gradient-clipping"), "--grad-clip"),
+    "--wandb": "--track wandb", "--tensorboard": "--track tensorboard",
+    "--report-to": "--track wandb or --track tensorboard",
+    **dict.fromkeys(("--gpus", "--num-gpus", "--nproc-per-node"), "launch -n N, before the command"),
+    "--num-workers": "leave it out: the data is read ahead, and there is nothing to set",
+    **dict.fromkeys(("--gradient-checkpointing", "--activation-checkpointing", "--checkpoint-activations"),
+                    "--recompute"),
+    **dict.fromkeys(("--save-interval", "--save-steps", "--checkpoint-every"), "--save-every"),
+    **dict.fromkeys(("--eval-interval", "--eval-steps"), "--eval-every"),
+    **dict.fromkeys(("--log-interval", "--logging-steps"), "--log-every"),
+    **dict.fromkeys(("--load", "--checkpoint", "--resume-from-checkpoint", "--ckpt"), "--resume"),
+    **dict.fromkeys(("--pretrained", "--model-name-or-path"), "--init-from"),
+    "--torch-compile": "--compile true", "--adam-beta1": "--beta1", "--adam-beta2": "--beta2",
+    "--adam-eps": "--eps",
+}
+"""Options of other trainers, and what says the same here."""
+
+
+class _FirstHelp(argparse.Action):
+    """--help: the options that one looks for first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        page = argparse.ArgumentParser(prog=parser.prog, usage="%(prog)s [options]", description=parser.description,
+                                       epilog=examples(_EXAMPLES), formatter_class=parser.formatter_class,
+                                       add_help=False)
+        for option in _FIRST:
+            found = parser._option_string_actions[option]
+            page.add_argument(option, metavar=found.metavar, help=found.help)
+        print(page.format_help())
+        print(wrapped(f"--help-all lists all {len(FIELDS)} settings, in groups: {'; '.join(SECTIONS.values())}."))
+        parser.exit()
+
+
 def build_parser() -> ArgumentParser:
     """The parser of `ezpz_llm.train`: one option a field of TrainConfig, plus those that choose values in bulk."""
-    parser = ArgumentParser(prog="python3 -m ezpz_llm.train", usage="%(prog)s [options]",
-                            description="Train a GPT on text.", exit_on_error=False,
-                            formatter_class=argparse.HelpFormatter)
+    parser = ArgumentParser(prog=typed_name("train"), usage="%(prog)s [options]", add_help=False,
+                            description="Train a GPT on text.", exit_on_error=False, epilog=examples(_EXAMPLES),
+                            formatter_class=HelpFormatter)
     hints = get_type_hints(TrainConfig)
+    parser.add_argument("-h", "--help", nargs=0, action=_FirstHelp, help="print the most used options and end")
+    parser.add_argument("--help-all", action="help", help="print this and end")
     parser.add_argument("--preset", type=str, help=f"a whole run by name: {', '.join(sorted(PRESETS))}")
     parser.add_argument("--config", type=str, help="a YAML file with any of the options below")
     parser.add_argument("--print-config", action="store_true", help="print the resulting YAML and stop")
     parser.add_argument("--check", action="store_true", help="find configuration errors and stop, without torch")
     parser.add_argument("--json", action="store_true", help="print the result of --check as one JSON object")
     parser.add_argument("--world-size", type=int, help="ranks to check for")
+    parser.add_argument("--verbose", action="store_true",
+                        help="also print every setting with its source, and tables of time and memory")
     section: Any = parser
     for name, field in FIELDS.items():
         if name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
         kinds = get_args(hints[name]) or (hints[name],)
         metavar = _METAVARS.get(kinds[0]) or "{" + ",".join(kinds) + "}"
-        default = str(field.default).lower() if kinds[0] is bool else field.default
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
         shown = "" if default is None else f" (default: {default})"
         section.add_argument(option_of(name), type=hints[name], default=field.default, metavar=metavar,
                              help=field.metadata["help"] + shown)
@@ -89,7 +159,7 @@ def parse(argv: Sequence[str]) -> Options:
     except ArgumentError as error:
         raise _unreadable(parser, argv, error) from error
     bulk = {name: given.pop(name, None)
-            for name in ("preset", "config", "print_config", "check", "json", "world_size")}
+            for name in ("preset", "config", "print_config", "check", "json", "world_size", "verbose")}
     if bulk["json"] and not bulk["check"]:
         raise UserError("there is no check to print", where="--json", instead="--check --json")
     layers: list[tuple[ValueSource, Mapping[str, Any]]] = []
@@ -111,7 +181,7 @@ def parse(argv: Sequence[str]) -> Options:
         values.update(layer)
         sources.update(dict.fromkeys(layer, source))
     return Options(TrainConfig(**values), sources, bool(bulk["print_config"]), bool(bulk["check"]),
-                   bulk["world_size"], tuple(notes))
+                   bulk["world_size"], tuple(notes), bool(bulk["verbose"]))
 
 
 def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -142,8 +212,11 @@ def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -
     for word in argv:
         option = word.split("=")[0]
         if option.startswith("--") and option not in options:
-            return unknown("option", option, options, where="python3 -m ezpz_llm.train")
-    return _mistyped(error, "--", where="python3 -m ezpz_llm.train")
+            meant = synonym(option, options, _SYNONYMS)
+            if meant is not None:
+                return UserError(f"unknown option {option!r}", where=parser.prog, instead=meant)
+            return unknown("option", option, options, where=parser.prog)
+    return _mistyped(error, "--", where=parser.prog)
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -156,7 +229,7 @@ def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
     name = found and _NAMES.get(found[1], found[1])
     if found is None or name not in FIELDS:
         return UserError(text, where=where,
-                         instead="python3 -m ezpz_llm.train --help lists every option and its type")
+                         instead="python3 -m ezpz_llm.train --help-all lists every option and its type")
     value, hint = found[2], get_type_hints(TrainConfig)[name]
     option = option_of(name) if prefix else found[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):

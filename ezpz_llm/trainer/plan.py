@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import shown
-from ezpz_llm.base.package_data import user_path
-from ezpz_llm.base.schema import MOST_RANKS, MOST_STEPS, MOST_TOKENS, Range
+from ezpz_llm.base import MOST_RANKS, MOST_STEPS, MOST_TOKENS, Range, UserError, shown, user_path
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.data.prepare import check_corpus
+from ezpz_llm.data.tokenizers import choose as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate.hellaswag import read_items
 from ezpz_llm.hf.source import Source, adapted, find_source
@@ -28,6 +25,7 @@ from ezpz_llm.model.attention import check_attention
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.observe.trackers import choose
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.trainer.compile_choice import check_compiler, choose_compile
 from ezpz_llm.trainer.config import ADOPTS_VOCABULARY, MODEL_OVERRIDES, PRESETS, RECIPES, RunConfig, TrainConfig
 from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.schedule import DEEPSPEEDS, ENDLESS
@@ -42,7 +40,7 @@ RANGES = {
                      "loss_chunk"), _NONE_OR_STEPS),
     "eval_tokens": Range(0, MOST_TOKENS), "save_every": Range(-1, MOST_STEPS),
     **dict.fromkeys(("global_batch", "micro_batch", "accumulation"), Range(1, MOST_STEPS)),
-    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MOST_RANKS)),
+    **dict.fromkeys(("tp", "pp", "sp"), Range(1, MOST_RANKS)), "shard_within": Range(2, MOST_RANKS),
     **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
                      "clip", "min_lr", "warmup_min_lr", "z_loss"), _REAL),
 }
@@ -86,6 +84,7 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
     model, name, init_weights_source = choose_model(options.config, named=options.sources["model"] != DEFAULT)
     if name != options.config.model:
         options = options.set(WEIGHTS, model=name)
+    options = _with_peak(options, model)
     config = options.config
     if vocab_size is not None:
         model = _with_vocabulary(config, model, vocab_size)
@@ -96,7 +95,9 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                                accumulation=config.accumulation, default_micro_batch=largest or DEFAULT_MICRO_BATCH,
                                clip=_DEFAULT_CLIP if config.clip is None else config.clip,
                                precision=config.precision, device=device or config.device, tp=config.tp,
-                               pp=config.pp, sp=config.sp, optimizer=config.optimizer, nvme_path=config.nvme_path,
+                               pp=config.pp, sp=config.sp, shard_within=config.shard_within,
+                               optimizer=config.optimizer, nvme_path=config.nvme_path,
+                               grad_accum_dtype=config.grad_accum_dtype, reduce_dtype=config.reduce_dtype,
                                model=model, sources=options.sources))
     check_attention(config.attention, device or config.device, resolved.precision, model.dropout)
     wished = {**resolved.adam, **({} if resolved.recompute is None else {"recompute": resolved.recompute})}
@@ -106,9 +107,31 @@ def plan_run(options: Options, world_size: int, *, vocab_size: int | None = None
                           **{name: share * options.config.lr for name, share in resolved.of_peak.items()})
     _check_numbers(options.set(resolved.sources["clip"], clip=resolved.clip))
     options = _with_schedule(options)
+    compiles, why = choose_compile(config.compile, options.sources["compile"], device or config.device,
+                                   resolved.layout, model.dropout)
+    options = options.set(why, compile=compiles)
     run_config = RunConfig(**vars(options.config))
     _check_schedule(run_config, options)
     return RunPlan(run_config, options.sources, model, resolved, init_weights_source)
+
+
+_PEAK_WIDTH, _PEAK_STEPS = 128, 200
+"""The default peak rate is that of a model this wide in a run of this many steps or more."""
+
+
+def _with_peak(options: Options, model: ModelConfig) -> Options:
+    """The options with a default peak rate that follows the width and the length of the run.
+
+    In proportion to the inverse width, as Adam's step on a matrix changes what it computes (Yang et al. 2022,
+    arXiv:2203.03466); and to the root of a short run's steps, whose warm-up is too short for the whole of it: 20
+    steps at 0.004 end in a spike above the first loss.
+    """
+    if options.origin("lr") is not Origin.DEFAULT:
+        return options
+    share = min(1.0, _PEAK_WIDTH / model.n_embd) * min(1.0, math.sqrt(options.config.steps / _PEAK_STEPS))
+    if share == 1.0:
+        return options
+    return options.set(ValueSource(Origin.DERIVED, "width and steps"), lr=float(f"{options.config.lr * share:.3g}"))
 
 
 def _with_schedule(options: Options) -> Options:
@@ -176,9 +199,10 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
         puts_aside: metrics in the run directory will be put aside.
     """
     options = with_tokenizer(options)
-    plan = plan_run(options, world_size, device=device if options.config.device == "auto" else None)
-    if plan.config.compile:
-        _check_compiler(plan.config.device, sources=plan.sources)
+    plan = plan_run(options, world_size, vocab_size=_known_vocabulary(options.config.tokenizer),
+                    device=device if options.config.device == "auto" else None)
+    if plan.config.compile and plan.sources["compile"].origin is not Origin.DERIVED:
+        check_compiler(plan.config.device, plan.sources["compile"])
     check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key)
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
@@ -187,19 +211,14 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
         check_resume(plan, plan.config.resume)
     elif folder and not puts_aside and RunDir(Path(folder)).metrics.exists():
         raise UserError("the run directory holds another run's metrics", where=folder,
-                        instead=f"another --run-dir, or --resume {folder} to go on with that run")
+                        instead=f"another --run-dir, or --resume {folder} to continue that run")
     return plan
 
 
-def _check_compiler(device: str, sources: Mapping[str, ValueSource]) -> None:
-    # torch.compile builds its kernels with g++ (or $CXX) on CPUs; on GPUs Triton builds a module with a C compiler.
-    wanted = [os.environ.get("CXX", "g++")]
-    if device != "cpu":
-        wanted += [os.environ.get("CC", "gcc"), "clang"]
-    if not any(map(shutil.which, wanted)):
-        raise UserError(f"torch.compile needs a compiler, and there is none: {', '.join(wanted)}",
-                        where=f"compile ({sources['compile']})",
-                        instead="install g++, load a module with a compiler, set CXX, or leave out --compile")
+def _known_vocabulary(tokenizer: str | None) -> int | None:
+    """How many tokens a tokenizer has whose file says it, so that a small model is refused before a long work."""
+    entry = None if tokenizer is None else choose_tokenizer(tokenizer).entry
+    return None if entry is None else entry.get("vocab_size")
 
 
 def check_resume(plan: RunPlan, where: str) -> Path:

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_any
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
-from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
-from ezpz_llm.rundir import read_json as read_plain_json
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json, read_record
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
 
 AUTO = "auto"
-"""In place of a run: the run directory's own, if it has saved anything."""
+"""Instead of a run: the run directory's own, if it has saved anything."""
 
 _NOT_CHOSEN = (Origin.DEFAULT, Origin.RECIPE, Origin.FINE_TUNING)
 """Sources of values that nobody chose for this run."""
@@ -33,8 +32,8 @@ _DEGREES = ("tp", "pp", "sp")
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """How a run begins. `options` are complete; `notes` say what is not obvious.
+class ResumePoint:
+    """Start of a run: its first step, or where it resumes. `options` are complete; `notes` say what is not obvious.
 
     `complete` says that there is nothing left to do; `puts_aside` that the run directory holds the metrics of an
     attempt which saved nothing.
@@ -46,7 +45,7 @@ class Beginning:
     puts_aside: bool = False
 
 
-def find_beginning(options: Options) -> Beginning:
+def find_resume_point(options: Options) -> ResumePoint:
     """Decide how the run begins, from what stands in its directory or the one that `--resume` names.
 
     Raises:
@@ -54,12 +53,12 @@ def find_beginning(options: Options) -> Beginning:
     """
     config = options.config
     if config.resume is None:
-        return Beginning(options)
+        return ResumePoint(options)
     own = config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
     where = own if config.resume == AUTO else config.resume
     if where is None:
         note = "--resume auto looks into --run-dir, and none is named: the run begins in a new directory"
-        return Beginning(options.set(ValueSource(Origin.FILE, "--resume auto"), resume=None), (note,))
+        return ResumePoint(options.set(ValueSource(Origin.FILE, "--resume auto"), resume=None), (note,))
     run = _run_of(Path(where))
     record = read_record(run)
     is_own = own is not None and Path(own).resolve() == run.path.resolve()
@@ -68,15 +67,17 @@ def find_beginning(options: Options) -> Beginning:
         newest = find(where)
         step, steps = read_state(newest)["step"], options.config.steps
         complete = f"{where} is complete, step {step} of {steps}: nothing is left to do" if step == steps else None
-        return Beginning(options, complete=complete)
+        return ResumePoint(options, complete=complete)
     if not record and config.resume != AUTO:
         find(where)  # says what is wrong
     options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
     if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
-        return Beginning(options, complete=f"{where} is complete, without checkpoints: nothing is left to do")
+        return ResumePoint(options, complete=f"{where} is complete, without checkpoints: nothing is left to do")
     has_begun = run.metrics.exists()
-    notes = (f"{where} ended before its first checkpoint: the run begins anew",)
-    return Beginning(options, notes if has_begun or config.resume != AUTO else (), puts_aside=has_begun and is_own)
+    notes: tuple[str, ...] = ()
+    if has_begun or config.resume != AUTO:
+        notes = (f"{where} ended before its first checkpoint: the run begins anew",)
+    return ResumePoint(options, notes, puts_aside=has_begun and is_own)
 
 
 def put_aside(run_dir: RunDir) -> Path:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import user_path
+from ezpz_llm.base import UserError, user_path
 from ezpz_llm.checkpoint.retention import Keep
 from ezpz_llm.checkpoint.saver import Saver
 from ezpz_llm.data.samples import ReadAhead, ValidationWindows
@@ -35,11 +34,12 @@ from ezpz_llm.model.attention import use_attention
 from ezpz_llm.model.compile import compile_blocks, recompute_blocks
 from ezpz_llm.model.init import decay_groups
 from ezpz_llm.model.loss import configure_head
-from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking
+from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, Tracking, WallClock
 from ezpz_llm.observe.trackers import choose
-from ezpz_llm.rundir.side_files import print_whatever_happens
+from ezpz_llm.rundir import print_whatever_happens
 from ezpz_llm.trainer.announce import announce, step_work
 from ezpz_llm.trainer.config import TrainConfig
+from ezpz_llm.trainer.device_choices import with_device_choices
 from ezpz_llm.trainer.early_end import EarlyEnd
 from ezpz_llm.trainer.loop import train
 from ezpz_llm.trainer.memory_table import MemoryWatch
@@ -47,28 +47,28 @@ from ezpz_llm.trainer.options import Options
 from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.profiling import profiles
-from ezpz_llm.trainer.resume import Beginning, find_beginning, put_aside
+from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, put_aside
 from ezpz_llm.trainer.selfcheck import SelfChecks
-from ezpz_llm.trainer.session import Session, WallClock
+from ezpz_llm.trainer.session import Session
 from ezpz_llm.trainer.spike_detector import SpikeDetector
 from ezpz_llm.trainer.step_hooks import finish
 
 
-def settle_beginning(options: Options, dist: Dist) -> Beginning:
-    """How the run begins, found by rank 0 alone: others may not see yet what it sees. Collective.
+def broadcast_resume_point(options: Options, dist: Dist) -> ResumePoint:
+    """Return where the run resumes, found by rank 0 alone: others may not see yet what it sees. Collective.
 
     Raises:
-        UserError: see `find_beginning`; the same on every rank.
+        UserError: see `find_resume_point`; the same on every rank.
     """
-    begins = broadcast(dist, together(dist, lambda: find_beginning(options), on_main=True))
+    point = broadcast(dist, together(dist, lambda: find_resume_point(options), on_main=True))
     if dist.is_main:
-        for note in begins.notes:
+        for note in point.notes:
             print(f"note: {note}", flush=True)
-        if begins.puts_aside:
+        if point.puts_aside:
             print(f"note: the metrics of the earlier attempt are kept as {put_aside(dist.run_dir)}", flush=True)
-        if begins.complete:
-            print(begins.complete, flush=True)
-    return begins
+        if point.complete:
+            print(point.complete, flush=True)
+    return point
 
 
 def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
@@ -86,7 +86,9 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     data = open_corpus(options.config.corpus, options.config.tokenizer, dist, options.config.text_key)
     plan = plan_run(options, dist.world_size, vocab_size=data.vocab_size, device=dist.device.type)
     if plan.resolved.precision == "auto":
-        plan = replace(plan, resolved=replace(plan.resolved, precision=native_precision(dist.device)))
+        precision = native_precision(dist.device, plan.resolved.layout)
+        plan = replace(plan, resolved=replace(plan.resolved, precision=precision))
+    plan = with_device_choices(plan, dist)
     config, batch, layout = plan.config, plan.resolved.batch, plan.resolved.layout
     dist.arrange(tp=layout.tp, pp=layout.pp, sp=layout.sp)
     prompt = prompt_tokens(config, data) if config.sample_tokens else None
@@ -109,16 +111,18 @@ def start(options: Options, dist: Dist, clock: WallClock, heartbeat: Heartbeat,
     tracking = Tracking(choose(config.track, os.environ) if dist.is_main else ())
     metrics = MetricsLog(dist.run_dir, dist, work, total_steps=config.steps, first_step=first_step,
                          flush_every=config.log_every, tracking=tracking)
-    announce(plan, data, work, flops, dist)
+    announce(plan, data, work, flops, dist, options.verbose)
     items = hellaswag_items(config, data, dist)
     # A tracker's server that does not answer ends the run on every rank.
     together(dist, lambda: tracking.open(dist.run_dir, first_step, dist.side))
-    return Session(plan, dist, data, prompt, batches, validation, engine, work, StepTimeline(dist.device), metrics,
+    return Session(plan, dist, data, prompt, batches, validation, engine, work,
+                   StepTimeline(dist.device, waits=config.trace_steps > 0), metrics,
                    tracking, [*profiles(plan, dist, engine, first_step), *watches(dist)], heartbeat, clock,
                    EarlyEnd(dist, os.environ).listen(), first_step, first_step, position,
                    Saver(dist, dist.run_dir, Keep(config.keep_last, config.keep_every),
                          in_background=config.save_async),
-                   spikes, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items)
+                   spikes, SelfChecks(plan, first_step), MemoryWatch(engine), hellaswag=items,
+                   verbose=options.verbose)
 
 
 def make_engine(plan: RunPlan, dist: Dist) -> Engine:
@@ -128,13 +132,13 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
     with nullcontext() if source is None else open_for_ranks(source, dist) as weights:
         model = assemble(plan.model, plan.resolved.layout, dist.mesh, config.seed, dist.device.type,
                          None if weights is None else weights.read)
-    use_attention(model, config.attention, dist.device)
-    configure_head(model, config.loss_chunk, config.z_loss)
-    recompute_blocks(model, config.recompute)
-    if config.compile:
-        compile_blocks(model)
-    engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
-                          eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
+        use_attention(model, config.attention, dist.device)
+        configure_head(model, config.loss_chunk, config.z_loss)
+        recompute_blocks(model, config.recompute)
+        if config.compile:
+            compile_blocks(model)
+        engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
+                              eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
     torch.manual_seed(dropout_seed(config, dist))
     return engine
 
@@ -147,7 +151,7 @@ def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[It
     """
     if config.hellaswag is None:
         return []
-    if data.manifest["tokenizer"]["name"] == "char":
+    if "table" in data.manifest["tokenizer"]:
         raise UserError("the tokenizer char knows the characters of its corpus only", where="--hellaswag",
                         instead="--tokenizer bytes or gpt2")
     path = user_path(config.hellaswag)
@@ -179,7 +183,7 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
     if dist.is_main:
         for damage in found.passed_over:
             print(f"warning: {damage.found}\n  where:   {damage.where}\n"
-                  f"  the run goes on from {found.folder.name} instead", file=sys.stderr, flush=True)
+                  f"  the run resumes from {found.folder.name} instead", file=sys.stderr, flush=True)
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
     return state
 
@@ -219,10 +223,10 @@ def run(options: Options, watches: Callable[[Dist], Sequence[StepWatch]] = lambd
         if dist.is_main and RUN_ID_VARIABLE not in os.environ:  # launch has shown them, from its check
             print(*(f"note: {note}\n" for note in options.notes), sep="", end="", file=sys.stderr, flush=True)
         with clock.span("set-up"):
-            begins = settle_beginning(options, dist)
-            if begins.complete:
+            point = broadcast_resume_point(options, dist)
+            if point.complete:
                 return 0
-            session = start(begins.options, dist, clock, heartbeat, watches)
+            session = start(point.options, dist, clock, heartbeat, watches)
             clock.passed("the rest")
         code = 1
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import all_gather, reduce
 from ezpz_llm.engine.gradients import GroupNorms
@@ -40,6 +40,7 @@ class SelfChecks:
             self._stepped = found
 
     def observe(self, line: dict[str, Any]) -> None:
+        """Keep the first metrics line of this process, and the first and last loss."""
         self._first_line = self._first_line or line
         self._losses = [*self._losses[:1], line["loss"]]
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
+from ezpz_llm.base.rows import aligned
 from ezpz_llm.checkpoint.saver import NotWritten, Saved, Saver
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
@@ -24,46 +23,17 @@ from ezpz_llm.engine.base import Engine
 from ezpz_llm.evaluate.hellaswag import Item
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.model.compile import seconds_compiling
-from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking
+from ezpz_llm.observe import MetricsLog, StepTimeline, StepWatch, StepWork, Tracking, WallClock, terminal_width
+from ezpz_llm.observe.throughput import duration
 from ezpz_llm.rundir import read_record
 from ezpz_llm.trainer.config import RunConfig
 from ezpz_llm.trainer.early_end import EarlyEnd
+from ezpz_llm.trainer.first_screen import expected_end
 from ezpz_llm.trainer.memory_table import MemoryWatch
 from ezpz_llm.trainer.plan import RunPlan
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.spike_detector import SpikeDetector
-
-
-@dataclass
-class WallClock:
-    """Seconds of the run's wall time by what they were spent on; what no span covers is "other".
-
-    `marks` are the ends of the start-up's parts, with their epoch times.
-    """
-
-    started: float = field(default_factory=time.perf_counter)
-    spans: dict[str, float] = field(default_factory=dict)
-    marks: list[tuple[str, float]] = field(default_factory=list)
-
-    def passed(self, name: str) -> None:
-        """Note that a part of the start-up has just ended."""
-        self.marks.append((name, time.time()))
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside to `name`, its mark in a torch.profiler trace, too."""
-        begin = time.perf_counter()
-        try:
-            with torch.profiler.record_function(name):
-                yield
-        finally:
-            self.spans[name] = self.spans.get(name, 0.0) + time.perf_counter() - begin
-
-    def split(self) -> dict[str, float]:
-        """Seconds by name so far, adding up to the run's wall time."""
-        total = time.perf_counter() - self.started
-        return {**self.spans, "other": total - sum(self.spans.values())}
 
 
 @dataclass
@@ -104,6 +74,8 @@ class Session:
     """Why the last checkpoint is not there; None where it is."""
     hellaswag: Sequence[Item] = ()
     """What `--hellaswag` names; empty where nothing is scored."""
+    verbose: bool = False
+    """Print start-up, self-checks and tables, too (`--verbose`)."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
     failed: bool = False
@@ -118,6 +90,7 @@ class Session:
 
     @property
     def config(self) -> RunConfig:
+        """The resolved configuration."""
         return self.plan.config
 
 
@@ -152,8 +125,20 @@ def process_began() -> float:
     return time.time() - age
 
 
+STEPS_TIMED = 3
+"""Steps after the first by which the end of the run is estimated."""
+
+
+def print_expected_end(session: Session) -> None:
+    """Say when the run may end, by the steps since the first one (rank 0)."""
+    session.metrics.erase_live_line()
+    step_s = (session.clock.now() - session.clock.marks[-1][1]) / STEPS_TIMED
+    left = session.config.steps - session.step
+    print(expected_end(left, step_s, time.time(), terminal_width()), end="", flush=True)
+
+
 def print_startup(session: Session) -> None:
-    """Print the durations of the start-up after the first step, and put them into run.json (rank 0)."""
+    """Put the durations of the start-up into run.json after the first step, and print them (rank 0)."""
     session.clock.passed("first step")
     launched = None
     if RUN_ID_VARIABLE in os.environ:  # else the record may be of an earlier launch into the same run directory
@@ -166,6 +151,10 @@ def print_startup(session: Session) -> None:
         found["first step"] -= found["compiling"]
     total = sum(found.values())
     session.dist.side.update_record(session.dist.run_dir, startup={"seconds": found, "total_s": total})
+    if not session.verbose:
+        print(aligned([("started", f"the first step ended after {duration(total)}")], terminal_width()), end="",
+              flush=True)
+        return
     # run.json has kept an older name of one of them.
     parts = ", ".join(f"{'rendezvous' if name == 'meeting' else name} {seconds:.1f}"
                       for name, seconds in found.items())

@@ -51,7 +51,7 @@ class SpikeDetector:
 
     @property
     def should_stop(self) -> bool:
-        """Whether there are too many bad steps in a row."""
+        """True if there are too many bad steps in a row."""
         return self.streak >= self._config.bad_steps
 
     def observe(self, line: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ezpz_llm import checkpoint
-from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.retention import candidates
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.evaluate import hellaswag
@@ -29,9 +28,12 @@ from ezpz_llm.observe import (
     wants_colour,
     where_time_went,
 )
-from ezpz_llm.observe.history import History, make_history, read_history
-from ezpz_llm.rundir import RunDir, SideFiles, read_record, update_record
+from ezpz_llm.observe.history import whole_history
+from ezpz_llm.report.document import report_page
+from ezpz_llm.report.runs import run_of
+from ezpz_llm.rundir import read_record, update_record, write_atomic
 from ezpz_llm.trainer.memory_table import Memory, memory_table
+from ezpz_llm.trainer.next_commands import next_commands
 from ezpz_llm.trainer.plan import check_state
 from ezpz_llm.trainer.session import Session
 
@@ -40,18 +42,25 @@ def after_step(session: Session) -> None:
     """Do what is due after the step that has just finished; after the last one, everything."""
     config, step = session.config, session.step
     last = step == config.steps
-    if last or _due(step, config.eval_every):
+    evaluates = last or _due(step, config.eval_every)
+    scores = bool(session.hellaswag) and (last or _due(step, config.hellaswag_every))
+    saves = config.save_every >= 0 and (last or _due(step, config.save_every))
+    samples = session.prompt is not None and (last or _due(step, config.sample_every))
+    # Before a save, so that a run that goes on from it finds the lines of all steps before.
+    flushes = saves or scores or evaluates or session.metrics.due
+    if flushes or samples:
+        session.metrics.erase_live_line()
+        with session.clock.span("training"):  # else what is due would be charged with the step that it waits for
+            session.timeline.wait()
+    if evaluates:
         with session.clock.span("evaluation"):
             validate(session)
-    scores = bool(session.hellaswag) and (last or _due(step, config.hellaswag_every))
     if scores:
         with session.clock.span("evaluation"):
             score_hellaswag(session)
-    saves = config.save_every >= 0 and (last or _due(step, config.save_every))
-    # Before a save, so that a run that goes on from it finds the lines of all steps before.
-    if last or saves or scores or session.metrics.due or _due(step, config.eval_every):
+    if flushes:
         flush(session)
-    if session.prompt is not None and (last or _due(step, config.sample_every)):
+    if samples:
         with session.clock.span("sampling"):
             show_sample(session)
     # Not among bad steps: there has to be something good to go back to. The last one is written whatever it is,
@@ -77,7 +86,9 @@ def flush(session: Session) -> None:
         session.metrics.flush(session.timeline, session.observe)
         told = session.checks.conclude(session.dist)
     if told and session.dist.is_main:
-        print("checks     " + "\n           ".join(told), flush=True)
+        shown = ["checks     " + "\n           ".join(told)] if session.verbose else [
+            text for text in told if text.startswith("warning: ")]
+        print("".join(f"{text}\n" for text in shown), end="", flush=True)
         session.dist.side.update_record(session.dist.run_dir, checks=told)
     session.engine.step_skip.limit = spikes.limit
     if session.dist.is_main:
@@ -147,7 +158,7 @@ def finish(session: Session) -> int:
         report(session, straggler, bubble, memory)
     if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
-              f"  go on with: the same command and --resume {session.dist.run_dir.path}", flush=True)
+              f"  continue with: the same command and --resume {session.dist.run_dir.path}", flush=True)
     errors = []
     if session.config.overfit_one_batch and not session.stopped and (failure := session.checks.overfit_failure()):
         errors.append(f"{failure}\n  instead: more --steps, --dropout 0, a smaller batch, or find the fault")
@@ -173,35 +184,30 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
     colour = wants_colour()
     profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
     print("\n" + plot_run(run_dir, colour=colour, history=history, side=side))
-    if summary is not None:
-        print(where_time_went(summary, session.dist.world_size, rich=colour))
-    print(memory_table(memory, rich=colour))
-    if summary is None:
-        print(f"warning: nothing is left of {run_dir.metrics} to sum up")
-    else:
-        print(final_text(summary, run_dir, profile), end="", flush=True)
+    if session.verbose:
+        if summary is not None:
+            print(where_time_went(summary, session.dist.world_size, rich=colour))
+        print(memory_table(memory, rich=colour))
     side.update_record(
         run_dir, val_loss=summary and summary.val_loss, val_tokens=session.validation.predictions,
         steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
         sample_hash=session.position.sample_hash, checkpoints=checkpoint_cost(session),
         summary=summary and asdict(summary), memory=memory.as_record())
-
-
-def whole_history(run_dir: RunDir, side: SideFiles) -> History:
-    """The run's lines, with those that could not be written so far."""
-    waiting = side.waiting(run_dir.metrics)
-    try:
-        return read_history(run_dir, waiting)
-    except UserError:  # damaged, or a file system that fails
-        return make_history(waiting, str(run_dir.metrics))
+    side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
+    if summary is None:
+        print(f"warning: nothing is left of {run_dir.metrics} to sum up", flush=True)
+    else:
+        told = final_text(summary, run_dir, profile, memory.peak)
+        print(told, next_commands(session), sep="\n", end="", flush=True)
 
 
 # Saving of checkpoints in a run in progress, and rollback to one after too many bad steps; all of it collective.
 def save(session: Session, *, at_once: bool = False) -> None:
     """Begin to write the checkpoint of this step; with `at_once` it is complete on return.
 
-    One that cannot be written costs a warning, and the next one is tried in its turn: training goes on, and nothing
-    is lost but the chance to go back to this step. At the end of a run there is no next one (`finish` says so).
+    One that cannot be written costs a warning, and the next one is tried in its turn: training continues, and
+    nothing is lost but the chance to go back to this step. At the end of a run there is no next one (`finish` says
+    so).
     """
     session.heartbeat.beat(SAVING, session.step)
     settle(session)
@@ -210,8 +216,10 @@ def save(session: Session, *, at_once: bool = False) -> None:
     session.position = session.position.agree(session.dist)
 
     def start() -> checkpoint.Saved | None:
+        """Begin to save; if it has to be done at once, what was saved."""
         note = session.saver.start(session.engine, _state(session), at_once=at_once)
         if note and session.dist.is_main:
+            session.metrics.erase_live_line()
             print(f"note: checkpoints are not written in the background: {note}", flush=True)
         return session.saver.finish() if at_once or note else None
 
@@ -244,7 +252,8 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
     except checkpoint.NotWritten as error:
         session.unsaved = error
         if session.dist.is_main and session.step < session.config.steps and session.stopped is None:
-            print(f"warning: {error}\n  training goes on, and the next checkpoint is tried in its turn",
+            session.metrics.erase_live_line()
+            print(f"warning: {error}\n  training continues, and the next checkpoint is tried when it is due",
                   file=sys.stderr, flush=True)
         return
     if saved is not None:
@@ -297,6 +306,7 @@ def _roll_back(session: Session, where: str | Path, why: str) -> None:
     brought their spikes about, and other samples from the same state made none.
     """
     def accept(folder: Path, state: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another run, and one written among bad steps where there is an older one."""
         check_state(session.plan, folder, state, session.data.fingerprint)
         # An early end writes its state as it is; where there is an older one, that is no place to begin again.
         if (state.get("guard") or {}).get("streak") and folder != candidates(where)[-1]:
@@ -310,7 +320,7 @@ def _roll_back(session: Session, where: str | Path, why: str) -> None:
     session.rollbacks.append(session.step)
     session.saved_step = session.step
     session.early_end.rolled_back()
-    session.metrics.go_back(session.step)
+    session.metrics.rewind(session.step)
     for profile in session.profiles:
         profile.close()
     passed_over = session.position.consumed - found.state["consumed"]

@@ -1,5 +1,5 @@
-"""Rules for the whole package: rooms import in the order of docs/architecture.md, input is parsed in one place
-(`ezpz_llm.base.outside`), and ruff reads every file."""
+"""Rules for the whole package: rooms import in the order of docs/reference/architecture.md, input is parsed in one
+place (`ezpz_llm.base.outside`), and ruff reads every file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ PARSERS = {"json": {"load", "loads", "JSONDecoder"}, "yaml": None, "tomllib": No
 
 
 def rooms() -> list[str]:
-    """The rooms of docs/architecture.md, in the order of its table."""
-    section = (PACKAGE.parent / "docs" / "architecture.md").read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
+    """The rooms of docs/reference/architecture.md, in the order of its table."""
+    page = PACKAGE.parent / "docs" / "reference" / "architecture.md"
+    section = page.read_text().split("\n## Rooms\n")[1].split("\n## ")[0]
     return re.findall(r"^\| `(\w+)/`", section, re.MULTILINE)
 
 
@@ -51,7 +52,7 @@ def test_a_room_imports_only_rooms_above_it():
     found = {f"{path.relative_to(PACKAGE)}:{line}": room for place, name in enumerate(order)
              for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py"
              for line, room in rooms_imported(path.read_text()) if room not in order[:place + 1]}
-    assert not found, "below in docs/architecture.md, or a command"
+    assert not found, "below in docs/reference/architecture.md, or a command"
 
 
 def parsers_in(text: str) -> list[tuple[int, str]]:
@@ -97,6 +98,39 @@ def private_names_in(text: str) -> list[tuple[int, str]]:
         if re.match(r"(torch|deepspeed)\.(?:\w+\.)*_(?!_)\w+(\.|$)", name):
             found.append((node.lineno, name))
     return found
+
+
+STANDARD = {"_exit", "_replace", "_actions", "_option_string_actions", "_run_exitfuncs", "_SubParsersAction"}
+"""Private names of Python's own library."""
+
+
+def foreign_names_in(tree: ast.AST, ours: set[str]) -> list[tuple[int, str]]:
+    """The lines that ask an object for a private name which is none of these, or for one of ZeRO's (`ds_…`)."""
+    return [(node.lineno, node.attr) for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr.startswith(("_", "ds_"))
+            and not node.attr.startswith("__") and node.attr not in ours]
+
+
+def names_made_in(tree: ast.AST) -> Iterator[str]:
+    """Whatever a module defines or sets."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_private_names_of_others_objects_are_looked_up_too():
+    """What only objects have is no name of a module: it is told by its own underscore."""
+    looked_up = set(re.findall(r"\w+", (PACKAGE / "dist" / "private_names.py").read_text()))
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    ours = STANDARD.union(*map(names_made_in, trees.values()))
+    found = {f"{path.relative_to(PACKAGE)}:{line}": name for path, tree in trees.items()
+             for line, name in foreign_names_in(tree, ours) if name not in looked_up}
+    assert not found, "enter it in ezpz_llm/dist/private_names.py"
+    assert foreign_names_in(ast.parse("table.weight._hp_grad"), ours) == [(1, "_hp_grad")]
 
 
 def test_private_names_of_others_are_looked_up_in_one_place():

@@ -13,6 +13,8 @@ import pytest
 from ezpz_llm.base import outside
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.schema import Range, as_dataclass, as_type
+from ezpz_llm.explain.trace import load_trace
+from ezpz_llm.rundir.files import hash_file
 
 DEEP = 100_000
 
@@ -56,7 +58,7 @@ def test_lines_of_a_file_that_a_crash_cut(file):
 
 @pytest.mark.parametrize("reader", [outside.read_bytes, outside.read_text, outside.read_json,
                                     outside.read_yaml, outside.read_commented_json,
-                                    lambda path: list(outside.read_json_lines(path))])
+                                    lambda path: list(outside.read_json_lines(path)), hash_file, load_trace])
 def test_only_regular_files(reader, tmp_path):
     with pytest.raises(outside.NoFile):
         reader(tmp_path / "nothing")
@@ -66,6 +68,17 @@ def test_only_regular_files(reader, tmp_path):
             reader(path)
     with pytest.raises(UserError, match="cannot read"):
         reader(Path("a\0b"))
+
+
+def test_a_log_that_is_none_is_empty_and_holds_nobody_up(tmp_path):
+    """As in the run directory of somebody who wants `why` to hang, or to fill the memory."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "growing").write_text("a" * 100)
+    for last in (None, 10):
+        assert [outside.system_text(tmp_path / name, last) for name in ("pipe", "zeros", "gone", ".")] == [""] * 4
+    assert outside.system_text(tmp_path / "growing", 10) == "a" * 10
+    assert "VmRSS" in outside.system_text("/proc/self/status")
 
 
 def test_no_larger_than_the_limit(file):

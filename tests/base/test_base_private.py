@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.private import (
     SECRET_VARIABLE,
     NotPrivate,
     derived,
+    is_own,
     make_private,
     new_secret,
     open_private,
+    read_own,
     remove_private,
     run_secret,
 )
@@ -103,6 +106,57 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
                 act("planted")
         assert not folder.has("planted")
         assert (tmp_path / "ours/planted").read_text() == "stop"
+
+
+def test_what_is_our_own_is_what_nobody_else_could_have_written(tmp_path: Path) -> None:
+    """A group's members are trusted by whoever gave the group the right to write; everybody is not."""
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.touch()
+    folder.mkdir()
+    for path in (file, folder):
+        for mode_given, expected in ((0o600, True), (0o755, True), (0o775, True), (0o757, False), (0o602, False)):
+            path.chmod(mode_given)
+            assert is_own(path) is is_own(path, or_roots=True) is expected, (path, oct(mode_given))
+        path.chmod(0o700)
+    for name, target in (("link", file), ("to-folder", folder), ("nowhere", tmp_path / "gone")):
+        (tmp_path / name).symlink_to(target)
+        assert not is_own(tmp_path / name)
+    assert not is_own(tmp_path / "gone")
+    assert not is_own(file / "below a file")
+    assert not is_own(tmp_path / "a\0b")
+    # What a link leads through is not looked at: the file itself is ours.
+    assert is_own(folder.parent / "to-folder" / ".." / "file")
+    assert [read_own(tmp_path / name) for name in ("file", "link")] == [b"", b""]
+    file.chmod(0o666)
+    assert read_own(file) is read_own(tmp_path / "link") is None
+    with pytest.raises(UserError):
+        read_own(tmp_path / "gone")
+    assert is_own(Path("/"), or_roots=True) is (Path("/").stat().st_uid in (0, os.geteuid()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_what_another_user_has_is_not_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor through a link of our own; root's is, where that is asked for."""
+    theirs, roots = tmp_path / "theirs", tmp_path / "roots"
+    for path in (theirs, roots):
+        path.touch(0o600)
+    os.chown(theirs, _A_STRANGER, _A_STRANGER)
+    (tmp_path / "our-link").symlink_to(theirs)
+    (tmp_path / "their-link").symlink_to(roots)
+    os.chown(tmp_path / "their-link", _A_STRANGER, _A_STRANGER, follow_symlinks=False)
+    for name in ("theirs", "our-link", "their-link"):
+        for or_roots in (False, True):
+            assert not is_own(tmp_path / name, or_roots)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the folders above it are closed to others
+    os.seteuid(_A_STRANGER)
+    try:
+        found = [is_own(Path(name), or_roots) for name in ("theirs", "roots") for or_roots in (False, True)]
+    finally:
+        os.seteuid(0)
+    assert found == [True, True, False, True]
+    assert read_own(theirs) is read_own(tmp_path / "our-link") is None
+    assert read_own(tmp_path / "their-link") == b"", "who made the link does not matter, whose the content is does"
 
 
 def test_no_link_in_it_is_followed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What README and docs print can be typed: every command has every option shown, every link leads somewhere."""
+"""Commands, options and links of README and docs: each can be typed, each link leads somewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 _COMMAND = re.compile(r"^(?: {4})?(?:\./launchers/with-env )?((?:launch|ezpz-llm|python3 -m ezpz_llm\.\w+) .*)$")
-SUBCOMMANDS = {"data": ("prepare", "show", "verify", "tokenizer"), "evaluate": ("val", "hellaswag", "harness"),
-                "checkpoint": ("inspect", "export", "verify", "fetch"), "scale": ("report", "compare")}
+SUBCOMMANDS = {"data": ("prepare", "show", "verify", "which", "tokenizer"),
+               "evaluate": ("val", "hellaswag", "harness"),
+               "checkpoint": ("inspect", "export", "verify", "fetch"), "scale": ("report", "compare", "paper")}
 
 
 def shown_commands() -> list[tuple[str, str]]:
@@ -48,9 +49,37 @@ def parts(command: str) -> list[tuple[str, list[str]]]:
     return cut
 
 
+_REPLACED = (
+    "one more file", "with none of them a rank", "changes what is computed", "in a row (10)",
+    "no rank asks another",
+    "does not reach its minimum", "ranks ask each other", "nothing at all for one rank", "settled in silence",
+    "no guess at all", "could be had back", "is believed.", "by turns", "no single cause", "need not be alike",
+    "to the last digit", "cuts off what was written", "are left out of an epoch", "cannot be had here",
+    "counts for nothing", "knows what it has seen", "are no numbers", "goes on where",
+    "goes on from", "run goes on", "training goes on", "a run that goes on", "go on with", "goes on without")
+"""What readers stumbled over, and what the pages say in other words."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "benchmarks"],
+                         ids=lambda page: page.name)
+def test_no_page_says_again_what_readers_stumbled_over(page: Path) -> None:
+    text = " ".join(page.read_text().lower().split())
+    assert [phrase for phrase in _REPLACED if phrase in text] == []
+
+
+@pytest.mark.parametrize("words", ["launch", "pytest"])
+def test_the_readme_prints_each_command_that_ci_starts_with(words: str) -> None:
+    """As .ci/run reads it: on a line of its own, indented as code."""
+    reads = re.search(r"line=\$\(sed -n \"(.*)\" README.md", (ROOT / ".ci/run").read_text())
+    assert reads is not None
+    found = subprocess.check_output(["sed", "-n", reads[1].replace("$1", words), ROOT / "README.md"], text=True)
+    assert found.startswith(f"./launchers/with-env {words}")
+
+
 @functools.cache
 def help_of(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[1:], "--help"], capture_output=True,
+    page = "--help-all" if words[0] == "train" else "--help"
+    done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[1:], page], capture_output=True,
                           text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -94,4 +123,57 @@ def test_every_link_leads_somewhere_and_every_page_is_linked() -> None:
             if page.name == "README.md":
                 linked.add(path)
     assert broken == []
-    assert [page.name for page in PAGES if page.parent.name == "docs" and page not in linked] == []
+    assert [page.name for page in PAGES if ROOT / "docs" in page.parents and page not in linked] == []
+
+
+USE = sorted((ROOT / "docs" / "use").glob("*.md"))
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's paragraphs, list items and cells of tables; code and headings are left out."""
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks: list[str] = []
+    is_open = False
+    for line in text.splitlines():
+        words = line.strip()
+        if words.startswith("|"):
+            blocks += [cell.strip() for cell in words.strip("|").split(" | ")]
+            is_open = False
+        elif not words or words.startswith("#") or (line.startswith("    ") and not is_open):
+            is_open = False
+        elif is_open and not re.match(r"[-*] |\d+\. ", words):
+            blocks[-1] += f" {words}"
+        else:
+            blocks.append(words)
+            is_open = True
+    return [sentence for block in blocks for sentence in re.split(r"(?<=[.!?])\s+", block)]
+
+
+def test_pages_for_users_are_few_and_their_sentences_short() -> None:
+    assert 1 <= len(USE) <= 10
+    found = {page.name: sentences(page.read_text()) for page in USE}
+    assert min(map(len, found.values())) > 10, "sentences are found on each page"
+    assert [(name, one) for name, many in found.items() for one in many if len(one.split()) > 30] == []
+
+
+def test_a_sentence_ends_at_its_stop_and_at_its_paragraph() -> None:
+    text = "# No heading\nOne two\nthree. Four.\n\n- five\n  six\n\n    code here\n| a b | c |\n```\nno\n```\n"
+    assert sentences(text) == ["One two three.", "Four.", "- five six", "a b", "c"]
+
+
+def test_the_readme_is_short_and_has_a_picture() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert text.count("```mermaid") == 1
+
+
+def test_the_site_has_every_page_and_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    """Where mkdocs-material is installed: `pip install 'ezpz_llm[docs]'`."""
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", tmp_path / "site"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in (ROOT / "docs").glob("*/*.md"):
+        html = (tmp_path / "site" / page.parent.name / page.stem / "index.html").read_text()
+        loaded = re.findall(r"""<(?:script|img|iframe)[^>]*\ssrc="([^"]+)|<link[^>]*\shref="([^"]+)""", html)
+        assert [one for one in map("".join, loaded) if one.startswith(("http", "//"))] == []

@@ -1,4 +1,4 @@
-"""What a user sees when a command cannot go on."""
+"""Error messages of commands that cannot continue."""
 
 from __future__ import annotations
 

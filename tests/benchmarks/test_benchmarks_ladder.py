@@ -36,7 +36,7 @@ def test_each_rung_changes_one_thing(ladder: ModuleType) -> None:
         assert len(changed) == len(rung.options) // 2, rung.name
         top = top if rung.alone else config
     assert top.loss_chunk is None
-    assert (top.optimizer, top.attention, top.precision, top.compile) == ("adamw", "auto", "bf16", True)
+    assert (top.optimizer, top.attention, top.precision, top.compile) == ("adamw", "auto", "bf16_autocast", True)
 
 
 def test_a_rung_that_learns_nothing_fails(ladder: ModuleType) -> None:
@@ -56,7 +56,7 @@ def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "ladder.json"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--work", "tiny", "--steps", "12", "--rounds", "1", "--rungs",
-         "fp32,tf32,without compilation", "--out", str(out)],
+         "fp32,tf32,without compilation,bf16 parameters", "--out", str(out)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,4 +67,6 @@ def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert best["learns"]
     fall, other = (one["loss_first"] - one["loss_reached"] for one in (plain, best))
     assert other == pytest.approx(fall, abs=0.1)  # more rows alone raise every loss
+    assert found["rungs"]["bf16 parameters"]["learns"]
+    assert "--precision bf16 " in found["options"]["bf16 parameters"]
     assert plain["memory_bytes"] > 0

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."),
 
 BENCHMARKS = Path(data_dir("benchmarks"))
 SMALL = ("--n-layer", "2", "--n-head", "4", "--n-kv-head", "4", "--n-embd", "64", "--block-size", "64",
-         "--micro-batch-size", "4", "--global-batch-size", "8", "--ds-config", "ddp", "--precision", "bf16")
+         "--micro-batch-size", "4", "--global-batch-size", "8", "--ds-config", "ddp",
+         "--precision", "bf16_autocast")
 """Two micro-steps of two layers."""
 
 
@@ -35,7 +36,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_kernels_of_an_eager_step(benchmarks: None) -> None:
     from roofline_counts import count_eager, plan_of
 
-    plan = plan_of(SMALL)
+    plan = plan_of([*SMALL, "--compile", "false"])
     step = count_eager(plan)
     found = Counter(kernel.name for kernel in step.kernels)
     assert step.host_reads == []
@@ -62,6 +63,23 @@ def test_the_kernels_of_a_compiled_step(benchmarks: None) -> None:
     assert len(step.kernels) == 340
     assert found["_to_copy"] == 7
     assert found["mm"] + found["addmm"] == 2 * (3 * (2 * 4 + 1))
+
+
+@pytest.mark.parametrize(("work", "how"), [
+    ("gpt2-124m B 4", "eager"),
+    *(pytest.param(f"{model} B {micro_batch}", how, marks=pytest.mark.full)
+      for model, micro_batch in (("gpt2-124m", 16), ("gpt2-124m", 4), ("llama3-1b", 4), ("llama3-1b", 8))
+      for how in ("eager", "compiled") if (model, micro_batch, how) != ("gpt2-124m", 4, "eager"))])
+def test_the_committed_counts_are_those_of_the_program(benchmarks: None, work: str, how: str) -> None:
+    """Run benchmarks/roofline.py again where a change is meant to move them."""
+    from roofline import total
+    from roofline_compiled import count_compiled
+    from roofline_counts import count_eager, plan_of
+
+    committed = read_json(BENCHMARKS / "results" / "roofline.json")["works"][work]
+    plan = plan_of([*committed["options"], "--compile", str(how == "compiled").lower()])
+    found = total(count_compiled(plan) if how == "compiled" else count_eager(plan))
+    assert found == {name: committed["steps"][how][name] for name in found}
 
 
 def test_the_committed_bounds_are_of_the_rates_that_are_written_beside_them() -> None:

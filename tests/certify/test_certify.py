@@ -1,4 +1,4 @@
-"""What certify decides without torch: cases, bounds, verdicts, faults, the textbook, the page."""
+"""Decisions of certify without torch: cases, bounds, verdicts, faults, the textbook, the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,26 @@ from places import ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
-from ezpz_llm.certify.case import textbook
-from ezpz_llm.certify.cases import Case, divide, natural_worlds, parser, plan, quick_cases, resolve_case
+from ezpz_llm.certify.case import computed, formats, textbook
+from ezpz_llm.certify.cases import (
+    Case,
+    all_cases,
+    divide,
+    left_out,
+    natural_worlds,
+    parser,
+    plan,
+    quick_cases,
+    resolve_case,
+)
 from ezpz_llm.certify.injected_faults import FAULTS
 from ezpz_llm.certify.reference import check_gradients
-from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, closing, write_docs
+from ezpz_llm.certify.report import BEGIN, END, all_passed, as_json, basis, closing, write_docs
 from ezpz_llm.layout import ds_config, ops
+from ezpz_llm.layout.knobs import KNOBS
 from ezpz_llm.layout.memory import memory_per_rank
+from ezpz_llm.layout.precision_recipes import GradientDtypes
+from ezpz_llm.layout.suggest import shipped_layouts
 from ezpz_llm.model.parameters import parameter_count, parameter_shapes
 
 
@@ -45,14 +58,37 @@ def test_layouts_are_certified_in_their_natural_worlds() -> None:
     assert natural_worlds("tp2") == (2, 4)
     assert natural_worlds("pp2_tp2") == (4,)
     assert natural_worlds("3d") == (8,)
+    assert natural_worlds("zero3_hpz2") == natural_worlds("fsdp2_within2") == (4,)
 
 
-def test_the_quick_choice_has_every_layout_once_in_fp32_and_some_bf16() -> None:
+def test_the_quick_choice_has_every_layout_in_both_shapes_and_each_kind_in_bf16() -> None:
     names = ds_config.names()
     cases = quick_cases(names, None, recipe.MODELS, recipe.DTYPES)
-    assert sorted(case.layout for case in cases if case.dtype == "fp32") == sorted(names)
-    assert {case.model for case in cases} == set(recipe.MODELS)
-    assert sum(case.dtype == "bf16" for case in cases) == 2
+    assert ({(case.layout, case.model) for case in cases if case.dtype == "fp32"}
+            == {(name, model) for name in names for model in recipe.MODELS})
+    rounded = {case.layout: (case.dtype, case.model) for case in cases if case.dtype != "fp32"}
+    assert set(rounded) == {"ddp", "fsdp2", "zero1", "zero3", "zero3_offload_optimizer", "tiled", "tp2_zero1",
+                            "tp2_zero3", "sp2", "pp2", "pp2_tp2"}
+    assert rounded["zero3"] == ("bf16", "tiny-gpt2")
+    assert rounded["pp2"] == ("bf16", "tiny-gpt2")
+    assert rounded["tiled"][0] == rounded["zero3_offload_optimizer"][0] == "bf16"
+
+
+def test_the_quick_choice_in_bf16_is_missed_where_its_op_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_built", lambda name: False)
+    work = planned("--quick", "--layouts", "ddp,zero3_offload_optimizer")
+    assert [(one.case.dtype, one.illegal) for one in work.skipped] == [("fp32", False)] * 2 + [("bf16", False)]
+
+
+def test_the_quick_choice_says_what_it_leaves_out() -> None:
+    assert left_out(planned("--quick", "--layouts", "pp2_tp2")) == (
+        "--quick leaves out 3 of 6 cases of these layouts: on 4 ranks, in bf16_autocast, bf16 (without it all are "
+        "run)\n"
+        "no layout has switched on: dropout, recomputation, fp16, the data reader, targets that are ignored, "
+        "3 ranks\n"
+        "one process alone is held to the definition of these, but of fp16 only its loss scale and skipped steps, "
+        "and not of 3 ranks")
+    assert left_out(planned("--layouts", "pp2_tp2")).startswith("no layout has switched on: dropout")
 
 
 def test_every_case_steps_on_the_same_batch() -> None:
@@ -66,9 +102,10 @@ def test_every_case_steps_on_the_same_batch() -> None:
 
 
 def test_the_quick_choice_keeps_to_what_is_asked_for() -> None:
-    work = planned("--quick", "--layouts", "ddp,zero3", "--dtype", "bf16", "--model", "tiny-llama", "--world", "4")
+    work = planned("--quick", "--layouts", "ddp,zero3", "--dtype", "bf16_autocast", "--model", "tiny-llama",
+                   "--world", "4")
     assert [(case.layout, case.world, case.model, case.dtype) for case in work.cases] == [
-        ("ddp", 4, "tiny-llama", "bf16"), ("zero3", 4, "tiny-llama", "bf16")]
+        ("ddp", 4, "tiny-llama", "bf16_autocast"), ("zero3", 4, "tiny-llama", "bf16_autocast")]
 
 
 def test_the_old_name_of_the_option_works_with_a_note(capsys) -> None:
@@ -107,9 +144,12 @@ def test_an_illegal_world_is_skipped_with_its_reason() -> None:
     (["--json", "."], "is a folder"),
     (["--layouts", "tp2", "--world", "1"], "nothing to certify"),
     (["--layouts", "zero2", "--inject-fault", "unmarked-tp"], "not tensor-parallel"),
+    (["--layouts", "zero3", "--inject-fault", "stale-second-copy"], "no second copy of the parameters"),
     (["--layouts", "ddp", "--world", "1", "--inject-fault", "duplicated-data"], "no second data-parallel rank"),
     (["--layouts", "zero1", "--world", "2", "--inject-fault", "early-sync"], "only ddp"),
     (["--layouts", "tp2", "--inject-fault", "wrong-sp-scale"], "not sequence-parallel"),
+    (["--layouts", "ddp", "--dtype", "fp32", "--inject-fault", "stale-masters"], "no master weights"),
+    (["--layouts", "ddp,tp2", "--world", "2", "--inject-fault", "beta2"], "ddp on 1 rank has it"),
 ])
 def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -120,10 +160,10 @@ def test_what_cannot_be_done_is_refused(words: list[str], found: str) -> None:
 def test_under_launch_only_what_fits_the_ranks_is_done() -> None:
     work = planned("--layouts", "ddp,tp2,pp2_tp2", world_size=2)
     assert {case.world for case in work.cases} == {2}
-    assert len(work.cases) == 2 * 2 * 2
+    assert len(work.cases) == 2 * (2 + 3), "two models; tp2 in two precisions, ddp in bf16 as well"
     work = planned("--layouts", "ddp,tp2,pp2_tp2", "--quick", world_size=2)
     assert [(case.layout, case.world, case.dtype) for case in work.cases] == [
-        ("ddp", 2, "fp32"), ("tp2", 2, "fp32"), ("tp2", 2, "bf16")]
+        ("ddp", 2, "fp32"), ("ddp", 2, "fp32"), ("ddp", 2, "bf16"), ("tp2", 2, "fp32"), ("tp2", 2, "fp32")]
     with pytest.raises(UserError, match="started on 2 ranks"):
         planned("--world", "4", world_size=2)
 
@@ -132,7 +172,7 @@ def test_gradient_bounds_grow_towards_the_embedding() -> None:
     names = ["transformer.ln_f.weight", "transformer.h.3.attn.c_proj.weight", "transformer.h.0.ln_1.bias",
              "transformer.wte.weight"]
     assert [verdict.depth(name, 4) for name in names] == [0, 1, 4, 5]
-    assert verdict.gradient_bound(names[0], 4, "bf16") == 4 * 2 ** -8
+    assert verdict.gradient_bound(names[0], 4, "bf16_autocast") == 4 * 2 ** -8
     assert verdict.gradient_bound(names[3], 4, "fp32") == pytest.approx(4 * 1.03 ** 5 * 2 ** -24)
 
 
@@ -149,19 +189,31 @@ def test_the_recipe_is_the_same_every_time_and_learnable() -> None:
     assert recipe.zero_by_symmetry(recipe.model_config("tiny-llama")) == {}
 
 
+def test_one_of_the_shapes_has_a_padded_vocabulary_which_no_degree_of_2_divides() -> None:
+    """Both have tables of the same size: what traffic and memory are is the same."""
+    whole, padded = (recipe.model_config(name) for name in recipe.MODELS)
+    assert whole.vocab_size == whole.padded_vocab_size == padded.padded_vocab_size
+    assert padded.vocab_size % 2
+    assert padded.vocab_size > padded.padded_vocab_size // 2
+    assert recipe.sequences(padded, 0).max() < padded.vocab_size
+    assert len(set(recipe.sequences(padded, 0).ravel())) > 0.9 * padded.vocab_size
+
+
 def numbers() -> tuple[verdict.Numbers, verdict.Numbers]:
     """A layout and a reference that agree but for rounding."""
     names = {"transformer.wte.weight": 6144, "transformer.h.0.ln_1.weight": 64}
     theirs = {"losses": [4.5, 4.4], "held_out": 4.3, "norms": [1.0, 2.0], "numel": names,
               "noise": {"loss": 1e-6, "norm": [1e-7, 1e-6], "gradient": dict.fromkeys(names, 1e-7),
                         "weight": dict.fromkeys(names, 1e-6)},
-              "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0)}
+              "gradient": dict.fromkeys(names, 0.5), "weight": dict.fromkeys(names, 8.0),
+              "movement": dict(zip(names, (0.01, 0.0), strict=True))}
     def rows(difference: float) -> dict:
-        return {name: {"elements": numel, "difference": difference, "copy": difference, "rank": 1}
+        return {name: {"elements": numel, "difference": difference, "ranks": {0: 0.0, 1: difference}}
                 for name, numel in names.items()}
 
     ours = {"losses": [4.5, 4.400001], "held_out": 4.3, "norms": [(1.0, 1.0), (2.0, 2.000001)], "first": rows(0.0),
-            "gradient": rows(1e-8), "weight": rows(2e-6)}
+            "gradient": rows(1e-8), "weight": rows(2e-6),
+            "copy": {"weight of transformer.wte.weight": {"compared": 96, "apart": 0, "where": ""}}}
     return ours, theirs
 
 
@@ -173,6 +225,24 @@ def test_rounding_passes() -> None:
     assert judged(*numbers()) == []
 
 
+def test_a_decay_that_is_rounded_on_each_step_is_rounding() -> None:
+    """torch's AdamW multiplies by 1 - rate x decay as fp32 has it, half a spacing off at most; DeepSpeed's for CPUs
+    adds a product. Without this, right runs came to 0.97 of the bound.
+    """
+    rate, decay, steps = 1.999e-3, 0.1, 8
+    weights = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    multiplied, added = weights.clone(), weights.double()
+    for _ in range(steps):
+        multiplied.mul_(1 - rate * decay)
+        added -= rate * decay * added
+    _, theirs = numbers()
+    theirs.update(losses=[4.5] * steps, weight=dict.fromkeys(theirs["weight"], weights.norm().item()))
+    theirs["noise"]["weight"] = dict.fromkeys(theirs["weight"], 0.0)
+    apart = (multiplied - added).norm().item()
+    bound = verdict._least_weight(theirs)("transformer.wte.weight")
+    assert 2.0 ** -24 * weights.norm().item() < apart <= bound, (apart, bound)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (lambda ours: ours["losses"].__setitem__(1, 4.41), "loss at step 2 differs by 0.01"),
     (lambda ours: ours["losses"].__setitem__(0, math.nan), "loss at step 1"),
@@ -180,16 +250,63 @@ def test_rounding_passes() -> None:
     (lambda ours: ours["norms"].__setitem__(0, (1.0, 2.0)), "2 on rank 1, 2 times the reference's"),
     (lambda ours: ours["gradient"]["transformer.wte.weight"].update(difference=0.5),
      "gradient of transformer.wte.weight differs by 1,"),
-    (lambda ours: ours["weight"]["transformer.h.0.ln_1.weight"].update(copy=math.inf),
+    (lambda ours: ours["weight"]["transformer.h.0.ln_1.weight"].update(ranks={0: 0.0, 1: math.inf}),
      "weights of transformer.h.0.ln_1.weight on rank 1"),
-    (lambda ours: ours["first"]["transformer.wte.weight"].update(copy=1e-9), "initial weights of"),
+    (lambda ours: ours["first"]["transformer.wte.weight"].update(ranks={0: 0.0, 2: 1e-9}), "initial weights of"),
     (lambda ours: ours["gradient"]["transformer.wte.weight"].update(elements=3072), "3072 of 6144"),
     (lambda ours: ours["weight"].pop("transformer.wte.weight"), "0 of 6144"),
+    (lambda ours: ours["copy"]["weight of transformer.wte.weight"].update(apart=1, where=" on ranks 0 and 3"),
+     "the weight of transformer.wte.weight on ranks 0 and 3 is not the same bits: 1 of 96 blocks"),
 ])
 def test_what_fails_is_named(change, said: str) -> None:
     ours, theirs = numbers()
     change(ours)
     assert said in "\n".join(judged(ours, theirs))
+
+
+def test_of_several_the_one_nearest_to_the_loss_is_named() -> None:
+    """Whatever the ratios are: the fault lies there, and the others follow from it."""
+    ours, theirs = numbers()
+    for name, difference in (("transformer.wte.weight", 0.4), ("transformer.h.0.ln_1.weight", 0.1)):
+        ours["gradient"][name].update(difference=difference)
+    line, = judged(ours, theirs)
+    assert line.startswith("backward: gradient of transformer.h.0.ln_1.weight differs by 0.2,")
+    assert line.endswith("(and 1 more)")
+    names = ["transformer.wte.weight", "transformer.h.0.mlp.c_proj.weight", "transformer.h.10.ln_1.weight",
+             "transformer.h.10.mlp.c_fc.bias", "transformer.h.2.ln_1.weight", "lm_head.weight",
+             "transformer.ln_f.bias"]
+    assert verdict.in_order(names) == [names[5], names[6], names[3], names[2], names[4], names[1], names[0]]
+
+
+def test_failures_come_in_the_order_of_computation_with_their_phase() -> None:
+    """The norm is that of the gradients: where both are wrong, these were so first."""
+    ours, theirs = numbers()
+    ours["weight"]["transformer.wte.weight"].update(difference=9.0)
+    ours["norms"][0] = (1.0, 2.0)
+    ours["gradient"]["transformer.h.0.ln_1.weight"].update(difference=0.1)
+    ours["losses"][1] = 5.0
+    assert [line.partition(": ")[0] for line in judged(ours, theirs)] == [
+        "forward", "backward", "reduction", "optimizer"]
+    assert list(verdict.findings(ours, theirs, 4, "fp32")) == list(verdict.PHASES)[:-1]
+
+
+def test_what_certify_can_see_is_a_bound_beside_what_the_steps_do() -> None:
+    _, theirs = numbers()
+    assert verdict.sight(theirs)["loss"] == pytest.approx(1e-5 / 0.1)
+    assert verdict.sight(theirs)["weights_largest"] == math.inf, "what does not move cannot be seen to move wrongly"
+    theirs["movement"]["transformer.h.0.ln_1.weight"] = 0.005
+    sight = verdict.sight(theirs)
+    assert sight["weights_largest"] == pytest.approx(5e-6 / 0.005)
+    assert sight["weights"] == pytest.approx((5e-6 / 0.01 + 5e-6 / 0.005) / 2)
+
+
+def test_of_several_ranks_the_first_beyond_the_bound_is_named() -> None:
+    ours, theirs = numbers()
+    ours["norms"][1] = (2.0, 2.2, 9.0)
+    ours["weight"]["transformer.wte.weight"].update(ranks={0: 1e-6, 1: 0.5, 3: 8.0})
+    reduction, optimizer = judged(ours, theirs)
+    assert "2.2 on rank 1, 1.1 times the reference's" in reduction
+    assert optimizer.startswith("optimizer: weights of transformer.wte.weight on rank 1 differs by 0.062,")
 
 
 def test_a_missing_op_is_no_pass() -> None:
@@ -214,7 +331,12 @@ def test_every_fault_that_was_asked_for_can_be_injected() -> None:
     assert next(iter(FAULTS)) == "gradients-x2"
     assert set(FAULTS) == {
         "gradients-x2", "dropped-bucket", "accumulation-not-divided", "early-sync", "unmarked-tp",
-        "stale-optimizer", "wrong-mask", "shifted-targets", "duplicated-data", "untied-head", "wrong-sp-scale"}
+        "stale-optimizer", "stale-masters", "bf16-reduction", "bf16-accumulation",
+        "stale-second-copy", "drifting-copy", "wrong-mask", "shifted-targets",
+        "duplicated-data", "untied-head", "wrong-sp-scale",
+        # of what all layouts share
+        "half-the-micro-batches", "rate-of-one-group", "decay-on-norms", "clip-scales-up", "mask-beyond-64",
+        "last-loss", "beta2", "eps-x10", "rate-1-percent-off", "ignored-counted", "evaluation-cut-short"}
 
 
 def test_the_textbook_has_the_papers_volumes() -> None:
@@ -229,27 +351,83 @@ def test_the_textbook_has_the_papers_volumes() -> None:
     assert book["tp2"]["all_reduce"] > 4 * (4 * config.n_layer + 2) * tokens * config.n_embd
 
 
+@pytest.mark.parametrize("layout", ["fsdp2_within2", "fsdp2", "ddp", "zero3"])
+def test_gradients_that_travel_in_half_the_bytes_are_seen_in_groups_of_ranks_too(layout: str) -> None:
+    """A run that issues what the layout's textbook has, and one whose gradients are bf16."""
+    case = Case(layout, 4, "tiny-gpt2", "bf16")
+    config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
+    right = textbook(resolved.layout, config, resolved.batch, "bf16", resolved.gradients)
+    wrong = textbook(resolved.layout, config, resolved.batch, "bf16", replace(resolved.gradients, reduced="bf16"))
+    memory = [{"gradients": 2**40}] * case.world
+
+    def missing(issued: dict[str, int]) -> float:
+        """Bytes that are not there; a run's collectives of all groups of ranks are one kind."""
+        kinds = {kind: {"bytes": sum(size for name, size in issued.items() if name.startswith(kind))}
+                 for kind in ("all_reduce", "reduce_scatter")}
+        found, _ = formats(resolved, config, case.world, {"collectives": [{"kinds": kinds}], "memory": memory})
+        assert "reduced" in found.what
+        return found.value
+
+    assert missing(right) == 0
+    assert missing(wrong) >= 2 * parameter_count(config)
+
+
+def committed() -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("ddp", "bf16"), ("zero2", "bf16"), ("tp2", "bf16_autocast")])
+def test_what_is_computed_is_of_the_cases_precision_and_gradients(layout: str, dtype: str) -> None:
+    """As `formats` asks of the run: a certificate must not promise other bytes than it checks."""
+    case = Case(layout, 4, "tiny-gpt2", dtype)
+    config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
+    gradients = GradientDtypes(reduced="bf16", accumulated="bf16")
+    for run in (resolved, replace(resolved, gradients=gradients)) if dtype == "bf16" else (resolved,):
+        found = computed(run, config, case.world)
+        assert found["textbook"] == textbook(run.layout, config, run.batch, dtype, run.gradients)
+        assert found["arithmetic"] == [asdict(part) for part in memory_per_rank(
+            run.layout, config, case.world, precision=dtype, gradients=run.gradients)]
+
+
+@pytest.mark.xfail(strict=True, reason="the certificate is to be made again: then this line goes")
+def test_the_committed_certificate_is_of_todays_certify() -> None:
+    """Its recipe, bounds, precisions and kinds of findings; else it says nothing of this code."""
+    kept = committed()
+    today = json.loads(json.dumps(basis(recipe.STEPS)))
+    assert {key: kept[key] for key in today} == today
+    assert {one["dtype"] for one in kept["results"]} == set(recipe.DTYPES)
+    assert {kind for one in kept["results"] for kind in one["worst"]} == set(verdict.PHASES)
+    cases, _ = divide(all_cases(ds_config.names(), None, recipe.MODELS, recipe.DTYPES), None)
+    assert ({(one["layout"], one["world"], one["model"], one["dtype"]) for one in kept["results"]}
+            >= {(case.layout, case.world, case.model, case.dtype) for case in cases})
+
+
 def test_the_committed_certificate_is_of_this_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed, not measured, is the same today, whatever is built; and the page is the certificate's."""
     monkeypatch.setattr(ops, "is_built", lambda name: True)
-    kept = json.loads((ROOT / "benchmarks" / "results" / "certify.json").read_text())
+    kept = committed()
     assert kept["passed"]
-    assert {one["layout"] for one in kept["results"]} == set(ds_config.names())
+    uncertified = {layout.name for layout in shipped_layouts()
+                   if any(knob.is_set(layout) and not knob.certified for knob in KNOBS)}
+    assert {one["layout"] for one in kept["results"]} == set(ds_config.names()) - uncertified
     for one in kept["results"]:
         case = Case(one["layout"], one["world"], one["model"], one["dtype"])
         config, resolved = recipe.model_config(case.model), resolve_case(case, "cpu")
-        assert one["arithmetic"] == [asdict(part) for part in memory_per_rank(resolved.layout, config, case.world)]
-        assert one["textbook"] == textbook(resolved.layout, config, resolved.batch)
+        again = computed(resolved, config, case.world)
+        assert {key: one[key] for key in again} == again
     page = tmp_path / "layouts.md"
-    shutil.copy(ROOT / "docs" / "layouts.md", page)
+    shutil.copy(ROOT / "docs" / "reference" / "layouts.md", page)
     write_docs(kept, page)
-    assert page.read_text() == (ROOT / "docs" / "layouts.md").read_text()
+    assert page.read_text() == (ROOT / "docs" / "reference" / "layouts.md").read_text()
 
 
 def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
     page = tmp_path / "layouts.md"
     page.write_text("# Layouts\n\nprose\n")
-    kept = {"command": "ezpz-llm certify", "date": "2026-01-02", "environment": {"versions": {"torch": "2.13"}},
+    sight = {"loss": 0.0123, "weights": 0.04, "weights_largest": 0.2}
+    kept = {"command": "ezpz-llm certify", "date": "2026-01-02", "references": {"tiny-gpt2 bf16": {"sight": sight}},
+            "seconds": 130.0,
+            "environment": {"versions": {"torch": "2.13"}},
             "skipped": [{"layout": "zero3_nvme", "reason": "async_io is not built", "illegal": False}],
             "results": [{"layout": "ddp", "model": "tiny-gpt2", "world": 2, "dtype": "fp32", "plant": None,
                          "passed": True, "worst": {"loss": {}}, "textbook": {"all_reduce": 8},
@@ -265,6 +443,8 @@ def test_the_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
     assert text.count(BEGIN) == text.count(END) == 1
     assert "2026-01-03: 2 ranks; fp32 | 16 / 16 (+4) on 2 | all_reduce 1 x, 8 B | all_reduce 8 B |" in text
     assert "no: async_io is not built" in text
+    assert "| tiny-gpt2 bf16 | 0.012 | 0.04 | 0.2 |" in text
+    assert "1 of 1 cases passed in 2 minutes" in text
     with pytest.raises(UserError, match="no page"):
         write_docs(kept, tmp_path / "missing.md")
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.index import Index, Parameter, Part, Piece, check_model, common
@@ -32,7 +31,19 @@ def elements(shape: tuple[int, ...], part: Part) -> torch.Tensor:
 @given(st.data())
 def test_runs_in_common_are_the_same_elements_and_all_of_them(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    one, other = data.draw(parts(shape)), data.draw(parts(shape))
+    check_common(shape, data.draw(parts(shape)), data.draw(parts(shape)))
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_runs_in_common_of_parts_that_begin_within_their_boxes(start: int) -> None:
+    whole_box, columns, rows = ((0, 4), (0, 3)), ((0, 4), (1, 3)), ((1, 4), (0, 3))
+    for one, other in ((whole_box, columns), (whole_box, rows), (columns, rows)):
+        check_common((4, 3), (one, start, start + 2), (other, 0, size(other)))
+        check_common((4, 3), (one, 0, size(one)), (other, start, start + 2))
+        check_common((4, 3), (one, start, size(one)), (other, 1, size(other) - 1))
+
+
+def check_common(shape: tuple[int, ...], one: Part, other: Part) -> None:
     ours, theirs = elements(shape, one), elements(shape, other)
     found: list[int] = []
     for at, there, length in common(shape, one, other):

@@ -16,9 +16,9 @@ from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 
-RUN = ["--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32", "--ds-config", "zero2",
-       "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2", "--eval-every", "0",
-       "--eval-tokens", "512", "--sample-tokens", "0", "--profile", "false"]
+RUN = ["--lr", "0.004", "--n-layer", "2", "--n-head", "2", "--n-embd", "128", "--block-size", "32",
+       "--ds-config", "zero2", "--precision", "fp32", "--global-batch-size", "8", "--micro-batch-size", "2",
+       "--eval-every", "0", "--eval-tokens", "512", "--sample-tokens", "0", "--profile", "false"]
 SIZE_MB = 11
 """Room for two checkpoints of 5 MB, but not for a third; a run keeps one, and needs room for two."""
 
@@ -109,7 +109,7 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(server
     job = server.run(2, [*words, "--steps", "16", "--warmup-steps", "2", "--decay-steps", "16", "--resume",
                          str(run_dir)], run_dir)
     assert job.output.count("the checkpoint is damaged: rank-00001.safetensors has sha256") == 1
-    assert "the run goes on from step-00000008 instead" in job.output
+    assert "the run resumes from step-00000008 instead" in job.output
     after = losses(run_dir)
     assert list(after) == list(range(1, 17))
     assert {step: after[step] for step in before} == before
@@ -144,7 +144,7 @@ write_manifest(folder, 1, [describe(folder / name) for name in (shard, "state.js
 model = torch.nn.Module()
 model.weight = torch.nn.Parameter(torch.zeros(4))
 state = TorchState(model, torch.optim.AdamW(model.parameters()), 0, 1, None)
-engine = SimpleNamespace(training_state=lambda: state, device=torch.device("cpu"))
+engine = SimpleNamespace(module=model, training_state=lambda: state, device=torch.device("cpu"))
 load(folder, engine, SimpleNamespace(rank=0, world_size=1, is_main=True, mesh=SimpleNamespace(degrees=Degrees(1))))
 """
 

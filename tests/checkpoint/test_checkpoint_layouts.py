@@ -38,11 +38,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "zero1 on 3, global batch 6": (3, ["--ds-config", "zero1", "--global-batch-size", "6"]),
     "ddp": (4, ["--ds-config", "ddp"]),
     "fsdp2": (4, ["--ds-config", "fsdp2"]),
+    "fsdp2_within2": (4, ["--ds-config", "fsdp2_within2"]),
     "zero0": (4, ["--ds-config", "zero0"]),
     "zero1": (4, ["--ds-config", "zero1"]),
     "zero2": (4, ["--ds-config", "zero2"]),
     "zero2, micro batch 1": (4, ["--ds-config", "zero2", "--micro-batch-size", "1"]),
     "zero3": (4, ["--ds-config", "zero3"]),
+    "zero3_hpz2": (4, ["--ds-config", "zero3_hpz2"]),
     "zero3_offload_optimizer": (4, ["--ds-config", "zero3_offload_optimizer"]),
     "zero3_offload_all": (4, ["--ds-config", "zero3_offload_all"]),
     "zero3_nvme": (4, ["--ds-config", "zero3_nvme"]),
@@ -104,13 +106,13 @@ def compare(saved: dict[str, Any], resumed: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.full
 def test_a_few_pairs_of_layouts(server: Server, tmp_path: Path) -> None:
     """Each starts from its own checkpoint: whatever was saved is joined, cut and given to other ranks."""
-    first = ("zero3 on 2", "pp2_tp2", "one process")
+    first = ("zero3 on 2", "pp2_tp2", "fsdp2_within2", "one process")
     saved = {name: ask(server, tmp_path, "save_and_go_on", name) for name in first}
     places = {name: found["folder"] for name, found in saved.items()}
     resumed = {name: ask(server, tmp_path, "go_on_from_each", name, checkpoints=places)
-               for name in ("tp2", "zero2")}
+               for name in ("tp2", "zero2", "fsdp2_within2")}
     differences = compare(saved, resumed)
-    assert len(differences) == 6
+    assert len(differences) == 12
     assert max(differences.values()) < CLOSE, differences
     assert len(set(saved["one process"]["losses"])) == STEPS
     data = TokenData.open(prepare("stdlib", progress=False))

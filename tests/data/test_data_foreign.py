@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -96,6 +97,11 @@ def test_shards_that_do_not_do(nanogpt_shards: tuple[Path, np.ndarray, np.ndarra
     refused("this shard is truncated, or no shard")
     shard.write_bytes(b"some text")
     refused("this shard is truncated, or no shard")
+    # An empty file, an archive, a pickle; a header whose text is not Python's.
+    header = whole[:8] + b"\xff\xff" + b"{" * 65_535
+    for content in (b"", b"PK\x03\x04" + whole, pickle.dumps({}), whole[:10] + b"(" * 118 + whole[128:], header):
+        shard.write_bytes(content)
+        refused("this shard is truncated, or no shard")
     np.save(shard, train[:10].astype(np.float32))
     refused("this shard holds float32 in 1 dimensions")
     np.save(shard, train[:10].astype(np.uint32))
@@ -186,3 +192,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64 * 1024  # kB
+
+
+@pytest.mark.parametrize("entry", [{"tokens": 10**9}, {"offset": 10**9}, {"tokens": 5, "offset": 8}])
+def test_a_shard_that_ends_beyond_its_file_is_refused(tmp_path: Path, entry: dict[str, int]) -> None:
+    """Its file may have the promised size, and the tokens not be in it."""
+    (tmp_path / "train_000000.bin").write_bytes(bytes(16))
+    shard = {"file": "train_000000.bin", "tokens": 8, "sha256": "0" * 64, "file_bytes": 16, **entry}
+    split = {"tokens": 8, "shards": [shard]}
+    (tmp_path / "manifest.json").write_text(json.dumps({
+        "format": "ezpz_llm tokens 1", "request": "r", "command": "c", "documents": 1, "tokens": 16,
+        "source": {"corpus": "x", "files": 1, "bytes": 16}, "vocab_size": 257, "end_of_text": 256,
+        "tokenizer": {"name": "bytes", "fingerprint": "f"}, "dtype": "uint16", "unigram_entropy": 1.0,
+        "splits": {"train": split, "val": split}}))
+    with pytest.raises(UserError, match=r"ends at byte .* of a file of 16 bytes"):
+        TokenData.open(tmp_path).split("train")

@@ -95,6 +95,20 @@ def test_a_line_longer_than_the_head_of_a_file(tmp_path: Path) -> None:
         assert tokens_of(tmp_path / "a.json") == tokens("x" * 200_000, "y")
 
 
+def test_one_document_without_an_end_does_not_fill_the_memory(tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("formats", "reader"):
+        monkeypatch.setattr(f"ezpz_llm.data.{module}.LONGEST_LINE", 1 << 20)
+    for name, content, said in (("a.jsonl", b'{"text": "' + b"x" * (9 << 20), "a.jsonl:1"),
+                                ("a.txt", bytes(9 << 20), "a.txt, byte 0"),
+                                ("a.json", b'[{"text": "' + b"x" * (9 << 20), "a.json, item 0")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            for _ in tasks(find_corpus(str(tmp_path / name)), size=1 << 18):
+                pass
+        assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("packed", [bytes, gzip.compress])
 def test_an_array_of_objects_is_documents(tmp_path: Path, packed: object) -> None:
     """Also of more than is read at once, with items longer than that."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.manifest import verify
 from ezpz_llm.data.prepare import check_corpus, prepare
-from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw, sample_windows
+from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw, places, sample_windows
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, shares
 from ezpz_llm.data.tokenize_corpus import entropy
 
@@ -70,6 +70,16 @@ def mixture(tmp_path: Path) -> Mixture:
     """Two streams whose tokens say where they lie: 0 to 5000, and from 10,000 on."""
     streams = stream_of(0, 5000, tmp_path / "a.bin"), stream_of(10_000, 1700, tmp_path / "b.bin")
     return Mixture(streams, (3072, 1024))
+
+
+def test_streams_of_one_length_have_orders_of_their_own(tmp_path: Path) -> None:
+    """Else the same places of two texts would always come together."""
+    halves = Mixture(tuple(stream_of(0, 5000, tmp_path / name) for name in "ab"), (BLOCK // 2, BLOCK // 2))
+    samples = np.arange(BLOCK)
+    which, own = draw(halves.counts, 3, samples)
+    _, starts = places(halves, 16, 3, samples)
+    first, second = (starts[which == part][np.argsort(own[which == part])] for part in (0, 1))
+    assert (first == second).mean() < 0.01
 
 
 def test_a_step_is_the_same_for_any_ranks_and_position(mixture: Mixture) -> None:
@@ -156,5 +166,14 @@ def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=message):
             prepare(words, tokenizer, progress=False)
+    # A part that is a mixture could be this one.
+    stored = json.loads((mixed / "manifest.json").read_text())
+    (mixed / "manifest.json").write_text(json.dumps(stored | {"parts": [{"folder": str(mixed), "weight": 1}]}))
+    for read in (TokenData.open, verify):
+        with pytest.raises(UserError, match="a mixture cannot be part of another"):
+            read(mixed)
+    np.save(prepare(str(b), progress=False) / "counts.npy", np.ones(3, np.int64))
+    with pytest.raises(UserError, match=r"these counts are int64 \(3,\), of 257 tokens"):
+        prepare(f"{a}=1,{b}=2", progress=False)
     with pytest.raises(UserError, match="leave --out"):
         prepare(f"{a}=1,{b}=1", out=tmp_path / "out", progress=False)

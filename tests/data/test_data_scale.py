@@ -215,7 +215,7 @@ def test_a_disk_that_fills_keeps_what_is_done(mixed: Path, small_disk: Path, tmp
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2
         assert "cannot write here: No space left on device; what was prepared so far is kept" in done.stderr
-        assert "make room, and give the same command again: it goes on where it stopped" in done.stderr
+        assert "make room, and give the same command again: it continues where it stopped" in done.stderr
         assert "Traceback" not in done.stderr
         assert not (small_disk / "out").exists()
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)

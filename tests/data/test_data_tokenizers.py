@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from places import vocab_bpe
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.data.reader import cut_text
+from ezpz_llm.data.text import cut_text
 from ezpz_llm.data.tokenize_corpus import pack, token_dtype
 from ezpz_llm.data.tokenizers import (
     GPT2_FINGERPRINT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from places import vocab_bpe
 from safetensors.torch import save_file
+from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm import generate
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.tokenizer_files import copy_files, entry_of_file
 from ezpz_llm.data.tokenizers import (
     GPT2_FINGERPRINT,
     CharTokenizer,
@@ -31,7 +34,9 @@ from ezpz_llm.data.tokenizers import (
 )
 from ezpz_llm.evaluate import __main__ as evaluate
 from ezpz_llm.hf.config import stored_tensors, to_hf
+from ezpz_llm.hf.source import find_source
 from ezpz_llm.hf.tokenizer import write_tokenizer
+from ezpz_llm.hf.weights import export
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.rundir import RunDir, read_record
 from ezpz_llm.trainer.options import parse
@@ -134,12 +139,11 @@ def test_unknown_and_unsupported_tokenizers_are_refused_by_name(place: Path) -> 
             check()
         assert "--tokenizer gpt2 for GPT-2's" in caught.value.instead
     assert train("--init-from", folder, "--corpus", "text.txt", "--tokenizer", "bytes").config.tokenizer == "bytes"
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.5]]}}))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizerFast"}')
+    (folder / "vocab.txt").write_text("[PAD]\na\n")
     for check in (lambda: train("--init-from", folder, "--corpus", "text.txt"),
                   lambda: evaluated(folder, "--corpus", "text.txt"),
                   lambda: prepare("text.txt", str(folder))):
-        with pytest.raises(UserError, match=r"tokenizer is LlamaTokenizerFast \(Unigram, 1 tokens\)"):
+        with pytest.raises(UserError, match=r"tokenizer is WordPiece \(vocab.txt\)"):
             check()
     with pytest.raises(UserError, match="says nothing of a tokenizer"):
         prepare("text.txt", str(place))
@@ -181,6 +185,42 @@ def test_gpt2_is_known_by_its_table(place: Path) -> None:
     assert choose(str(place / "theirs")).entry == ours
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_with_a_tokenizer_of_another_library(place: Path, family: str) -> None:
+    """It encodes their corpora, stands beside an export, and another one is refused."""
+    file = trained(family)
+    folder = weights(place / "hf", None, vocab_size=700)
+    copy_files(file, folder)
+    words = train("--init-from", folder, "--corpus", "text.txt").config.tokenizer
+    assert words == str(folder)
+    made = prepare("text.txt", words, progress=False)
+    assert read_manifest(made)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]
+    evaluated(folder, "--corpus", "text.txt")
+    shards = prepare("text.txt", "bytes", progress=False)
+    with pytest.raises(UserError, match=r"the weights' tokenizer is hf \((tokenizers|sentencepiece), \d+ tokens, .*"
+                                        r"corpus's is bytes"):
+        train("--init-from", folder, "--corpus", shards)
+    small = weights(place / "small", None, vocab_size=200)
+    with pytest.raises(UserError, match=r"the tokenizer has \d+ tokens, .* 200"):
+        train("--init-from", small, "--corpus", "text.txt", "--tokenizer", file)
+    exported = export(find_source(str(folder), "here"), place / "out")
+    assert exported.notes == ()
+    assert (place / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_an_exported_tokenizer_is_loaded_by_transformers(place: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    file, text = trained("byte-level BPE"), "the learning rate, naïve  日本語\n"
+    end, note = write_tokenizer(entry_of_file(file), 32, place / "out", file.parent)
+    assert (end, note) == (1, None)
+    theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
+    assert theirs(text, add_special_tokens=False)["input_ids"] == own_ids(file, text)
+    assert (theirs.eos_token, theirs.eos_token_id, theirs.model_max_length) == ("<|endoftext|>", 1, 32)
+    end, note = write_tokenizer(entry_of_file(file), 32, place / "none", place)
+    assert end is None
+    assert "its tokenizer.json is not there (copy the tokenizer.json with the fingerprint" in str(note)
+
+
 def test_what_is_known_of_bytes_and_characters_is_the_whole_table(place: Path) -> None:
     for tokenizer in (get_tokenizer("bytes"), char()):
         write_tokenizer(to_entry(tokenizer), 32, place)
@@ -214,3 +254,25 @@ def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
     assert both not in said
     generate.main([str(folder), "--tokenizer", "bytes", "--tokens", "2", "--device", "cpu", "--run-dir", "made"])
     assert f"warning: {both}" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_keeps_its_tokenizer(place: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoints continue a prompt, are exported and evaluated after the shards are gone."""
+    file = trained(family)
+    (place / "mixed.txt").write_text(mixed_text(60_000))
+    words = [sys.executable, "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--n-layer", "1", "--n-embd", "32",
+             "--block-size", "32", "--corpus", "mixed.txt", "--tokenizer", str(file), "--steps", "2", "--profile",
+             "false", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp", "--prompt", "the learning"]
+    env = ENV | {"EZPZ_LLM_CACHE": str(place / "cache")}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.rmtree(place / "cache")
+    assert generate.main(["run", "--prompt", "the learning", "--tokens", "4", "--device", "cpu"]) == 0
+    assert "the learning" in capsys.readouterr().out
+    export(find_source("run", "here"), place / "out")
+    assert (place / "out" / file.name).read_bytes() == file.read_bytes()
+    assert train("--init-from", "run", "--corpus", "text.txt").config.tokenizer != "bytes"
+    made = prepare("text.txt", str(find_source("run", "here").folder), progress=False)
+    assert read_manifest(made)["tokenizer"]["fingerprint"] == entry_of_file(file)["fingerprint"]

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from ezpz_llm.base.errors import UserError
@@ -23,7 +22,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity, device_index, refuse_idle_gpus
 from ezpz_llm.dist.heartbeat import Heartbeat
 from ezpz_llm.dist.mesh import AXES, Degrees
-from ezpz_llm.dist.rendezvous import _named, meet_on_node, raise_before_group
+from ezpz_llm.dist.rendezvous import _named, node_file_store, raise_before_group
 from ezpz_llm.dist.seeds import seed_for
 from ezpz_llm.launch.ranks import RankInfo
 
@@ -201,7 +200,7 @@ def test_ranks_of_a_node_meet_in_a_file_again_and_again(tmp_path):
             def work(_, rank, turn=turn, values=values):
                 time.sleep(0.05 * ((rank + turn) % 3))
                 info = RankInfo(rank, 3, rank, 3, 0, "test")
-                store = meet_on_node(folder, 29500, info, datetime.timedelta(seconds=30))
+                store = node_file_store(folder, 29500, info, datetime.timedelta(seconds=30))
                 store.add("sum", 10**rank)
                 if store.add("came", 1) == 3:
                     store.set("all", "")
@@ -218,9 +217,9 @@ def test_programs_of_one_run_do_not_meet_each_other(tmp_path, monkeypatch):
     info, soon = RankInfo(0, 2, 0, 2, 0, "test"), datetime.timedelta(seconds=0.5)
     with make_private(tmp_path / "f") as folder, _named(folder, "store-at-29500"):
         with pytest.raises(UserError, match="another program of this run is just being set up"):
-            meet_on_node(folder, 29500, info, soon)
+            node_file_store(folder, 29500, info, soon)
         with pytest.raises(UserError, match="did not meet all of 2 ranks"):
-            meet_on_node(folder, 29501, info, soon)
+            node_file_store(folder, 29501, info, soon)
 
 
 def test_ranks_on_a_cpu_share_it_and_mixed_types_are_refused():
@@ -259,7 +258,7 @@ from ezpz_llm.model.gpt import GPT
 dist = setup(device="cpu", run_dir=Path(sys.argv[1]))
 torch.manual_seed(0)
 model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=32, block_size=128, vocab_size=50304))
-resolved = resolve(Request("ddp", world_size=1, global_batch=4, precision="bf16"))
+resolved = resolve(Request("ddp", world_size=1, global_batch=4, precision="bf16_autocast"))
 engine = build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
                       param_groups=decay_groups(model, 0.1))
 tokens = torch.randint(50304, (4, 128))

@@ -1,7 +1,8 @@
-"""What is done on GPUs alone, with the calls that need one recorded instead of made."""
+"""Process groups on GPUs, with the calls that need one recorded instead of made."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import Any
 
@@ -14,7 +15,7 @@ from ezpz_llm.dist.mesh import Degrees, Mesh
 from ezpz_llm.dist.setup import Dist
 from ezpz_llm.launch.ranks import ALONE
 from ezpz_llm.rundir import RunDir
-from ezpz_llm.trainer.loop import _to_device
+from ezpz_llm.trainer import device_copy
 
 GPU = torch.device("cuda", 1)
 HALF_AN_HOUR = datetime.timedelta(minutes=30)
@@ -66,18 +67,44 @@ def test_a_group_of_one_process_is_told_its_device(groups: list[Any], tmp_path) 
     assert (groups[0]["backend"], groups[0]["device_id"], groups[0]["world_size"]) == ("nccl", GPU, 1)
 
 
+class Streams:
+    """A device's module, which records what its streams are told."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.Stream = lambda device: "copies"
+        self.stream = lambda stream: contextlib.nullcontext(self.done.append(f"in {stream}"))
+        self.current_stream = lambda device: self
+        self.wait_stream = lambda stream: self.done.append(f"wait for {stream}")
+
+
+class Samples:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def pin_memory(self) -> Samples:
+        self._streams.done.append("pinned")
+        return self
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Samples:
+        self._streams.done.append(f"to {device.type}, {'not ' * non_blocking}waiting")
+        return self
+
+    def record_stream(self, stream: Streams) -> None:
+        assert stream is self._streams
+        self._streams.done.append("kept until the computing stream is done")
+
+
 @pytest.mark.parametrize(("kind", "pins"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)])
-def test_samples_go_through_page_locked_memory_where_that_lets_the_copy_overlap(kind: str, pins: bool) -> None:
-    class Samples:
-        done: tuple[str, ...] = ()
-
-        def pin_memory(self) -> Samples:
-            self.done += ("pinned",)
-            return self
-
-        def to(self, device: torch.device, *, non_blocking: bool) -> Samples:
-            self.done += (device.type, str(non_blocking))
-            return self
-
-    moved = _to_device(Samples(), torch.device(kind))
-    assert moved.done == (*(("pinned",) if pins else ()), kind, "True")
+def test_samples_go_through_page_locked_memory_where_that_lets_the_copy_overlap(
+        kind: str, pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There in a stream of their own, which what computes afterwards waits for."""
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    device_copy._stream.cache_clear()
+    samples: Any = Samples(streams)
+    assert device_copy.to_device([samples], torch.device(kind)) == (samples,)
+    device_copy._stream.cache_clear()
+    moved = f"to {kind}, not waiting"
+    assert streams.done == (["in copies", "pinned", moved, "wait for copies",
+                             "kept until the computing stream is done"] if pins else [moved])

@@ -11,20 +11,30 @@ from rank_jobs import results_of
 
 SCRIPT = HELPERS / "divided_ranks.py"
 STAGES = ("ddp,sp2", "zero0,sp2", "sp2", "zero2,sp2", "zero3,sp2", "fsdp2,sp2")
-TWO = ["fp32:gpt2:fsdp2", "fp32:llama:fsdp2", "bf16:gpt2:fsdp2", "fp32:gpt2:tiled", "fp32:llama:tiled:small",
-       "bf16:llama:tiled", "bf16:gpt2:sp2", "fp32:odd:fsdp2", "fp32:odd:tiled",
+TWO = ["fp32:gpt2:fsdp2", "fp32:llama:fsdp2", "bf16_autocast:gpt2:fsdp2", "fp32:gpt2:tiled",
+       "bf16:gpt2:fsdp2", "bf16:odd:fsdp2",
+       "fp32:llama:tiled:small",
+       "bf16_autocast:llama:tiled", "bf16_autocast:gpt2:sp2", "fp32:odd:fsdp2", "fp32:odd:tiled",
        "fp32:wide:tiled"]
 TWO += [f"fp32:{shape}:{layout}" for shape, layout in zip(("gpt2", "llama") * 3, STAGES, strict=True)]
+FAMILIES = [f"fp32:{shape}:{layout}" for shape in ("qwen3", "olmo2", "slowed")
+            for layout in ("zero3", "fsdp2", "sp2", "tiled")]
 OTHERS = ["fp32:llama:zero3:small", "fp32:gpt2:sp2:summed", "checkpoints"]
-FOUR = ["fp32:gpt2:fsdp2", "fp32:llama:sp2", "fp32:llama:zero3,sp2", "fp32:gpt2:zero1,sp2,tp2"]
+FOUR = ["fp32:gpt2:fsdp2", "fp32:gpt2:fsdp2_within2", "bf16:gpt2:fsdp2_within2", "bf16_autocast:odd:fsdp2_within2",
+        "fp32:llama:sp2", "fp32:llama:zero3,sp2", "fp32:gpt2:zero1,sp2,tp2"]
 # bf16: runs of one process that only add in another order lie up to 2.2e-3 apart in some of these six steps.
-LOSS_BOUND = {"fp32": 1e-5, "bf16": 4e-3}
-NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
+LOSS_BOUND = {"fp32": 1e-5, "bf16_autocast": 4e-3, "bf16": 4e-3}
+NORM_BOUND = {"fp32": 1e-4, "bf16_autocast": 3e-2, "bf16": 3e-2}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results_of(SCRIPT, tmp_path_factory.mktemp("two"), [*TWO, *OTHERS], 2)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return results_of(SCRIPT, tmp_path_factory.mktemp("families"), FAMILIES, 2)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +72,13 @@ def test_every_step_is_that_of_one_process(two: dict[str, Any], run: str) -> Non
     check(run, two[run])
 
 
-@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("run", FAMILIES)
+def test_every_family_is_that_of_one_process(families: dict[str, Any], run: str) -> None:
+    check(run, families[run])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("run", FOUR)
 def test_with_data_parallelism_too(four: dict[str, Any], run: str) -> None:
     check(run, four[run])

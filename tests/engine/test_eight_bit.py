@@ -83,7 +83,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_optimizer_is_built_offered_and_described() -> None:
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "reference" / "training.md").read_text()
     assert list(OPTIMIZERS) == list(get_args(OptimizerName))
     # What every one is built by is abstract in their class: Python makes none without it.
     assert Optimizer.build.__isabstractmethod__

@@ -1,4 +1,4 @@
-"""What the code takes from inside DeepSpeed and torch, and what DeepSpeed must not do in a run."""
+"""Names taken from inside DeepSpeed and torch, and what DeepSpeed must not do in a run."""
 
 from __future__ import annotations
 

@@ -63,11 +63,12 @@ def _losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.full), "zero2"])
 def test_a_run_with_it_goes_on_from_its_checkpoint(tmp_path: Path, env: dict[str, str], layout: str) -> None:
     whole = _train(tmp_path, env, "--n-layer", "1", "--block-size", "32", "--ds-config", layout, "--steps", "6",
                    "--optimizer", "lion", "--lr", "3e-4", "--schedule", "constant", "--save-every", "3",
-                   "--eval-tokens", "0", "--sample-tokens", "0", "--profile", "false", "--run-dir", "whole")
+                   "--eval-tokens", "0", "--sample-tokens", "0", "--profile", "false", "--run-dir", "whole",
+                   "--verbose")
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert "Lion (arXiv:2302.06675), lr 0.0003" in whole.stdout
     middle = next((tmp_path / "whole/checkpoints").glob("*3"))
@@ -86,7 +87,7 @@ def test_it_is_checked_and_offered_like_ours(tmp_path: Path, env: dict[str, str]
     assert "--optimizer lion" in refused.stderr
     offloaded = _train(tmp_path, env, "--check", "--ds-config", "zero3_offload_optimizer", "--optimizer", "lion")
     assert offloaded.returncode == 2
-    assert "lion: Lion (arXiv:2302.06675)" in " ".join(_train(tmp_path, env, "--help").stdout.split())
+    assert "lion: Lion (arXiv:2302.06675)" in " ".join(_train(tmp_path, env, "--help-all").stdout.split())
     bare = {name: value for name, value in env.items() if name != "PYTHONPATH"}
     assert "adamw_8bit" in _train(tmp_path, bare, "--check", "--optimizer", "lion").stderr
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from places import HELPERS
 
 from ezpz_llm import checkpoint
@@ -33,8 +32,8 @@ from ezpz_llm.rundir import RunDir, read_lines, read_record
 
 SCRIPT = HELPERS / "pipeline_ranks.py"
 STEPS, ACCUMULATION = 8, 4
-LOSS_BOUND = {"fp32": 1e-5, "bf16": 2e-3}
-NORM_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
+LOSS_BOUND = {"fp32": 1e-5, "bf16_autocast": 2e-3, "bf16": 4e-3}
+NORM_BOUND = {"fp32": 1e-4, "bf16_autocast": 3e-2, "bf16": 3e-2}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -63,6 +62,14 @@ def assert_same(folder: Path, run: str, reference: str) -> None:
     loss, norm = differences(folder, run, reference)
     assert loss <= LOSS_BOUND[precision]
     assert norm <= NORM_BOUND[precision]
+
+
+@pytest.mark.full
+def test_every_family_is_that_of_one_process(tmp_path: Path) -> None:
+    families = ("qwen3", "olmo2", "slowed")
+    run_ranks(tmp_path, 2, [f"{shape}:fp32:{layout}" for shape in families for layout in ("ddp", "pp2")])
+    for shape in families:
+        assert_same(tmp_path, f"{shape}:fp32:pp2", f"{shape}:fp32:ddp")
 
 
 # Partition and stages, without ranks
@@ -197,18 +204,20 @@ def test_activation_checkpointing_of_a_file_is_taken_over_or_refused(
 
 # Two ranks
 
-PIPELINES = ("gpt2:fp32:pp2", "gpt2:fp32:pp2+recompute", "gpt2:bf16:pp2", "llama:fp32:pp2",
-             "llama:bf16:pp2+recompute-half", "llama:fp32:pp2+time")
+PIPELINES = ("gpt2:fp32:pp2", "gpt2:fp32:pp2+recompute", "gpt2:bf16_autocast:pp2", "gpt2:bf16:pp2",
+             "llama:fp32:pp2", "llama:bf16:pp2+recompute-half", "llama:fp32:pp2+time")
 RECOMPUTED = ("gpt2:fp32:zero1+recompute", "llama:fp32:zero3+recompute")
-RESUMED = ("gpt2:fp32:pp2=>gpt2:fp32:ddp", "gpt2:fp32:ddp=>gpt2:fp32:pp2", "llama:fp32:pp2=>llama:fp32:pp2+time")
+RESUMED = ("gpt2:fp32:pp2=>gpt2:fp32:ddp", "gpt2:fp32:ddp=>gpt2:fp32:pp2", "gpt2:bf16:ddp=>gpt2:bf16:pp2",
+           "gpt2:bf16:pp2=>gpt2:bf16:ddp", "llama:fp32:pp2=>llama:fp32:pp2+time")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("two-ranks")
-    references = [f"{shape}:{precision}:ddp" for shape in ("gpt2", "llama") for precision in ("fp32", "bf16")]
+    references = [*(f"{shape}:{precision}:ddp" for shape in ("gpt2", "llama") for precision in ("fp32", "bf16")),
+                  "gpt2:bf16_autocast:ddp"]
     dropped = ["gpt2:fp32:pp2+dropout", "gpt2:fp32:pp2+dropout+recompute"]
-    scaled = ["gpt2:fp16:ddp+overflow", "gpt2:fp16:pp2+overflow"]
+    scaled = ["gpt2:fp16_autocast:ddp+overflow", "gpt2:fp16_autocast:pp2+overflow"]
     return folder, run_ranks(folder, 2, [*references, *PIPELINES, *RECOMPUTED, *dropped, *RESUMED, *scaled,
                                          "gpt2:fp32:pp2+untied"])
 
@@ -243,7 +252,8 @@ def test_every_instruction_that_computes_is_timed(two_ranks: tuple[Path, str]) -
 
 @pytest.mark.full
 def test_both_copies_of_a_tied_table_stay_the_same_to_the_last_bit(two_ranks: tuple[Path, str]) -> None:
-    for run in ("gpt2:fp32:pp2", "gpt2:bf16:pp2", "gpt2:fp32:pp2+dropout", "gpt2:fp32:ddp=>gpt2:fp32:pp2"):
+    for run in ("gpt2:fp32:pp2", "gpt2:bf16_autocast:pp2", "gpt2:bf16:pp2", "gpt2:fp32:pp2+dropout",
+                "gpt2:fp32:ddp=>gpt2:fp32:pp2", "gpt2:bf16:ddp=>gpt2:bf16:pp2"):
         assert read(two_ranks[0], run)["table_differs"] == 0
 
 
@@ -251,8 +261,8 @@ def test_both_copies_of_a_tied_table_stay_the_same_to_the_last_bit(two_ranks: tu
 def test_a_tied_table_whose_gradients_are_not_summed_is_noticed(two_ranks: tuple[Path, str]) -> None:
     folder, _ = two_ranks
     loss, norm = differences(folder, "gpt2:fp32:pp2+untied", "gpt2:fp32:ddp")
-    assert loss > LOSS_BOUND["bf16"]
-    assert norm > NORM_BOUND["bf16"]
+    assert loss > LOSS_BOUND["bf16_autocast"]
+    assert norm > NORM_BOUND["bf16_autocast"]
     assert read(folder, "gpt2:fp32:pp2+untied")["table_differs"] > 0
 
 
@@ -266,14 +276,14 @@ def test_recomputation_draws_the_same_dropout(two_ranks: tuple[Path, str]) -> No
 @pytest.mark.full
 @pytest.mark.parametrize("change", RESUMED)
 def test_checkpoints_go_into_a_pipeline_and_out_of_it(two_ranks: tuple[Path, str], change: str) -> None:
-    assert_same(two_ranks[0], change, f"{change.split(':')[0]}:fp32:ddp")
+    assert_same(two_ranks[0], change, f"{':'.join(change.split(':')[:2])}:ddp")
 
 
 @pytest.mark.full
 def test_fp16_skips_overflowing_steps_in_all_stages(two_ranks: tuple[Path, str]) -> None:
-    ddp, ours = (read(two_ranks[0], f"gpt2:fp16:{layout}+overflow") for layout in ("ddp", "pp2"))
+    ddp, ours = (read(two_ranks[0], f"gpt2:fp16_autocast:{layout}+overflow") for layout in ("ddp", "pp2"))
     assert ours["skipped"] == ddp["skipped"] == ours["norms"].count(float("inf")) > 0
-    assert ours["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16"])
+    assert ours["losses"] == pytest.approx(ddp["losses"], abs=LOSS_BOUND["bf16_autocast"])
 
 
 @pytest.mark.full
@@ -295,7 +305,7 @@ FOUR = ("gpt2:fp32:pp2", "gpt2:bf16:pp2", "llama:fp32:pp2+recompute", "gpt2:fp32
         "gpt2:fp32:pp2_tp2", "llama:fp32:pp2_tp2")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("run", FOUR)
 def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
     shape, precision, _ = run.split(":")
@@ -308,7 +318,7 @@ def test_four_ranks_are_one_process(four_ranks: Path, run: str) -> None:
     assert ours["table_differs"] in (0, None)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_checkpoint_changes_every_degree(four_ranks: Path) -> None:
     assert_same(four_ranks, "gpt2:fp32:pp2_tp2=>gpt2:fp32:pp4", "gpt2:fp32:ddp")
 
@@ -320,7 +330,7 @@ def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
              "--sample-tokens", "9", "--gradient-accumulation-steps", "4", "--profile", "false", "--recompute", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
-         "ezpz_llm.train", "--ds-config", "pp2", "--steps", "20", "--eval-every", "10", *small],
+         "ezpz_llm.train", "--ds-config", "pp2", "--steps", "20", "--eval-every", "10", *small, "--verbose"],
         env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = list(read_lines(RunDir(run_dir).metrics))
@@ -342,5 +352,10 @@ def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tables_agree_to_the_last_bit_over_three_pipelines(tmp_path: Path) -> None:
-    run_ranks(tmp_path, 6, ["gpt2:fp32:pp2+wide"])
-    assert read(tmp_path, "gpt2:fp32:pp2+wide")["table_differs"] == 0
+    runs = ["gpt2:fp32:pp2+wide", "gpt2:fp32:pp2+wide+uneven"]
+    run_ranks(tmp_path, 6, ["gpt2:fp32:ddp+wide", *runs])
+    for run in runs:
+        assert read(tmp_path, run)["table_differs"] == 0
+        assert_same(tmp_path, run, "gpt2:fp32:ddp+wide")
+    # Within a group of the pipeline's two ranks, and not of all six.
+    assert read(tmp_path, runs[0])["sends"] == [2]

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from places import HELPERS
+from rank_jobs import Results, possible
 
 SCRIPT = HELPERS / "step_skip_ranks.py"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2",
@@ -19,30 +20,20 @@ LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory) -> dict[str, dict]:
-    from torch.distributed.fsdp import FSDPModule
-
     folder = tmp_path_factory.mktemp("gate")
-    # Refused on CPUs under older torch (docs/versions.md).
-    without = () if hasattr(FSDPModule, "set_force_sum_reduction_for_comms") else ("fsdp2",)
-    layouts = [layout for layout in LAYOUTS if layout not in without]
+    layouts = possible(list(LAYOUTS))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "4", sys.executable, str(SCRIPT), str(folder), *layouts]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {layout: json.loads((folder / f"{layout}.json").read_text()) for layout in layouts}
-
-
-def found_under(four_ranks: dict[str, dict], layout: str) -> dict:
-    if layout not in four_ranks:
-        pytest.skip("fsdp2 needs a newer torch on CPUs")
-    return four_ranks[layout]
+    return Results({layout: json.loads((folder / f"{layout}.json").read_text()) for layout in layouts})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_by_decay_group_are_those_of_plain_torch(four_ranks, layout):
     """Gradient norms before clipping, updates over parameters; whatever divides or repeats an element."""
-    found = found_under(four_ranks, layout)
+    found = four_ranks[layout]
     assert found["expected"].keys() < found.keys()
     for name, value in found["expected"].items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
@@ -53,7 +44,7 @@ def test_norms_by_decay_group_are_those_of_plain_torch(four_ranks, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_refused_step_changes_nothing_on_any_rank(four_ranks, layout):
     """Neither parameters, nor moments, nor the count of steps; a NaN is one rank's alone."""
-    found = found_under(four_ranks, layout)
+    found = four_ranks[layout]
     assert found["too large"]
     assert found["not a number"]
     assert found["fine"]

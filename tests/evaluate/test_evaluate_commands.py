@@ -200,7 +200,7 @@ def test_fine_tuning_begins_with_the_weights_under_any_layout(trained: Path, exp
     for layout, source in (("tp2", trained / "at-run"), ("zero3", exported)):
         done = run("train", f"tuned-{layout}", *SMALL, "--init-from", str(source), "--ds-config", layout,
                    "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--vocab-multiple", "64",
-                   "--global-batch-size", "8", cwd=trained, ranks=2)
+                   "--global-batch-size", "8", "--verbose", cwd=trained, ranks=2)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "fine-tuning: lr 3e-05" in done.stdout
         lines = list(read_lines(RunDir(trained / f"at-tuned-{layout}").metrics))

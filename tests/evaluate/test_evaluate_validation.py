@@ -40,12 +40,12 @@ def windows_of(folder, predictions) -> ValidationWindows:
 
 
 def test_it_is_the_mean_over_all_tokens_for_any_micro_batch_and_repeats_to_the_bit(tmp_path):
-    model, windows = small_model(), windows_of(tmp_path, PREDICTIONS[2])
+    model, windows = small_model().double(), windows_of(tmp_path, PREDICTIONS[2])
     nll = []
     for tokens, targets in windows.batches(1):
         logits, targets = model(torch.from_numpy(tokens)), torch.from_numpy(targets)
         kept = targets != -100
-        nll.append(-torch.log_softmax(logits, -1)[kept].gather(-1, targets[kept][:, None]).double())
+        nll.append(-torch.log_softmax(logits.double(), -1)[kept].gather(-1, targets[kept][:, None]))
     expected = torch.cat(nll).mean().item()
 
     def forward(tokens, targets):

@@ -1,4 +1,4 @@
-"""Which cause comes first, on made-up runs in which it is known."""
+"""Ranking of causes, on made-up runs whose first cause is known."""
 
 from __future__ import annotations
 
@@ -84,6 +84,13 @@ def test_a_slow_rank_costs_what_the_others_wait_for_it_scaled_to_the_run():
     assert not [cause for cause in causes if cause.kind == "waiting"]
 
 
+def test_traced_steps_of_no_length_cost_nothing():
+    trace = MadeUp()
+    trace.mark("step 1", 0, 0)
+    found = rank_causes(split_traces([trace.read()]), WALL, a_run(), {})
+    assert {cause.kind for cause in found} == {"evaluation", "checkpoints", "logging"}
+
+
 def links(slow=None, hosts=("a", "b", "c", "d"), receives=False):
     """Links of a ring of hosts at 100 MB/s, of which one host sends (or receives) at 20."""
     found = []
@@ -145,12 +152,15 @@ def test_advice_is_the_layouts_own():
     assert "zero2 would fit: its states take" in advice(gathers, layout=zero3, memory_bytes=80 * 10 ** 9)
     assert "zero2 would not fit" in advice(gathers, layout=zero3, memory_bytes=10 ** 9)
     more = [float(re.search(r"take ([\d.]+) GB more", advice(gathers, layout=zero3, precision=precision))[1])
-            for precision in ("fp32", "bf16")]
+            for precision in ("fp32", "bf16_autocast", "bf16")]
     assert more[1] - more[0] == pytest.approx(2 * 12 * 12 * 768 ** 2 / 1e9, abs=0.01)  # autocast's copies
+    # 4 bytes a parameter whole in fp32 and 2 in bf16, of each rank's share the same.
+    assert more[2] == pytest.approx(more[0] / 2, abs=0.01)
     assert "GB more a rank" in advice(gathers, layout=zero3)
     reduces = advice(two_ranks(transfer=40))
     assert "overlap_comm" in reduces
     assert "overlap_comm" not in advice(two_ranks(transfer=40), overlap=True)
+    assert "reduce_bucket_size" not in advice(two_ranks(transfer=40), overlap=True)  # whose last one is exposed
     assert "overlap_comm" not in advice(two_ranks(transfer=40), device="cpu")  # which DeepSpeed does not overlap on
     scatters = two_ranks(transfer=40, operator="_reduce_scatter_base_", work="all_reduce")
     assert "overlap_comm" not in advice(scatters, layout=zero3)  # DeepSpeed's default there

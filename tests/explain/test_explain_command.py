@@ -58,14 +58,15 @@ def test_the_runs_steps_are_made_again_without_collectives(tmp_path):
 
 @pytest.mark.parametrize(("record", "says"), [
     ({"launch": {"typed": ["launch", "a"]}, "environment": {"world_size": 1}}, "nobody to communicate with"),
-    ({"launch": {"typed": ["launch", "a"]}, "environment": {"world_size": 2}, "precision": "fp16"},
+    ({"launch": {"typed": ["launch", "a"]}, "environment": {"world_size": 2}, "precision": "fp16_autocast"},
      "scale their losses"),
     ({"environment": {"world_size": 2}}, "no record of how the run was launched"),
 ])
 def test_what_has_no_counterfactual_is_refused(tmp_path, record, says):
+    (tmp_path / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=says):
-        rerun(tmp_path, record, yes=True)
-    assert not list(tmp_path.iterdir())
+        rerun(tmp_path, yes=True)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 RECORD = {"launch": {"typed": ["launch", "sh", "-c", "id > PWNED"]}, "environment": {"world_size": 2},
@@ -80,18 +81,23 @@ def test_nothing_starts_unasked_or_from_another_user_s_run(tmp_path, monkeypatch
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RECORD))
     with pytest.raises(UserError, match="nothing was started") as error:
-        rerun(tmp_path, RECORD, yes=False)
+        rerun(tmp_path, yes=False)
     assert "--yes" in error.value.instead
     shown = capsys.readouterr().err
     assert "-m ezpz_llm.launch -n 2" in shown
     assert "PWNED" not in shown
     path.chmod(0o666)
     with pytest.raises(UserError, match="only a run of your own"):
-        rerun(tmp_path, RECORD, yes=True)
+        rerun(tmp_path, yes=True)
     path.chmod(0o600)
+    # A stranger's path is exchanged for a link to a run of one's own, once its record has been read.
+    (tmp_path / "theirs").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="nothing was started") as error:
+        rerun(tmp_path / "theirs", yes=False)
+    assert f"--run-dir {tmp_path}/counterfactual" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(UserError, match="only a run of your own"):
-        rerun(tmp_path, RECORD, yes=True)
+        rerun(tmp_path, yes=True)
 
 
 def test_advice_quotes_no_command_of_another_user_s_manifest(tmp_path, monkeypatch):

@@ -11,9 +11,10 @@ import torch
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.engine.live_memory import taken
 from ezpz_llm.explain import counterfactual
-from ezpz_llm.explain.diagnosis import checks_text, crosschecks
+from ezpz_llm.explain.diagnosis import check_sentences, crosschecks
 from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import bucket_bytes, held_parameters
+from ezpz_llm.layout.precision_recipes import GradientDtype, GradientDtypes, deepspeed_blocks
 from ezpz_llm.model.config import get_model_config
 
 MODEL = get_model_config("gpt2-124m")
@@ -34,10 +35,21 @@ PIPELINE = Layout("pp4", "deepspeed", ZeroOptions(1), pp=4)
     (ZERO2, {}, "cuda", 0),
     # Stages between the tied tables have the whole bucket, and twice.
     (PIPELINE, {"stage": 1, "reduce_bucket_size": 50_000_000}, "cuda", 400_000_000),
+    (PIPELINE, {"stage": 1, "reduce_bucket_size": 50_000_000, "overlap_comm": True}, "cuda", 400_000_000),
     (PIPELINE, {"stage": 1, "reduce_bucket_size": 10}, "cuda", 8 * MODEL.padded_vocab_size * MODEL.n_embd),
 ])
 def test_buckets_are_what_deepspeed_allocates(layout, zero, device, expected):
-    assert bucket_bytes(layout, MODEL, zero, device) == expected
+    assert bucket_bytes(layout, MODEL, {"zero_optimization": zero}, device) == expected
+
+
+@pytest.mark.parametrize(("stage", "reduced", "itemsize"), [
+    (1, "fp32", 2), (2, "fp32", 2), (2, "bf16", 2), (3, "fp32", 4), (3, "bf16", 2)])
+def test_buckets_of_a_model_in_bf16_are_of_its_dtype_or_of_what_gradients_travel_in(
+        stage: int, reduced: GradientDtype, itemsize: int) -> None:
+    zero = {"stage": stage, "reduce_bucket_size": 50_000_000}
+    for recipe, expected in (("bf16", itemsize), ("bf16_autocast", 4)):
+        given = {"zero_optimization": zero, **deepspeed_blocks(recipe, GradientDtypes("fp32", reduced))}
+        assert bucket_bytes(ZERO2, MODEL, given, "cuda") == expected * 50_000_000
 
 
 def test_memory_that_nothing_was_written_to_is_not_taken():
@@ -51,14 +63,14 @@ def test_memory_that_nothing_was_written_to_is_not_taken():
 
 
 def test_other_tools_have_a_line_each():
-    text = checks_text({"collectives": {"logged": 4, "issued": 5.0},
-                        "flops": {"deepspeed": 2.2e9, "ours": 2e9, "ratio": 1.1},
-                        "host": {"torch": 3.0, "deepspeed": 0.25, "ezpz_llm": 0.5, "other": 0.25}})
+    text = " ".join(check_sentences({
+        "collectives": {"logged": 4, "issued": 5.0}, "flops": {"deepspeed": 2.2e9, "ours": 2e9, "ratio": 1.1},
+        "host": {"torch": 3.0, "deepspeed": 0.25, "ezpz_llm": 0.5, "other": 0.25}}))
     for words in ("counted 4 of the 5 collectives", "1.1000 times our 2e+09. It also counts",
                   "75.0% of its time in torch", "12.5% ezpz_llm, 6.2% deepspeed, 6.2% other"):
         assert words in text
-    assert "It also" not in checks_text({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})
-    assert checks_text({}) == ""
+    assert "It also" not in check_sentences({"flops": {"deepspeed": 2e9, "ours": 2e9, "ratio": 1.0}})[0]
+    assert check_sentences({}) == []
 
 
 @pytest.mark.parametrize(("name", "text", "says"), [

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from places import HELPERS, ROOT
+from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.explain.__main__ import main as explain
 from ezpz_llm.explain.counterfactual import taken
-from ezpz_llm.explain.diagnosis import account
+from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.explain.split import split_run
+from ezpz_llm.explain.tables import step_bars
 from ezpz_llm.explain.trace import read_trace
 from ezpz_llm.rundir import RunDir, read_lines
 
@@ -123,7 +125,7 @@ def _check_notes(job, rank):
     (LATE_CHECKPOINT, "checkpoints", ("waits for checkpoints",)),
 ])
 def test_what_was_planted_is_the_first_cause(runs, job, kind, says):
-    first = account(runs / job).causes[0]
+    first = diagnose(runs / job).causes[0]
     assert first.kind == kind
     assert all(words in first.what for words in says)
 
@@ -131,7 +133,7 @@ def test_what_was_planted_is_the_first_cause(runs, job, kind, says):
 @pytest.mark.full
 def test_memory_by_class_agrees_with_the_arithmetic(runs):
     for job in ("ddp", "zero1+accumulation=2", "zero3", "tp2"):
-        memory = account(runs / job).memory
+        memory = diagnose(runs / job).memory
         for kind in ("parameters", "optimizer"):
             assert memory.measured[kind] == memory.expected[kind], (job, kind)
         # A step also works with a few tensors that are no activations.
@@ -139,7 +141,7 @@ def test_memory_by_class_agrees_with_the_arithmetic(runs):
         assert sum(size for size in memory.measured.values() if size) == pytest.approx(memory.peak, rel=1e-6)
     # What of DeepSpeed's bucket is written to: all gradients of a model that is smaller than the bucket.
     for job in ("zero1+accumulation=2", "zero2", "zero3"):
-        memory = account(runs / job).memory
+        memory = diagnose(runs / job).memory
         assert memory.measured["buffers"] == pytest.approx(memory.expected["buffers"], rel=0.02), job
 
 
@@ -162,7 +164,7 @@ def test_the_command_prints_for_people_and_for_machines(runs):
     env = {**os.environ, "COLUMNS": "80"}
     text = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3")], env=env, timeout=60,
                           capture_output=True, text=True, check=True).stdout
-    for words in ("could be had back", "try: ", "exposed all_gather (dp)", "Ranks, ms a step", "slowest"):
+    for words in ("you could save", "try: ", "exposed all_gather (dp)", "Ranks, ms a step", "slowest"):
         assert words in text
     found = json.loads(subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3"), "--json"],
                                       timeout=60, capture_output=True, text=True, check=True).stdout)
@@ -175,6 +177,19 @@ def test_the_command_prints_for_people_and_for_machines(runs):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("job", LAYOUTS)
+def test_real_runs_have_a_page_whose_bars_are_their_steps(runs, tmp_path, job):
+    assert explain([str(runs / job), "--html", str(tmp_path / "explain.html")]) == 0
+    page = (tmp_path / "explain.html").read_text()
+    check_balance(page)
+    assert all(f">{label}</" in page for label in LAYOUTS[job]), "every collective has its bar"
+    split = split_run(runs / job)
+    for (_, parts), rank in zip(step_bars(split)[1:], split.ranks, strict=True):
+        assert sum(parts.values()) == pytest.approx(rank.step_s)
+        assert min(parts.values()) >= 0
+
+
+@pytest.mark.full
 def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
     whole = runs / "zero3"
     shutil.copytree(whole, tmp_path / "a")
@@ -182,20 +197,20 @@ def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
     run_dir.trace(1).unlink()
     assert explain([str(tmp_path / "a")]) == 0
     assert "No trace of rank(s) 1: means are over the others" in capsys.readouterr().out
-    assert account(tmp_path / "a").as_record()["split"]["untraced"] == [1]
-    assert account(whole).as_record()["split"]["untraced"] == []
+    assert diagnose(tmp_path / "a").as_record()["split"]["untraced"] == [1]
+    assert diagnose(whole).as_record()["split"]["untraced"] == []
     (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')
     for path in (run_dir.layout, run_dir.profile / "host.json", run_dir.metrics):
         before = path.read_text()
         path.write_text("{\n" + before)
         with pytest.raises(UserError, match="this is not JSON") as error:
-            account(tmp_path / "a")
+            diagnose(tmp_path / "a")
         assert error.value.where.startswith(str(path))
         path.write_text(before)
     assert explain([str(tmp_path / "a")]) == 0
     run_dir.layout.unlink()
     with pytest.raises(UserError, match=r"left no layout\.json"):
-        account(tmp_path / "a")
+        diagnose(tmp_path / "a")
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import pytest
 from made_up_traces import MadeUp, of_all
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.explain.__main__ import collectives_text
 from ezpz_llm.explain.events import kind_of
 from ezpz_llm.explain.split import CATEGORIES, split_run, split_traces
+from ezpz_llm.explain.tables import collectives_table
+from ezpz_llm.observe.tables import table_text
 from ezpz_llm.observe.traffic import call_traffic
 from ezpz_llm.rundir import RunDir
 
@@ -201,7 +202,7 @@ def test_bytes_on_the_wire_stand_where_a_group_crosses_hosts_and_the_backend_was
         traces = [MadeUp(rank, [call], host=host) for rank, host in enumerate(hosts)]
         for trace in traces:
             trace.collective("allreduce_", "all_reduce", a_step(trace), 5)
-        return collectives_text(split_of(*traces), rich=False)
+        return table_text(collectives_table(split_of(*traces)))
 
     text = shown(("a", "b"))
     assert "on the wire" in text

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by: ezpz-llm submit --site aurora --nodes 4 --time 1:00:00 --account proj --queue debug --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# Written by: ezpz-llm submit --site aurora --nodes 4 --time 1:00:00 --account proj --queue debug-scaling --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
 # It may be changed, and queued again by hand.
 
 # ---- request
@@ -11,7 +11,7 @@
 #PBS -o /home/user/work/runs/a/logs/
 #PBS -r n
 #PBS -A proj
-#PBS -q debug
+#PBS -q debug-scaling
 #PBS -l select=4
 #PBS -l place=scatter
 #PBS -l filesystems=home:flare
@@ -54,5 +54,6 @@ if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_
 fi
 exit $code
 
+# queue      debug-scaling (--queue)
 # ranks      48 (12 devices (site aurora))
 # queued by  qsub /home/user/work/runs/a/job.sh

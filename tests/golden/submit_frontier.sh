@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by: ezpz-llm submit --site frontier --nodes 4 --time 1:00:00 --account proj --queue debug --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# Written by: ezpz-llm submit --site frontier --nodes 4 --time 1:00:00 --account proj --queue batch --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
 # It may be changed, and queued again by hand.
 
 # ---- request
@@ -11,17 +11,20 @@
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 #SBATCH --account=proj
-#SBATCH --partition=debug
+#SBATCH --partition=batch
 #SBATCH --network=disable_rdzv_get
 
 # ---- environment
 cd /home/user/work || exit
 export EZPZ_LLM_CACHE=/home/user/cache
 export PATH=(as submitted):$PATH
-module load PrgEnv-gnu
-module load rocm
+module load PrgEnv-gnu/8.7.0
+module load cpe/26.03
+module load miniforge3/23.11.0-0
+module load rocm/7.1.1
 module load rccl-net-plugin
 module load craype-accel-amd-gfx90a
+export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH
 export EZPZ_LLM_SITE=frontier
 export PATH=/home/user/env/bin:$PATH
 # When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
@@ -54,5 +57,6 @@ if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_
 fi
 exit $code
 
+# queue      batch (--queue)
 # ranks      32 (8 devices (site frontier))
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

@@ -49,5 +49,6 @@ if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_
 fi
 exit $code
 
+# queue      debug (--queue)
 # ranks      4 (one a host: no slots and no more than one device)
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by: ezpz-llm submit --site perlmutter --nodes 4 --time 1:00:00 --account proj --queue debug --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# Written by: ezpz-llm submit --site perlmutter --nodes 4 --time 1:00:00 --account proj --queue regular --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
 # It may be changed, and queued again by hand.
 
 # ---- request
@@ -12,7 +12,7 @@
 #SBATCH --no-requeue
 #SBATCH --account=proj
 #SBATCH --constraint=gpu
-#SBATCH --qos=debug
+#SBATCH --qos=regular
 #SBATCH --gpus-per-node=4
 
 # ---- environment
@@ -52,5 +52,6 @@ if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_
 fi
 exit $code
 
+# queue      regular (--queue)
 # ranks      16 (4 devices (site perlmutter))
 # queued by  sbatch --parsable /home/user/work/runs/a/job.sh

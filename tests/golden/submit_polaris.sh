@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by: ezpz-llm submit --site polaris --nodes 4 --time 1:00:00 --account proj --queue debug --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# Written by: ezpz-llm submit --site polaris --nodes 4 --time 1:00:00 --account proj --queue debug-scaling --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
 # It may be changed, and queued again by hand.
 
 # ---- request
@@ -11,7 +11,7 @@
 #PBS -o /home/user/work/runs/a/logs/
 #PBS -r n
 #PBS -A proj
-#PBS -q debug
+#PBS -q debug-scaling
 #PBS -l select=4:system=polaris
 #PBS -l place=scatter
 #PBS -l filesystems=home:eagle
@@ -24,6 +24,7 @@ type module &>/dev/null || source /etc/profile
 module use /soft/modulefiles
 module load conda
 conda activate
+export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib:$LD_LIBRARY_PATH
 export EZPZ_LLM_SITE=polaris
 export PATH=/home/user/env/bin:$PATH
 # When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
@@ -56,5 +57,6 @@ if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_
 fi
 exit $code
 
+# queue      debug-scaling (--queue)
 # ranks      16 (4 devices (site polaris))
 # queued by  qsub /home/user/work/runs/a/job.sh

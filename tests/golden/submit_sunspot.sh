@@ -1,5 +1,5 @@
 #!/bin/bash
-# Written by: ezpz-llm submit --site sunspot --nodes 4 --time 1:00:00 --account proj --queue debug --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# Written by: ezpz-llm submit --site sunspot --nodes 4 --time 1:00:00 --account proj --queue workq --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
 # It may be changed, and queued again by hand.
 
 # ---- request
@@ -11,7 +11,7 @@
 #PBS -o /home/user/work/runs/a/logs/
 #PBS -r n
 #PBS -A proj
-#PBS -q debug
+#PBS -q workq
 #PBS -l select=4
 #PBS -l place=scatter
 
@@ -53,5 +53,6 @@ if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_
 fi
 exit $code
 
+# queue      workq (--queue)
 # ranks      48 (12 devices (site sunspot))
 # queued by  qsub /home/user/work/runs/a/job.sh

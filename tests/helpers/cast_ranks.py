@@ -1,8 +1,8 @@
 """Run by several ranks: what part of the blocks' matrices autograd keeps in bf16 between forward and backward pass.
 
-    mpiexec -n 2 python3 tests/helpers/cast_ranks.py FOLDER zero1 fsdp2 …
+    mpiexec -n 2 python3 tests/helpers/cast_ranks.py FOLDER zero1 bf16:fsdp2 …
 
-Rank 0 writes FOLDER/results.json: the share by layout.
+Rank 0 writes FOLDER/results.json: the share by layout; without a precision under autocast.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _TOKENS = 23
 """Nothing in the model has this size: no activation looks like a matrix."""
 
 
-def share(dist, layout: str) -> float:
+def share(dist, run: str) -> float:
     """Of one forward pass."""
     config = CONFIGS["llama"]
-    engine = make_engine(dist, layout, "bf16", ["llama"])
+    precision, _, layout = run.rpartition(":")
+    engine = make_engine(dist, layout, precision or "bf16_autocast", ["llama"])
     sizes = Counter(config.n_layer * [
         tuple(sorted(shape)) for shape in ((config.n_embd, config.n_embd + 2 * config.kv_width),
                                            (config.n_embd, config.n_embd),
@@ -41,8 +42,9 @@ def share(dist, layout: str) -> float:
     rows = sequences(0, 1, _TOKENS + 1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = engine.forward(rows[:, :-1], rows[:, 1:], last_micro_step=True)
+    there = sum(tensor.numel() for tensor in kept.values() if tensor.untyped_storage().nbytes())
     engine.backward(loss)
-    return sum(tensor.numel() for tensor in kept.values()) / (config.n_layer * block_matrix_count(config))
+    return there / (config.n_layer * block_matrix_count(config))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run by test_data_scale.py: prepares a corpus again and again, killed at each file-system operation in turn.
 
-    python data_kills.py CORPUS FOLDER
+    python data_kills.py CORPUS FOLDER [TOKENIZER]
 
 A child process is killed before, or just after, its N-th operation that changes the disk; the next child goes on
 to the end. Prints one JSON object: how many operations there are, and for each kill whether the shards are those of
@@ -27,7 +27,7 @@ from ezpz_llm.data.reader import tasks
 OPERATIONS = ("fsync", "truncate", "replace", "rename", "unlink")
 
 
-def child(corpus: str, out: Path, kill_at: int | None = None, after: bool = False) -> int:
+def child(corpus: str, tokenizer: str, out: Path, kill_at: int | None = None, after: bool = False) -> int:
     """Prepare in a process of its own; its number of operations, or -1 if it was killed."""
     sent, received = os.pipe()
     pid = os.fork()
@@ -62,7 +62,7 @@ def child(corpus: str, out: Path, kill_at: int | None = None, after: bool = Fals
     tokenize_corpus.tasks = functools.partial(tasks, size=1 << 12)
     code = 1
     try:
-        prepare(corpus, "bytes", out=out, shard_tokens=9_000, val_fraction=0.4, workers=1, progress=False)
+        prepare(corpus, tokenizer, out=out, shard_tokens=9_000, val_fraction=0.4, workers=1, progress=False)
         code = 0
     finally:
         os.write(received, str(made).encode())
@@ -74,20 +74,20 @@ def content(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("[!.]*"))}
 
 
-def main(corpus: str, folder: Path) -> None:
-    operations = child(corpus, folder / "whole")
+def main(corpus: str, folder: Path, tokenizer: str = "bytes") -> None:
+    operations = child(corpus, tokenizer, folder / "whole")
     expected = content(folder / "whole")
     # Of a run that is killed at each fifth operation anew, too: it must come to its end.
     kills = 0
-    while child(corpus, folder / "often", kill_at=20) < 0:
+    while child(corpus, tokenizer, folder / "often", kill_at=20) < 0:
         kills += 1
         assert kills < operations
     results = [{"kill": "often", "kills": kills, "same": content(folder / "often") == expected, "kept": None}]
     for number in range(1, operations + 1):
         out = folder / f"out-{number}"
-        assert child(corpus, out, number, after=number % 2 == 0) == -1
+        assert child(corpus, tokenizer, out, number, after=number % 2 == 0) == -1
         journals = [json.loads(path.read_text()) for path in folder.glob(f".{out.name}.partial-*/{JOURNAL}")]
-        child(corpus, out)
+        child(corpus, tokenizer, out)
         results.append({"kill": number, "same": content(out) == expected,
                         "kept": sum(journal["documents"] for journal in journals)})
         shutil.rmtree(out)
@@ -96,4 +96,4 @@ def main(corpus: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

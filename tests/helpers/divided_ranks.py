@@ -1,6 +1,6 @@
 """Run by several ranks: tiny models under fsdp2, sequence parallelism and tiles, compared with one process.
 
-    mpiexec -n 2 python3 tests/helpers/divided_ranks.py DIR fp32:gpt2:fsdp2 bf16:llama:zero3,sp2 …
+    mpiexec -n 2 python3 tests/helpers/divided_ranks.py DIR fp32:gpt2:fsdp2 bf16_autocast:llama:zero3,sp2 …
 
 A layout may carry degrees after commas. A run `checkpoints` passes states on between layouts. Rank 0 writes
 FOLDER/results.json.
@@ -38,6 +38,7 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
 from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.precision_recipes import FP32_GRADIENTS, GradientDtypes
 from ezpz_llm.layout.resolve import Request, resolve
 from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.init import decay_groups
@@ -50,10 +51,12 @@ SHAPES = {**CONFIGS, "odd": get_model_config("tiny-llama", n_layer=2, n_head=2, 
           "wide": get_model_config("tiny-llama", n_layer=2, block_size=BLOCK, vocab_size=60)}
 
 
-def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed: int = 1337) -> Engine:
+def make_engine(dist: Dist, name: str, config: ModelConfig, precision: str, seed: int = 1337,
+                gradients: GradientDtypes = FP32_GRADIENTS) -> Engine:
     layout, *degrees = name.split(",")
     resolved = resolve(Request(layout, world_size=dist.world_size, clip=CLIP, global_batch=GLOBAL_BATCH,
                                model=config, accumulation=ACCUMULATION, precision=precision, device="cpu",
+                               grad_accum_dtype=gradients.accumulated, reduce_dtype=gradients.reduced,
                                **{degree[:2]: int(degree[2:]) for degree in degrees}))
     chosen = resolved.layout
     dist.arrange(tp=chosen.tp, pp=chosen.pp, sp=chosen.sp)

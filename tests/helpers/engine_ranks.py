@@ -1,6 +1,6 @@
 """Run by several ranks, or one: train a tiny model under each layout named and write what every step gave.
 
-    mpiexec -n 2 python3 tests/helpers/engine_ranks.py FOLDER fp32:reference fp32:zero2 bf16:ddp+early-sync …
+    mpiexec -n 2 python3 tests/helpers/engine_ranks.py FOLDER fp32:reference bf16_autocast:ddp+early-sync …
 
 A layout may carry a planted fault or a setting after a plus. `reference` is one process of the same precision.
 Rank 0 writes FOLDER/<precision>-<layout>.json.

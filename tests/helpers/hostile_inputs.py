@@ -1,4 +1,4 @@
-"""Hostile inputs of 25 kinds: none may end in a traceback, hang, fill the memory, or write where it should not.
+"""Hostile inputs of 34 kinds: none may end in a traceback, hang, fill the memory, or write where it should not.
 
     python3 tests/helpers/hostile_inputs.py --count 25000 --seed 7      all kinds, in worker processes, as JSON
     python3 tests/helpers/hostile_inputs.py --count 1 --seed 7 --kind ds --from 12    one input, with its traceback
@@ -13,28 +13,34 @@ import collections
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+import hostile_data_kinds  # noqa: F401  it enters its kinds among the others
 import hostile_kinds
 
 from ezpz_llm.base.errors import UserError
 
 HANG_S = 10
 """Of processor time, which a busy machine does not lengthen."""
+STUCK_S = 60
+"""In which it used none at all: it waits for something that does not come."""
 MOST_MEMORY = 1 << 30
-_AT_ONCE = 50
+_AT_ONCE = 500
+_WORKER_S = 3600
 
 
 class Hang(BaseException):
@@ -43,8 +49,8 @@ class Hang(BaseException):
 
 @dataclass
 class Counts:
-    """What became of the inputs of one kind. `outside` are files that were opened for writing elsewhere;
-    `slowest_s` is processor time."""
+    """What became of the inputs of one kind. `killed` are processes that did not come to their end; `outside` are
+    files that were opened for writing elsewhere; `slowest_s` is processor time."""
 
     inputs: int = 0
     accepted: int = 0
@@ -52,6 +58,7 @@ class Counts:
     tracebacks: int = 0
     hangs: int = 0
     out_of_memory: int = 0
+    killed: int = 0
     slowest_s: float = 0.0
     most_mb: int = 0
     places: dict[str, int] = field(default_factory=dict)
@@ -61,11 +68,12 @@ class Counts:
     @property
     def good(self) -> bool:
         """Is nothing wrong with them?"""
-        return not (self.tracebacks or self.hangs or self.out_of_memory or self.outside)
+        return not (self.tracebacks or self.hangs or self.out_of_memory or self.killed or self.outside
+                    or self.most_mb << 20 > MOST_MEMORY)
 
     def add(self, other: Counts) -> None:
         """Take in another worker's counts of the same kind."""
-        for name in ("inputs", "accepted", "told", "tracebacks", "hangs", "out_of_memory"):
+        for name in ("inputs", "accepted", "told", "tracebacks", "hangs", "out_of_memory", "killed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.slowest_s, self.most_mb = max(self.slowest_s, other.slowest_s), max(self.most_mb, other.most_mb)
         self.places = dict(collections.Counter(self.places) + collections.Counter(other.places))
@@ -94,7 +102,8 @@ class Watch:
             if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 return
         elif event in self._EVENTS:
-            path = args[0]
+            # Of two names the second is the one that is made.
+            path = args[event in ("os.rename", "os.symlink", "os.link")]
         else:
             return
         if isinstance(path, int) or path is None:
@@ -115,16 +124,43 @@ def run_kind(name: str, seed: int, numbers: Sequence[int], *, shows: bool = Fals
     global _watch
     _watch = _watch or Watch()
     counts = Counts()
-    with _elsewhere() as root:
+    with _elsewhere() as root, _ended_when_stuck():
         for number in numbers:
             folder = root / str(number)
             folder.mkdir()
             _one(name, seed, number, folder, counts, shows)
             shutil.rmtree(folder, ignore_errors=True)
-            counts.outside += [f"{name} {number}: {what}" for what in _watch.found]
+            # In the working directory and HOME, where programs write that are told nothing.
+            left = [str(path) for place in _UNTOUCHED for path in (root / place).iterdir()]
+            counts.outside += [f"{name} {number}: {what}" for what in (*_watch.found, *left)]
             _watch.found.clear()
-    counts.most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            for path in map(Path, left):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     return counts
+
+
+@contextlib.contextmanager
+def _ended_when_stuck() -> Iterator[None]:
+    """Send the main thread SIGPROF where this process has used no processor time for too long."""
+    over = threading.Event()
+
+    def look() -> None:
+        used, since = time.process_time(), time.monotonic()
+        while not over.wait(1.0):
+            # These looks are a little work themselves.
+            if time.process_time() - used > 0.1:
+                used, since = time.process_time(), time.monotonic()
+            elif time.monotonic() - since > STUCK_S:
+                since = time.monotonic()
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGPROF)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
 
 
 def _one(name: str, seed: int, number: int, folder: Path, counts: Counts, shows: bool) -> None:
@@ -165,6 +201,9 @@ def _place(error: BaseException) -> str:
     return f"{type(error).__name__} {last.filename.rpartition('ezpz_llm/')[2]}:{last.lineno}"
 
 
+_UNTOUCHED = ("here", "home")
+
+
 @contextlib.contextmanager
 def _elsewhere() -> Iterator[Path]:
     """A folder for everything: working directory, HOME and cache; hangs end, inputs meet no job's variables."""
@@ -178,14 +217,16 @@ def _elsewhere() -> Iterator[Path]:
             name for name in os.environ if name.startswith(("SLURM", "PBS", "PMI", "EZPZ", "RANK", "WORLD"))
         ]:
             del os.environ[name]
+        for place in _UNTOUCHED:
+            os.mkdir(f"{root}/{place}")
         os.environ |= {
-            "HOME": root,
+            "HOME": f"{root}/home",
             "EZPZ_LLM_CACHE": f"{root}/cache",
             "XDG_CACHE_HOME": f"{root}/cache",
             "TMPDIR": root,
             "COLUMNS": "100",
         }
-        os.chdir(root)
+        os.chdir(f"{root}/here")
         try:
             yield Path(root)
         finally:
@@ -195,28 +236,27 @@ def _elsewhere() -> Iterator[Path]:
             signal.signal(signal.SIGPROF, handler)
 
 
-def _work(task: tuple[str, int, range]) -> tuple[str, Counts]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, hard))
-    name, seed, numbers = task
+def _work(name: str, seed: int, numbers: range) -> Counts:
+    """Read these inputs in a process of their own."""
+    words = [sys.executable, __file__, "--kind", name, "--seed", str(seed), "--from", str(numbers.start),
+             "--count", str(len(numbers))]
     try:
-        return name, run_kind(name, seed, numbers)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_WORKER_S, check=False)
+        return Counts(**json.loads(done.stdout)["kinds"][name])
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        said = f"code {done.returncode}, {done.stderr[-300:]}" if isinstance(error, ValueError) else str(error)
+        return Counts(killed=1, examples=[f"{name} {numbers.start} to {numbers.stop - 1}: {said}"])
 
 
 def run_all(count: int, seed: int, workers: int) -> dict[str, Counts]:
-    """`count` inputs over all kinds, each `_AT_ONCE` of them in a process of their own with a limit of memory."""
+    """`count` inputs over all kinds, some hundred of them in a process."""
     each = -(-count // len(hostile_kinds.KINDS))
-    tasks = [
-        (name, seed, range(first, min(first + _AT_ONCE * 10, each)))
-        for name in hostile_kinds.KINDS
-        for first in range(0, each, _AT_ONCE * 10)
-    ]
     found = {name: Counts() for name in hostile_kinds.KINDS}
-    with multiprocessing.get_context("forkserver").Pool(workers, maxtasksperchild=1) as pool:
-        for name, counts in pool.imap_unordered(_work, tasks):
-            found[name].add(counts)
+    with ThreadPoolExecutor(workers) as pool:
+        tasks = [(name, pool.submit(_work, name, seed, range(first, min(first + _AT_ONCE, each))))
+                 for name in hostile_kinds.KINDS for first in range(0, each, _AT_ONCE)]
+        for name, task in tasks:
+            found[name].add(task.result())
     return found
 
 
@@ -232,8 +272,10 @@ def main() -> int:
     options = parser.parse_args()
     began = time.time()
     if options.kind:
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
         numbers = range(options.first, options.first + options.count)
         found = {options.kind: run_kind(options.kind, options.seed, numbers, shows=options.count == 1)}
+        found[options.kind].most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     else:
         found = run_all(options.count, options.seed, options.workers)
     result = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hmac
 import json
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -15,7 +17,9 @@ from typing import Any
 
 import hostile_mutations as mutate
 
+from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
+from ezpz_llm.checkpoint.manifest import FileRecord, describe
 from ezpz_llm.rundir import RunDir
 from ezpz_llm.trainer import options
 
@@ -113,6 +117,31 @@ ROWS = [
     for step in range(1, 21)
 ]
 
+FAILURE_TEXT = r"""
+[licence]
+kind = "missing_module"
+cause = "no licence is free"
+patterns = ['no licence \((?P<number>-\d+)\)|no licence']
+advice = "ask for {number} at {hosts}, {path}"
+source = "https://example.org"
+examples = ["no licence (-15)", "no licence (a)"]
+"""
+PATTERNS = [
+    "(a+)+$|no licence",
+    "(a|a)*$|no licence",
+    "(a*)*b|no licence",
+    "a*a*a*a*a*b|no licence",
+    "(.*)*\\1x|no licence",
+    "(?:" * 90 + ")" * 90 + "|no licence",
+    "((a{1,999}){1,999}){1,999}b|no licence",
+    "(?P<a>x)(?P<a>y)",
+    "(?<=a+)b",
+    "no licence|" * 3000 + "x",
+    "(?i)(?#" + "x" * 9000 + ")no licence",
+    "[" * 500,
+    "no licence|\\x00",
+]
+
 
 # A parser takes a tenth of a second to build, and is always the same.
 options.build_parser = functools.cache(options.build_parser)
@@ -124,11 +153,39 @@ def kind(read: Read) -> Read:
     return read
 
 
-def _written(folder: Path, name: str, content: bytes) -> Path:
+def written(folder: Path, name: str, content: bytes) -> Path:
+    """A file of that content, below `folder`; of `special` inputs, now and then what is none in its place."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    for rng, share in _special:
+        if rng.random() < share:
+            _make_special(rng, path)
+            return path
     path.write_bytes(content)
     return path
+
+
+_special: list[tuple[Random, float]] = []
+"""The generator, and which share of the files is to be none; empty but for `special` inputs."""
+
+
+def _make_special(rng: Random, path: Path) -> None:
+    """What makes a reader wait, or has no end."""
+    way = rng.randrange(6)
+    if way == 0:
+        os.mkfifo(path)
+    elif way == 1:
+        path.mkdir()
+    elif way == 2:
+        with socket.socket(socket.AF_UNIX) as one:
+            # Its name may have 107 characters.
+            one.bind(f"/proc/self/fd/{(handle := os.open(path.parent, os.O_RDONLY))}/{path.name}")
+            os.close(handle)
+    elif way == 3:
+        path.write_bytes(b"")
+        os.truncate(path, 300 << 20)
+    else:
+        path.symlink_to(rng.choice(["/dev/zero", "/dev/tty", "/proc/self/mem", "/proc/kmsg", path.name, "gone"]))
 
 
 def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
@@ -144,7 +201,7 @@ def _run(rng: Random, folder: Path, files: dict[str, Any]) -> RunDir:
             )
         else:
             content = mutate.json_data(rng, whole) if name in bad else json.dumps(whole).encode()
-        _written(run_dir.path, name, content)
+        written(run_dir.path, name, content)
     return run_dir
 
 
@@ -172,7 +229,70 @@ def ds(rng: Random, folder: Path) -> object:
         content = mutate.json_data(rng, {**json.loads(whole), "fp16": {"enabled": "auto"}, "train_batch_size": 8})
     else:
         content = mutate.data(rng, whole)
-    return resolve(Request(str(_written(folder, "mine.json", content)), world_size=2))
+    return resolve(Request(str(written(folder, "mine.json", content)), world_size=2))
+
+
+@kind
+def failuretexts(rng: Random, folder: Path) -> object:
+    """A file of a user's own, which `why` searches a rank's last words with."""
+    from ezpz_llm.why import main
+
+    if rng.random() < 0.15:  # some take their second
+        content = FAILURE_TEXT.replace("|no licence']", f"|no licence', '{rng.choice(PATTERNS)}']").encode()
+    else:
+        content = mutate.data(rng, FAILURE_TEXT)
+    failure = {**FAILURE, "exception": None, "tail": ["a" * 300 + "!", "(" * 3000, "no licence (-15)"]}
+    run_dir = RunDir(folder / "run").create()
+    written(run_dir.path, "run.json", json.dumps({"launch": LAUNCH, "exit": EXIT}).encode())
+    written(run_dir.path, "errors/rank0001.json", json.dumps(failure).encode())
+    os.environ["EZPZ_LLM_FAILURE_TEXTS"] = str(written(folder, "texts.toml", content))
+    try:
+        return main([str(run_dir.path), *rng.choice([[], ["--json"]])])
+    finally:
+        del os.environ["EZPZ_LLM_FAILURE_TEXTS"]
+
+
+@kind
+def foreignrun(rng: Random, folder: Path) -> object:
+    """A run directory of a stranger's, any file of which may be wrong or none, for all who look into one."""
+    from ezpz_llm.checkpoint.__main__ import main as checkpoint
+    from ezpz_llm.explain.__main__ import main as explain
+    from ezpz_llm.launch.status import read_status
+    from ezpz_llm.report.__main__ import main as report
+    from ezpz_llm.submit.state import find_state
+    from ezpz_llm.why import main as why
+
+    _special.append((rng, 0.15))
+    try:
+        run_dir = _run(
+            rng,
+            folder,
+            {
+                "run.json": RECORD,
+                "metrics.jsonl": ROWS,
+                "layout.json": LAYOUT,
+                "deepspeed.json": {"zero_optimization": {"stage": 1}},
+                "errors/rank0001.json": FAILURE,
+                "heartbeat/node00000.json": NODE,
+                "profile/counterfactual-rank0000.json": {"rank": 0, "real": [0.1], "stubbed": [0.1]},
+            },
+        )
+        for name in ("checkpoints/latest", "logs/rank0000.log", "logs/rank0001.log", "logs/launcher.log",
+                     "stacks/rank0000.txt", "profile/trace-rank0000.json.gz", "checkpoints/step-3/manifest.json"):
+            written(run_dir.path, name, mutate.data(rng, "step-3\n"))
+    finally:
+        _special.clear()
+    looks = (
+        lambda path: why([path]),
+        lambda path: why([path, "--json"]),
+        lambda path: report([path]),
+        lambda path: explain([path]),
+        lambda path: read_status(RunDir(Path(path)), 30.0),
+        lambda path: find_state(RunDir(Path(path))),
+        lambda path: checkpoint(["inspect", path]),
+        lambda path: checkpoint(["verify", path]),
+    )
+    return rng.choice(looks)(str(run_dir.path))
 
 
 @kind
@@ -185,8 +305,8 @@ def hellaswag(rng: Random, folder: Path) -> object:
         if rng.random() < 0.5:
             at = rng.randrange(len(packed))
             packed = packed[:at] + rng.randbytes(rng.choice([0, 1, 8])) + packed[at + 1 :]
-        return read_items(_written(folder, "items.jsonl.gz", packed))
-    return read_items(_written(folder, "items.jsonl", content))
+        return read_items(written(folder, "items.jsonl.gz", packed))
+    return read_items(written(folder, "items.jsonl", content))
 
 
 @kind
@@ -196,7 +316,7 @@ def hfconfig(rng: Random, folder: Path) -> object:
     from ezpz_llm.model.config import MODELS
 
     whole = to_hf(MODELS[rng.choice(["gpt2-124m", "llama3-1b", "tiny-llama"])])
-    _written(folder, "config.json", mutate.json_data(rng, whole))
+    written(folder, "config.json", mutate.json_data(rng, whole))
     return find_source(str(folder), "--init-from")
 
 
@@ -205,7 +325,7 @@ def hostfile(rng: Random, folder: Path) -> object:
     from ezpz_llm.launch import host_selection as hostfiles
 
     return hostfiles.read(
-        _written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))
+        written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))
     )
 
 
@@ -252,9 +372,38 @@ def launchcli(rng: Random, folder: Path) -> object:
 
 
 @kind
+def lsf(rng: Random, folder: Path) -> object:
+    from ezpz_llm.launch.schedulers import lsf as scheduler
+
+    path = written(folder, "hosts", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
+    env = {"LSB_JOBID": "7", "LSB_JOBINDEX": "3"} | rng.choice(
+        [
+            {"LSB_MCPU_HOSTS": "login1 1 n1 42 n2 42 n3 42"},
+            {"LSB_HOSTS": "n1 n1 n2 n2"},
+            {"LSB_DJOB_HOSTFILE": str(path)},
+        ]
+    )
+    env = env if "LSB_DJOB_HOSTFILE" in env and rng.random() < 0.7 else mutate.environment(rng, env)
+    if rng.random() < 0.5:  # with jsrun, the first host may be the launch node
+        with contextlib.suppress(OSError):
+            written(folder, "bin/jsrun", b"").chmod(0o755)
+        env["PATH"] = str(folder / "bin")
+    left = scheduler.read_time_left(mutate.text(rng, "1:05 L"))
+    return scheduler.detect(env), left
+
+
+def _described(path: Path) -> FileRecord:
+    """What a manifest says of it; of what is no file, that it is empty."""
+    try:
+        return describe(path)
+    except (OSError, UserError):
+        return FileRecord(path.name, 0, "")
+
+
+@kind
 def manifest(rng: Random, folder: Path) -> object:
     from ezpz_llm.checkpoint.index import read_index
-    from ezpz_llm.checkpoint.manifest import describe, read_manifest, read_state, verify
+    from ezpz_llm.checkpoint.manifest import read_manifest, read_state, verify
 
     checkpoint = folder / "step-3"
     index = {
@@ -268,16 +417,16 @@ def manifest(rng: Random, folder: Path) -> object:
         },
     }
     for name, whole in (("state.json", {"step": 3, "model": MODEL, "seed": 1}), ("index.json", index)):
-        _written(
+        written(
             checkpoint, name, mutate.json_data(rng, whole) if rng.random() < 0.4 else json.dumps(whole).encode()
         )
     files = {
         name: {"size": found.size, "sha256": found.sha256}
         for name in ("state.json", "index.json")
-        for found in [describe(checkpoint / name)]
+        for found in [_described(checkpoint / name)]
     }
     whole = {"format": 1, "step": 3, "files": files}
-    _written(
+    written(
         checkpoint,
         "manifest.json",
         mutate.json_data(rng, whole) if rng.random() < 0.6 else json.dumps(whole).encode(),
@@ -294,7 +443,25 @@ def metajunk(rng: Random, folder: Path) -> object:
     if rng.random() < 0.5:
         at = rng.randrange(len(content))
         content = content[:at] + rng.randbytes(rng.choice([1, 4])) + content[at + 1 :]
-    return _characters(_written(folder, "meta.pkl", rng.choice([content, content, b"cos\nsystem\n(S'id'\ntR."])))
+    return _characters(written(folder, "meta.pkl", rng.choice([content, content, b"cos\nsystem\n(S'id'\ntR."])))
+
+
+@kind
+def nodefile(rng: Random, folder: Path) -> object:
+    """The files of Grid Engine, OAR, Cobalt and PJM."""
+    from ezpz_llm.launch.schedulers.node_files import COBALT, GRID_ENGINE, OAR, PJM
+
+    scheduler, mark, name, line = rng.choice(
+        [
+            (GRID_ENGINE, "JOB_ID", "PE_HOSTFILE", "{} 2 all.q@{} UNDEFINED\n"),
+            (OAR, "OAR_JOB_ID", "OAR_NODEFILE", "{}\n{}\n"),
+            (COBALT, "COBALT_JOBID", "COBALT_NODEFILE", "{}\n{}\n"),
+            (PJM, "PJM_JOBID", "PJM_O_NODEINF", "{}\n{}\n"),
+        ]
+    )
+    path = written(folder, "nodes", mutate.data(rng, "".join(line.format(host, host) for host in ("n1", "n2"))))
+    env = {mark: "7", name: str(path), "NHOSTS": "2"}
+    return scheduler.detect(env if rng.random() < 0.7 else mutate.environment(rng, env))
 
 
 @kind
@@ -323,7 +490,7 @@ def orders(rng: Random, folder: Path) -> object:
 def pbs(rng: Random, folder: Path) -> object:
     from ezpz_llm.launch.schedulers import pbs as scheduler
 
-    path = _written(folder, "nodes", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
+    path = written(folder, "nodes", mutate.data(rng, "n1\nn1\nn2\nn2\n"))
     env = {"PBS_JOBID": "7.server", "NCPUS": "8", "PBS_NODEFILE": str(path)}
     if rng.random() < 0.3:
         env = mutate.environment(rng, env)
@@ -337,10 +504,11 @@ def preprec(rng: Random, folder: Path) -> object:
 
     documents = [{"text": "some words", "id": 1}, {"text": "more of them"}, {"text": "é"}]
     if rng.random() < 0.3:
-        path = _written(folder, "docs.json", mutate.json_data(rng, documents))
+        path = written(folder, "docs.json", mutate.json_data(rng, documents))
     else:
-        path = _written(folder, "docs.jsonl", mutate.lines(rng, documents))
-    return [list(texts(piece)) for task in tasks(find_corpus(str(path))) for piece in task.pieces]
+        path = written(folder, "docs.jsonl", mutate.lines(rng, documents))
+    pieces = (piece for task in tasks(find_corpus(str(path))) for piece in task.pieces)
+    return sum(len(text) for piece in pieces for _, text in texts(piece))
 
 
 @kind
@@ -411,6 +579,21 @@ def report(rng: Random, folder: Path) -> object:
     )
 
 
+_OF_FILES = ("ds", "failuretexts", "hellaswag", "hfconfig", "hostfile", "lsf", "manifest", "megatron", "metajunk",
+             "nodefile", "npyshards", "orders", "pbs", "preprec", "report", "shards", "tokenizer", "toml", "trace",
+             "why", "yaml")
+
+
+@kind
+def special(rng: Random, folder: Path) -> object:
+    """Another kind's files, half of which are a FIFO, a device, a folder, a socket, a loop, or immense."""
+    _special.append((rng, 0.5))
+    try:
+        return KINDS[rng.choice(_OF_FILES)](rng, folder)
+    finally:
+        _special.clear()
+
+
 TRAINING = ["launch", "--ppn", "2", "python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2"]
 
 
@@ -440,8 +623,8 @@ def shards(rng: Random, folder: Path) -> object:
         "unigram_entropy": 1.0,
         "splits": {"train": split, "val": split},
     }
-    _written(folder, "train_000000.bin", bytes(16))
-    _written(folder, "manifest.json", mutate.json_data(rng, whole))
+    written(folder, "train_000000.bin", bytes(16))
+    written(folder, "manifest.json", mutate.json_data(rng, whole))
     found = TokenData.open(folder)
     return found.fingerprint, found.unigram_entropy, [found.split(name)[:4] for name in ("train", "val")]
 
@@ -494,7 +677,7 @@ def toml(rng: Random, folder: Path) -> object:
                 b"a = " + b"1" * 5000,
             ]
         )
-    return read_site(_written(folder, "site.toml", content), "--site")
+    return read_site(written(folder, "site.toml", content), "--site")
 
 
 @kind
@@ -521,7 +704,7 @@ def trace(rng: Random, folder: Path) -> object:
     if rng.random() < 0.2:
         at = rng.randrange(len(packed))
         packed = packed[:at] + rng.randbytes(rng.choice([0, 1, 8])) + packed[at + 1 :]
-    return read_trace(_written(folder, "trace-rank0000.json.gz", packed))
+    return read_trace(written(folder, "trace-rank0000.json.gz", packed))
 
 
 @kind
@@ -564,7 +747,7 @@ def why(rng: Random, folder: Path) -> object:
             "heartbeat/node00000.json": NODE,
         },
     )
-    _written(
+    written(
         run_dir.path,
         "logs/rank0001.log",
         mutate.data(rng, 'Traceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: bad\n'),
@@ -598,4 +781,4 @@ def yaml(rng: Random, folder: Path) -> object:
                 b"<<: [1]",
             ]
         )
-    return parse(["--config", str(_written(folder, "run.yaml", content))])
+    return parse(["--config", str(written(folder, "run.yaml", content))])

@@ -113,6 +113,27 @@ def data(rng: Random, whole: str) -> bytes:
     return found
 
 
+def binary(rng: Random, whole: bytes) -> bytes:
+    """Bytes with other numbers among them, cut, longer or empty."""
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        at = rng.randrange(len(whole) + 1)
+        if rng.random() < 0.5:
+            at = min(at, rng.randrange(64))  # headers
+        size = rng.choice([1, 2, 4, 8])
+        way = rng.randrange(6)
+        if way < 3:
+            number = rng.choice([0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64)])
+            whole = whole[:at] + (number % 2 ** (8 * size)).to_bytes(size, "little") + whole[at + size:]
+        elif way == 3:
+            whole = whole[:at]
+        elif way == 4:
+            whole = whole[:at] + rng.randbytes(rng.choice([1, 3, 100])) + whole[at:]
+        else:
+            packed = (b"PK\x03\x04" + whole, b"\x80\x04" + whole)  # an archive's and a pickle's first bytes
+            whole = rng.choice([b"", whole[:at] + whole[at + size:], whole * 2, *packed])
+    return whole
+
+
 def value(rng: Random, whole: Any) -> Any:
     """An object with members of other types, more of them, or fewer."""
     whole = copy.deepcopy(whole)

@@ -1,4 +1,4 @@
-"""How the launch tests start real runs and look for what they leave behind."""
+"""Start real runs for the launch tests, and look for what they leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What traced runs on links of known bandwidth issued, put on the wire and waited for, beside what tables say."""
+"""Collectives of traced runs on links of known bandwidth: issued, on the wire and waited for, beside the tables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Run by two ranks: train models under layouts that offload and write what every step gave.
 
-    mpiexec -n 2 python3 tests/helpers/offload_ranks.py FOLDER gpt2:fp32:ddp llama:bf16:zero2+offload …
+    mpiexec -n 2 python3 tests/helpers/offload_ranks.py FOLDER gpt2:fp32:ddp llama:bf16_autocast:zero2+offload …
 
 A run is a shape, a precision and a layout with settings of a user's own ds_config after pluses; `ddp` is one
 process on its own. Parameters are wide enough for DeepSpeed to move them into files. Rank 0 writes

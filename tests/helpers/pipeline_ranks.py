@@ -29,6 +29,7 @@ from ezpz_llm.dist.setup import setup
 from ezpz_llm.engine import build
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.engine.collectives import CollectiveCounter
 from ezpz_llm.engine.pipeline_engine import PipelineEngine
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
@@ -41,8 +42,11 @@ STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK = 8, 8, 4, 0.5, 32
 
 
 def config_of(shape: str, options: list[str]) -> ModelConfig:
-    """Four blocks; gpt2 with a tied table, llama with two tables."""
-    small = {"n_layer": 4, "n_head": 4, "n_kv_head": 4 if shape == "gpt2" else 2, "n_embd": 32, "block_size": BLOCK}
+    """Four blocks; gpt2 with a tied table, others with two tables; slowed is Llama 3.2's rotations."""
+    small: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_kv_head": 4 if shape == "gpt2" else 2, "n_embd": 32,
+                             "block_size": BLOCK}
+    if shape == "slowed":
+        shape, small = "llama", {**small, "rope_theta": 50.0, "rope_factor": 8.0, "rope_context": 16}
     dropout = 0.2 if "dropout" in options else 0.0
     # Wide enough for collectives whose order of summation depends on an element's place.
     vocab_size = 3000 if "wide" in options else 64
@@ -81,6 +85,8 @@ class Run:
             engine._scale.scale = 2.0 ** 22
         if "untied" in self.options:
             engine._engine.module.tied_comms.clear()
+        if "uneven" in self.options:  # elements lie at another place in each stage's buckets
+            engine._engine.optimizer.reduce_bucket_size = 10 ** 6
         torch.manual_seed(self.dist.mesh.place("pp", "dp")[0])
         return engine
 
@@ -111,7 +117,8 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """All of STEPS steps and what the model is worth then."""
-        losses, norms = self.train(0, STEPS)
+        with CollectiveCounter() as counter:
+            losses, norms = self.train(0, STEPS)
         held_out, mesh = sequences(STEPS, 4, BLOCK + 1), self.dist.mesh
         with self.engine.evaluating():
             parts = self.gathered(self.engine.loss_sum(held_out[:, :-1], held_out[:, 1:]))
@@ -119,7 +126,8 @@ class Run:
         holders = mesh.size("dp", "tp")  # the last stage's ranks, which all have the whole sum
         return {"losses": losses, "norms": norms, "loss_sum": sum(parts) / holders, "logits": logits.tolist(),
                 "logits_agree": len(set(self.gathered(logits.sum()))) == 1, "table_differs": self.table_differs(),
-                "skipped": self.engine.skipped_steps, "spans": self.spans}
+                "skipped": self.engine.skipped_steps, "spans": self.spans,
+                "sends": sorted(counter.found["send"])}
 
     def table_differs(self) -> int | None:
         """Elements in which the copies of a tied table differ over stages and data-parallel ranks."""

@@ -1,4 +1,4 @@
-"""Where tests find what is no module: the checkout, its tests, programs that they start, files that some need."""
+"""Paths that tests need: the checkout, its tests, programs that they start, files that some read."""
 
 from __future__ import annotations
 

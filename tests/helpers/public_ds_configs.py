@@ -59,9 +59,10 @@ OPEN_BUCKETS = autos("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage
 STAGE_3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, **OPEN_BUCKETS,
            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 ALL_AUTO = adamw(**autos("lr", "betas", "eps", "weight_decay"))
-IN_STEP = {"schedule": "WarmupLR", "warmup_type": "log", "lr": 4e-3, "warmup_steps": 10}
+IN_STEP = {"schedule": "WarmupLR", "warmup_type": "log", "lr": 2.83e-3, "warmup_steps": 10}
 """WarmupLR all "auto": the run's rate and warm-up, DeepSpeed's shape of it."""
-DECAYING = {"schedule": "WarmupDecayLR", "warmup_type": "log", "lr": 4e-3, "warmup_steps": 10, "decay_steps": 100}
+DECAYING = {"schedule": "WarmupDecayLR", "warmup_type": "log", "lr": 2.83e-3, "warmup_steps": 10,
+            "decay_steps": 100}
 
 _AXOLOTL, _ACCELERATE = "axolotl-ai-cloud/axolotl", "huggingface/accelerate"
 _NOW = "067b021c8b87a9e5e380b9173c704cf7340e30f5"
@@ -94,7 +95,8 @@ AXOLOTL = [
              {"stage": 3, "precision": AUTO, "zero.stage3_max_live_parameters": 0, "zero.sub_group_size": 0,
               "zero.stage3_gather_16bit_weights_on_model_save": True}),
     _axolotl("deepspeed_configs/zero3_bf16.json",
-             {"zero_optimization": _AXOLOTL_3, "bf16": {"enabled": True}, **HF}, {"stage": 3, "precision": "bf16"}),
+             {"zero_optimization": _AXOLOTL_3, "bf16": {"enabled": True}, **HF},
+             {"stage": 3, "precision": "bf16"}),
     _axolotl("deepspeed_configs/zero3_bf16_cpuoffload_all.json",
              {**_NO_FORCE, "zero_optimization": {**_AXOLOTL_3, "offload_optimizer": CPU, "offload_param": CPU},
               "bf16": {"enabled": True}, **HF},
@@ -135,7 +137,7 @@ _TORCH_ADAM = adamw(lr=AUTO, weight_decay=AUTO, torch_adam=True, adam_w_mode=Tru
 _FP16_DECAYING = {"fp16": fp16(), "scheduler": warmup("WarmupDecayLR"), **_ONE}
 _STAGE_3_GATHER = {**STAGE_3, "stage3_gather_16bit_weights_on_model_save": AUTO}
 _LEFT_OUT = ("beta1 0.9, beta2 0.999, eps 1e-08",)
-_IN_FP16 = {"precision": "fp16", "accumulation": 1, "scale": (2.0**16, 1000, 2), "beta2": 0.999,
+_IN_FP16 = {"precision": "fp16_autocast", "accumulation": 1, "scale": (2.0**16, 1000, 2), "beta2": 0.999,
             "weight_decay": 0.1, **DECAYING}
 
 
@@ -148,7 +150,7 @@ ACCELERATE = [
                 {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 1,
                  **BATCH, "seq_parallel_communication_data_type": "bf16"},
                 {"stage": 3, "precision": "bf16", "accumulation": 1},
-                "gradients are reduced in fp32 over sequence-parallel ranks too"),
+                "gradients are reduced over sequence-parallel ranks as over data-parallel ones"),
     _accelerate(f"{_TEMPLATES}/zero_stage1_config.json",
                 {**_FP16_DECAYING, "optimizer": _TORCH_ADAM,
                  "zero_optimization": {**STAGE_2, "stage": 1, "reduce_bucket_size": AUTO}},
@@ -240,7 +242,7 @@ TRANSFORMERS = [
                   {"fp16": fp16(power=None), "optimizer": adamw(**_FIXED_ADAM), "scheduler": _FIXED_WARMUP,
                    "zero_optimization": {**STAGE_2, "reduce_bucket_size": 2e8, "cpu_offload": True},
                    "zero_allow_untested_optimizer": True, **_PRINT},
-                  {"stage": 2, "precision": "fp16", "offload_optimizer": "cpu",
+                  {"stage": 2, "precision": "fp16_autocast", "offload_optimizer": "cpu",
                    "scale": (2.0**16, 1000, 2), **_FIXED}, "warmup_type log"),
     _transformers("examples/tests/deepspeed/ds_config_zero3.json", "0799eacaf314d779f28c6298437f8f615b63a42d",
                   {"fp16": fp16(), "optimizer": adamw(**_FIXED_ADAM), "scheduler": _FIXED_WARMUP, **_PRINT,
@@ -254,7 +256,7 @@ TRANSFORMERS = [
                   {"fp16": fp16(power=None), "optimizer": adamw("Adam", **_FIXED_ADAM), "scheduler": _FIXED_WARMUP,
                    "zero_optimization": {**STAGE_2, "allgather_bucket_size": 200000000,
                                          "reduce_bucket_size": 200000000, "cpu_offload": True}, **_PRINT},
-                  {"stage": 2, "precision": "fp16", "offload_optimizer": "cpu", **_FIXED}),
+                  {"stage": 2, "precision": "fp16_autocast", "offload_optimizer": "cpu", **_FIXED}),
 ]
 
 _EXAMPLES = "45b4b7156c8794a3452a5a7d03dbd8d797068569"
@@ -277,8 +279,8 @@ DEEPSPEED_EXAMPLES = [
                "optimizer": adamw("Adam", **_SMALL_ADAM), "zero_optimization": {"stage": 0},
                "fp16": {"enabled": True}, "gradient_clipping": 1.0, "prescale_gradients": True,
                "wall_clock_breakdown": False},
-              {"stage": 0, "precision": "fp16", "global_batch": 8, "micro_batch": 4, "lr": 1e-3, "beta1": 0.8,
-               "weight_decay": 3e-7, "schedule": "cosine", "prescale_gradients": True}),
+              {"stage": 0, "precision": "fp16_autocast", "global_batch": 8, "micro_batch": 4, "lr": 1e-3,
+               "beta1": 0.8, "weight_decay": 3e-7, "schedule": "cosine", "prescale_gradients": True}),
     _examples("inference/sglang/ds_offload_nvme_aio.json",
               {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": AUTO,
                                      "stage3_prefetch_bucket_size": AUTO,
@@ -308,7 +310,7 @@ DEEPSPEED_EXAMPLES = [
     _examples("training/autotuning/hf/dsconfigs/ds_config_fp16_z3.json",
               {"train_micro_batch_size_per_gpu": AUTO, "zero_optimization": {"stage": 3},
                "fp16": {"enabled": True}},
-              {"stage": 3, "precision": "fp16", "scale": (2.0**16, 1000, 2)}),
+              {"stage": 3, "precision": "fp16_autocast", "scale": (2.0**16, 1000, 2)}),
     _examples("training/autotuning/hf/dsconfigs/ds_config_tune.json",
               {"train_micro_batch_size_per_gpu": AUTO,
                "autotuning": {"enabled": True, "overwrite": False, "fast": True,
@@ -321,7 +323,8 @@ DEEPSPEED_EXAMPLES = [
                "bf16": {"enabled": True}, "torch_autocast": {"enabled": False},
                "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True,
                                      "reduce_bucket_size": 5e7, "stage3_param_persistence_threshold": 0}},
-              {"stage": 3, "precision": "bf16", "micro_batch": 4, "accumulation": 1, "lr": 1e-4, "beta2": 0.999,
+              {"stage": 3, "precision": "bf16", "micro_batch": 4, "accumulation": 1, "lr": 1e-4,
+               "beta2": 0.999,
                "weight_decay": 0.01, "zero.stage3_param_persistence_threshold": 0}),
     _examples("training/bf16_master_weight/configs/bf16_full.json",
               {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "steps_per_print": 100,
@@ -382,7 +385,7 @@ MEGATRON_DEEPSPEED = [
     Public(_MEGATRON, "examples_deepspeed/finetune_hf_llama/ds_config.json", _MEGATRON_AT,
            {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 100,
             "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
-           {"stage": 0, "precision": "bf16", "accumulation": 8, "clip": 1.0}),
+           {"stage": 0, "precision": "bf16_autocast", "accumulation": 8, "clip": 1.0}),
     Public(_MEGATRON, "examples_deepspeed/finetune_hf_llama/ds_config_empty.json", _MEGATRON_AT,
            {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 100},
            {"stage": 0, "precision": AUTO, "accumulation": 8}, ("DeepSpeed would compute in fp32",)),
@@ -397,10 +400,10 @@ MEGATRON_DEEPSPEED = [
             "wall_clock_breakdown": False,
             "flops_profiler": {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1,
                                "detailed": True, "output_file": None}},
-           {"stage": 0, "precision": "bf16", "global_batch": 64, "accumulation": 16}),
+           {"stage": 0, "precision": "bf16_autocast", "global_batch": 64, "accumulation": 16}),
     Public(_BIGSCIENCE, "tests/ds_config.json", "55b7036ce9fd63d9117d48b79d5b4267101fb081",
            {**_MEGATRON_16, "fp16": fp16(True, 12, 500)},
-           {"stage": 1, "precision": "fp16", "scale": (2.0**12, 500, 2), "accumulation": 8}),
+           {"stage": 1, "precision": "fp16_autocast", "scale": (2.0**12, 500, 2), "accumulation": 8}),
     Public(_BIGSCIENCE, "tests/ds_config_bf16.json", "7f2441edb6e23b6f923ac88e4f1c2e4bce19a028",
            {**_MEGATRON_16, "bf16": {"enabled": True}}, {"stage": 1, "precision": "bf16"}),
     Public(_BIGSCIENCE, "tests/ds_config_cl.json", "a319a6cae5986889500eaf66e641e9b1f5df1aa4",

@@ -17,12 +17,13 @@ import torch
 
 from ezpz_llm.dist import Dist, Heartbeat
 from ezpz_llm.dist.setup import setup
+from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import read_lines
 from ezpz_llm.trainer.loop import train_step
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.run import resume_from_checkpoint, start
-from ezpz_llm.trainer.session import Session, WallClock
+from ezpz_llm.trainer.session import Session
 from ezpz_llm.trainer.step_hooks import flush, save
 
 

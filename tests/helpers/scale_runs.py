@@ -1,4 +1,4 @@
-"""How the tests of studies call `ezpz-llm scale`, and a training run that takes seconds."""
+"""Call `ezpz-llm scale` for the tests of studies, and a training run that takes seconds."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ from places import ROOT
 
 _ENTER = 'cd "$1" && shift && exec "$@"'
 _PREPARE_S = 60
+WITHIN_S = 150.0
+"""A busy machine takes long for whatever starts processes."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,17 @@ class User:
                                 text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, start_new_session=True)
 
-    def run(self, *words: str | Path, timeout: float = 60, cwd: Path | None = None,
+    def run(self, *words: str | Path, timeout: float = WITHIN_S, cwd: Path | None = None,
             **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         return finished(self.start(*words, cwd=cwd, **env), words, timeout, self.end_all)
 
-    def python(self, code: str, *words: str | Path, timeout: float = 60,
+    def python(self, code: str, *words: str | Path, timeout: float = WITHIN_S,
                **env: str) -> subprocess.CompletedProcess[str]:
         """Run Python code with `words` as its arguments."""
         return self.run(sys.executable, "-c", code, *words, timeout=timeout, **env)
 
-    def launch(self, *words: str | Path, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    def launch(self, *words: str | Path, timeout: float = WITHIN_S, **env: str) -> subprocess.CompletedProcess[str]:
         """`launch WORDS` to its end."""
         return self.run(sys.executable, "-m", "ezpz_llm.launch", *words, timeout=timeout, **env)
 

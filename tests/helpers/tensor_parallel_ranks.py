@@ -1,6 +1,6 @@
 """Run by several ranks: train tiny models under tensor parallelism and compare with one process.
 
-    mpiexec -n 2 python3 tests/helpers/tensor_parallel_ranks.py FOLDER fp32:gpt2:tp2_zero1 bf16:llama:ddp …
+    mpiexec -n 2 python3 tests/helpers/tensor_parallel_ranks.py FOLDER fp32:gpt2:tp2_zero1 bf16_autocast:llama:ddp …
 
 A run may end in `:undivided`, for the layout without tensor parallelism, in `:unmarked`, for an injected fault, or
 in `:qk_norm`, for a model with parameters from outside the package (with `:unsummed` under a wrong rule). A run
@@ -45,7 +45,12 @@ from ezpz_llm.rundir import RunDir
 STEPS, GLOBAL_BATCH, ACCUMULATION, CLIP, BLOCK, VOCABULARY = 6, 8, 2, 0.5, 32, 60
 _SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": BLOCK, "vocab_size": VOCABULARY}
 CONFIGS = {"gpt2": get_model_config("tiny-gpt2", **_SMALL),
-           "llama": get_model_config("tiny-llama", **_SMALL, n_kv_head=2, intermediate_size=96, tied=False)}
+           "llama": get_model_config("tiny-llama", **_SMALL, n_kv_head=2, intermediate_size=96, tied=False),
+           "qwen3": get_model_config("tiny-qwen3", **_SMALL, intermediate_size=96),
+           "olmo2": get_model_config("tiny-olmo2", **_SMALL, intermediate_size=96),
+           # Llama 3.2's slower rotations: some turns are left, some slowed, some between.
+           "slowed": get_model_config("tiny-llama", **_SMALL, n_kv_head=2, intermediate_size=96, rope_theta=50.0,
+                                      rope_factor=8.0, rope_context=16)}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

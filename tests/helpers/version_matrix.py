@@ -1,10 +1,11 @@
-"""The fast tests of model, engine, dist, data and trainer, and every layout, under other versions.
+"""Tests of model, engine, dist, data and trainer, and every layout, under other versions.
 
-    python3 tests/helpers/version_matrix.py [oldest] [newest] [--folder DIR] [--write]
+    python3 tests/helpers/version_matrix.py [oldest] [newest] [oldest@3.12 …] [--folder DIR] [--write]
 
 Makes an environment from the package index for each: `oldest` has what pyproject.toml asks for at least, `newest`
-what is newest in its ranges. Each takes 6 GB and some minutes; what lies in DIR already is brought up to date and
-used again. --write puts the lines of what has run into the table of docs/versions.md.
+what is newest in its ranges; @ names another Python than theirs. Each takes 6 GB and half an hour; what lies in DIR
+already is brought up to date and used again. --write puts the lines of what has run into the table of
+docs/evidence/versions.md.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from pathlib import Path
 
 from places import ROOT, TESTS
 
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "evidence" / "versions.md"
 PYTHONS = {"oldest": "3.10", "newest": "3.13"}
 SHOWN = ("torch", "deepspeed", "numpy", "tiktoken")
 BUILT_BY_HAND = ("mpi4py",)
 """Without a wheel of the oldest release: its build needs an MPI library."""
-CHECKED = ("model_config", "model_gpt", "model_init", "model_loss", "model_blockwise_attention", "model_embedding",
-         "engine_batch", "engine_deepspeed", "engine_resolve", "engine_torch", "step_skip", "dist_parts",
-         "dist_setup", "data_samples", "data_mixture", "data_tokenizers", "trainer_options", "trainer_position",
-         "trainer_schedule", "trainer_guards")
+ROOMS = ("model", "layout", "engine", "dist", "data", "checkpoint", "trainer")
+FULL = ("model_init", "engine_deepspeed", "step_skip", "sharded_start", "compiled_layouts", "dist_parts",
+        "dist_setup", "trainer_guards")
+"""Files of which those marked full are run, too: what leans most on the insides of torch and DeepSpeed."""
 LAYOUTS = {"ddp": 2, "fsdp2": 2, "zero0": 2, "zero1": 2, "zero2": 2, "zero3": 2, "tp2": 2, "pp2": 2, "sp2": 2,
-           "tiled": 2, "tp2_zero3": 4, "pp2_tp2": 4}
+           "tiled": 2, "fsdp2_within2": 4, "zero3_hpz2": 4, "tp2_zero1": 4, "tp2_zero3": 4, "pp2_tp2": 4, "3d": 8}
 """With the ranks that they are tried on: what needs no compiled op."""
+IN_BF16 = ("ddp", "fsdp2", "zero2", "zero3")
+"""One of each engine and of each optimizer that DeepSpeed has for it: also with --precision bf16."""
 SHORT = ("--device", "cpu", "--model", "tiny-llama", "--n-layer", "2", "--n-embd", "64", "--n-head", "4",
          "--block-size", "64", "--eval-tokens", "1024", "--steps", "4", "--log-every", "1", "--save-every", "2")
 
@@ -41,15 +44,17 @@ SHORT = ("--device", "cpu", "--model", "tiny-llama", "--n-layer", "2", "--n-embd
 def main() -> int:
     """0 if all that was asked for has passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(PYTHONS), metavar="NAME", help="oldest, newest (both)")
+    parser.add_argument("names", nargs="*", default=list(PYTHONS), metavar="NAME",
+                        help="oldest, newest (both), or one of them with a Python: newest@3.12")
     parser.add_argument("--folder", type=Path, help="where environments are kept (default: a new one, removed)")
-    parser.add_argument("--write", action="store_true", help="change the table of docs/versions.md")
+    parser.add_argument("--write", action="store_true", help="change the table of docs/evidence/versions.md")
     options = parser.parse_args()
     folder = (options.folder or Path(tempfile.mkdtemp(prefix="versions-"))).absolute()
     failed = False
     try:
         for name in options.names:
-            python = make(folder / name, PYTHONS[name], list(requirements(name == "oldest")))
+            which, _, version = name.partition("@")
+            python = make(folder / name, version or PYTHONS[which], list(requirements(which == "oldest")))
             line, good = examine(python, name)
             failed |= not good
             print(line, flush=True)
@@ -101,25 +106,34 @@ def examine(python: Path, name: str) -> tuple[str, bool]:
     asked = "import importlib.metadata as m, platform; print(platform.python_version(), " \
             f"*map(m.version, {SHOWN}))"
     versions = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
-    files = [str(next(TESTS.rglob(f"test_{test}.py"))) for test in CHECKED]
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow and not cluster", *files]
+    fast, fine = tests(python, environment, "not full and not slow and not cluster",
+                       [TESTS / room for room in ROOMS])
+    full, also_fine = tests(python, environment, "full and not cluster",
+                            [next(TESTS.rglob(f"test_{file}.py")) for file in FULL])
+    tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}
+    tried |= {f"{layout} in bf16": train(python, layout, LAYOUTS[layout], environment, "--precision", "bf16")
+              for layout in IN_BF16}
+    wrong = {layout: told for layout, told in tried.items() if told is not None}
+    trained = [f"{len(tried) - len(wrong)} of {len(tried)}", *(f"{run}: {told}" for run, told in wrong.items())]
+    cells = [name, *versions, f"{fast}; full: {full}", "; ".join(trained),
+             f"{datetime.datetime.now(datetime.timezone.utc).date()}"]
+    trains = all("refused" in told for told in wrong.values())
+    return f"| {' | '.join(cells)} |", fine and also_fine and trains
+
+
+def tests(python: Path, environment: dict[str, str], marked: str, places: list[Path]) -> tuple[str, bool]:
+    """How many passed and failed, in pytest's words, and whether all did."""
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *places]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr, flush=True)
-    counts = re.sub(r" in [\d.]+s.*", "", done.stdout.strip().rpartition("\n")[2])
-    tried = {layout: train(python, layout, ranks, environment) for layout, ranks in LAYOUTS.items()}
-    wrong = {layout: told for layout, told in tried.items() if told is not None}
-    trained = f"{len(LAYOUTS) - len(wrong)} of {len(LAYOUTS)}"
-    cells = [name, *versions, counts, "; ".join([trained, *(f"{one}: {told}" for one, told in wrong.items())]),
-             f"{datetime.datetime.now(datetime.timezone.utc).date()}"]
-    return f"| {' | '.join(cells)} |", done.returncode == 0 and not any("refused" not in told
-                                                                        for told in wrong.values())
+    return re.sub(r" in [\d.]+s.*", "", done.stdout.strip().rpartition("\n")[2]), done.returncode == 0
 
 
-def train(python: Path, layout: str, ranks: int, environment: dict[str, str]) -> str | None:
+def train(python: Path, layout: str, ranks: int, environment: dict[str, str], *options: str) -> str | None:
     """What is wrong with a short run under this layout; None if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         launch = [python, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", f"{folder}/run"]
-        command = [*launch, python, "-m", "ezpz_llm.train", "--ds-config", layout, *SHORT]
+        command = [*launch, python, "-m", "ezpz_llm.train", "--ds-config", layout, *SHORT, *options]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600,
                               check=False)
     if done.returncode == 0:
@@ -130,10 +144,14 @@ def train(python: Path, layout: str, ranks: int, environment: dict[str, str]) ->
 
 
 def write(line: str, name: str) -> None:
-    """Put a line into the page's table, in place of the one of that name."""
-    lines = [old for old in PAGE.read_text().splitlines() if not old.startswith(f"| {name} |")]
-    last = max(number for number, old in enumerate(lines) if old.startswith("|"))
-    lines.insert(last + 1 if name == "newest" else last + 1 - lines[last].startswith("| newest |"), line)
+    """Put a line into the page's table, in place of the one of that name, or as its last."""
+    lines = PAGE.read_text().splitlines()
+    rows = [number for number, text in enumerate(lines) if text.startswith("|")]
+    same = [number for number in rows if lines[number].startswith(f"| {name} |")]
+    if same:
+        lines[same[0]] = line
+    else:
+        lines.insert(rows[-1] + 1, line)
     PAGE.write_text("\n".join(lines) + "\n")
 
 

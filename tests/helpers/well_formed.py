@@ -1,4 +1,4 @@
-"""Whether a page's elements close in their turn."""
+"""Check that a page's HTML elements are closed in order."""
 
 from __future__ import annotations
 

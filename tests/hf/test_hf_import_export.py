@@ -15,13 +15,14 @@ from places import vocab_bpe
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.tokenizer_files import load
 from ezpz_llm.data.tokenizers import get_tokenizer, provide_gpt2, to_entry
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.build import build_engine
 from ezpz_llm.hf import config
 from ezpz_llm.hf.config import from_hf, stored_tensors, to_hf
 from ezpz_llm.hf.source import adapted, find_source
-from ezpz_llm.hf.tokenizer import FileTokenizer, write_tokenizer
+from ezpz_llm.hf.tokenizer import write_tokenizer
 from ezpz_llm.hf.weights import export, open_weights
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.layout.resolve import Request, resolve
@@ -40,7 +41,10 @@ GPT2 = {"vocab_size": VOCABULARY, "n_positions": BLOCK, "n_embd": 32, "n_layer":
 LLAMA = {"vocab_size": VOCABULARY, "max_position_embeddings": BLOCK, "hidden_size": 32, "intermediate_size": 88,
          "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 777.0,
          "bos_token_id": 0, "eos_token_id": 0}
-KINDS = ("gpt2", "gpt2-untied", "gpt2-inner", "llama", "llama-tied", "llama-biases")
+SLOWED = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 40}
+KINDS = ("gpt2", "gpt2-untied", "gpt2-inner", "gpt2-erf", "llama", "llama-tied", "llama-biases", "llama-slowed",
+         "llama-heads", "mistral", "mistral-window", "qwen3", "qwen3-slowed", "olmo2", "olmo2-grouped")
 
 
 def tokens(rows: int = 3) -> torch.Tensor:
@@ -53,12 +57,20 @@ def make(kind: str) -> Any:
 
     family, _, what = kind.partition("-")
     if family == "gpt2":
-        changes = {"untied": {"tie_word_embeddings": False}, "inner": {"n_inner": 40}}.get(what, {})
+        changes: dict[str, dict[str, Any]]
+        changes = {"untied": {"tie_word_embeddings": False}, "inner": {"n_inner": 40},
+                   "erf": {"activation_function": "gelu"}}.get(what, {})
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **changes))
     else:
-        changes = {"tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": True, "mlp_bias": True}}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            **{**LLAMA, "tie_word_embeddings": False, **changes.get(what, {})}))
+        name = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "olmo2": "Olmo2"}[family]
+        changes = {
+            "tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": True, "mlp_bias": True},
+            "slowed": {"rope_parameters": SLOWED}, "heads": {"head_dim": 12}, "window": {"sliding_window": BLOCK},
+            "": {"num_key_value_heads": 4, "pad_token_id": None} if family == "olmo2" else {}}
+        settings = {**LLAMA, "tie_word_embeddings": False, "head_dim": 20 if family == "qwen3" else 8,
+                    **({"sliding_window": None} if family == "mistral" else {}),
+                    **({"pad_token_id": None} if family == "olmo2" else {}), **changes.get(what, {})}
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,6 +198,24 @@ def test_a_shorter_context_is_cut_and_a_longer_one_refused(tmp_path: Path) -> No
     assert read(tmp_path / "llama", block_size=99).config.block_size == 99
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Olmo2"])
+def test_a_key_that_is_absent_means_what_it_means_to_transformers(family: str) -> None:
+    import transformers
+
+    needed = {"vocab_size": VOCABULARY, "max_position_embeddings": 8192, "hidden_size": 2048,
+              "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 32}
+    theirs = getattr(transformers, f"{family}Config")(**needed)
+    ours = from_hf({"model_type": family.lower(), **needed}, "config.json")
+    assert ours.window == (getattr(theirs, "sliding_window", None) or 0)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2048 // 32)
+    assert ours.n_kv_head == theirs.num_key_value_heads
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (ours.tied, ours.bias) == (theirs.tie_word_embeddings, getattr(theirs, "attention_bias", False))
+    if family == "Mistral":  # null is another thing than absent
+        assert from_hf({"model_type": "mistral", **needed, "sliding_window": None}, "config.json").window == 0
+
+
 @pytest.mark.parametrize(("kind", "changes", "message"), [
     ("gpt2", {"model_type": "bert"}, "model_type is 'bert'"),
     ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', which this model does not compute"),
@@ -194,9 +224,15 @@ def test_a_shorter_context_is_cut_and_a_longer_one_refused(tmp_path: Path) -> No
     ("gpt2", {"n_layer": 3}, "the weights have no tensor transformer.h.2.ln_1.weight"),
     ("gpt2", {"n_layer": 1}, r"the weights have a tensor transformer.h.1.\S+, which a model of this config"),
     ("gpt2", {"n_positions": 25}, r"wpe.weight is \[24, 32\] in the weights, by config.json \[25, 32\]"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3'"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_type is 'yarn'"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    ("olmo2", {"attention_bias": True}, "attention_bias is True"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window is True"),
+    ("qwen3", {"model_type": "llama"}, r"have a tensor model.layers.\d.self_attn.[qk]_norm.weight, which"),
+    ("olmo2", {"model_type": "llama"}, "the weights have no tensor model.layers.0.input_layernorm.weight"),
     ("llama", {"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is 'linear'"),
-    ("llama", {"head_dim": 16}, "head_dim is 16"),
+    ("llama", {"head_dim": 16}, r"q_proj.weight is \[32, 32\] in the weights, by config.json \[64, 32\]"),
     ("llama", {"attention_bias": True}, "mlp_bias is False"),
     ("llama", {"num_attention_heads": 0}, "a setting is not what such a model has"),
     ("llama", {"hidden_size": "32"}, "a setting is not what such a model has"),
@@ -259,6 +295,13 @@ def test_a_run_that_is_not_there_is_not_taken_for_a_hub_id(tmp_path: Path, monke
         find_source("mine/train-2026112", "SOURCE")
     assert "did you mean mine/train-20261122?" in str(caught.value)
     assert "fetch" not in str(caught.value)
+    # Its name alone, with and without a run that is called nearly so.
+    (tmp_path / "runs" / "train-20261123").mkdir(parents=True)
+    for name, advice in (("train-2026", "did you mean runs/train-20261123?"), ("other", "its owner: OWNER/other")):
+        with pytest.raises(UserError, match=f"no run directory, checkpoint or model's folder at {name}") as caught:
+            find_source(name, "SOURCE")
+        assert advice in str(caught.value)
+        assert "fetch" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -391,7 +434,7 @@ def test_the_exported_tokenizer_gives_the_same_ids(name: str, tmp_path: Path,
     assert theirs(text)["input_ids"] == ids
     assert theirs.decode(ids) == text
     assert theirs.eos_token_id == ours.end_of_text
-    mine = FileTokenizer(tmp_path / "tokenizer.json")
+    mine = load(tmp_path / "tokenizer.json")
     assert mine.encode(text).tolist() == ids
     assert mine.decode(ids) == text
     assert (mine.vocab_size, mine.end_of_text) == (ours.vocab_size, ours.end_of_text)

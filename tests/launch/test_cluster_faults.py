@@ -1,5 +1,5 @@
 """Faults on simulated nodes with real Slurm, each with the message and the exit code that it must have; after each,
-no process of the run may be left on any node. What was seen is written to docs/faults.md by
+no process of the run may be left on any node. What was seen is written to docs/evidence/faults.md by
 
     python3 benchmarks/record.py faults
 """
@@ -26,7 +26,7 @@ from simcluster.cluster import Cluster, Command
 
 from ezpz_llm.launch.hostlist import expand_hosts
 
-PAGE = ROOT / "docs/faults.md"
+PAGE = ROOT / "docs/evidence/faults.md"
 FAIL = f"{sys.executable} {HELPERS / 'fault_ranks.py'}"
 TEST_DIST = "python3 -m ezpz_llm.test_dist --device cpu"
 _AT_ONCE = 4

@@ -87,7 +87,7 @@ def _write(script: str, way: str, nodes: int, result: str, seconds: float) -> No
 
 
 def test_the_recipes_of_the_page_are_lines_of_the_scripts() -> None:
-    page = (data_dir("docs") / "your_own_script.md").read_text()
+    page = (data_dir("docs") / "use" / "your_own_script.md").read_text()
     recipes = re.findall(r"^## [^\n]*`(\w+)\.py`\n\n```python\n(.*?)```", page, re.MULTILINE | re.DOTALL)
     assert sorted(name for name, _ in recipes) == sorted(NEEDS)
     for name, recipe in recipes:

@@ -1,4 +1,4 @@
-"""Where ranks meet: interfaces, names that mean the loopback, ports and who holds them. All on this host's own
+"""Addresses for the rendezvous: interfaces, names that mean the loopback, ports in use. All on this host's own
 network; what takes several hosts is in test_launch_pbs.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which cores and devices ranks get: on topologies written by hand after the machines' guides, on any other, and on
+"""Cores and devices of ranks: on topologies written by hand after the machines' guides, on any other, and on
 this machine, where real ranks look at their own masks."""
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from launch_runs import clean_env, launch
 from simcluster.cluster import Cluster
 
@@ -265,7 +264,7 @@ def test_real_ranks_run_on_their_cores(tmp_path: Path, launcher: str) -> None:
         assert plan[rank][3] == fold_numbers(tuple(mask))
         assert int(threads) <= half
         assert handed_on is None
-    assert ("by the rank shim" in done.stderr) == (launcher == "torchrun")
+    assert ("set by each rank's own wrapper" in done.stderr) == (launcher == "torchrun")
     if launcher == "torchrun":
         free = launch(tmp_path, "-n", "2", "--launcher", launcher, "--bind", "none", sys.executable, "-c", _LOOK)
         assert json.loads(free.stdout.splitlines()[-1])[0] == cores

@@ -1,4 +1,4 @@
-"""What others can write into a run directory, damaged or of wrong types: passed over, and nobody's end."""
+"""Files in a run directory that are damaged or of wrong types: passed over, and no run ends by them."""
 
 from __future__ import annotations
 

@@ -15,11 +15,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch, left_over, need_mpiexec, record, start
 from simcluster.cluster import Cluster
+from strangers import Strangers
 
 from ezpz_llm.launch.node.folder import agents, remove
 
@@ -192,6 +194,57 @@ read < go
         assert _tagged(tag) == set()
     finally:
         cluster.run("scancel", sent.stdout.strip())
+
+
+_AT_THE_LAST_MOMENT = """
+import os, signal, sys, time
+from pathlib import Path
+folder, tag = Path(os.environ["EZPZ_LLM_NODE_DIR"]), sys.argv[1]
+group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
+(Path(os.environ["EZPZ_LLM_RUN_DIR"]) / "group").write_text(group)
+doomed = [os.getppid(), int((folder / "agent").read_text().split()[0])]
+for pid in doomed:
+    os.kill(pid, signal.SIGSTOP)
+if os.fork() == 0:
+    os.setsid()
+    os.closerange(0, 1000)
+    if os.fork():
+        os._exit(0)
+    os.execve("/bin/sleep", [tag, "600"], {})
+time.sleep(0.3)
+for pid in doomed:
+    os.kill(pid, signal.SIGKILL)
+time.sleep(60)
+"""
+"""A child that nobody has seen, when shim and agent are killed."""
+
+
+@pytest.mark.full
+def test_nothing_leaves_a_delegated_control_group(strangers: Strangers, tag: str) -> None:
+    """As a user's own systemd gives them."""
+    hierarchy = next((path for path in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
+                      if (path / "cgroup.controllers").exists()), None)
+    if hierarchy is None or os.geteuid() != 0:
+        pytest.skip("no control group can be delegated here")
+    group, user = hierarchy / tag, strangers.victim
+    group.mkdir()
+    try:
+        for name in ("", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
+            os.chown(group / name, user.uid, user.uid)
+        enter = ("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *user.enter)
+        inside = replace(user, enter=enter)
+        done = inside.launch("-n", "1", "--run-dir", "r", sys.executable, "-c", _AT_THE_LAST_MOMENT, tag)
+        assert done.returncode not in (0, 1), done.stderr
+        _wait_for(lambda: _tagged(tag) == set(), "the end of the child", 20)
+        assert (user.home / "r/group").read_text().endswith("-rank0")
+        done = inside.launch("-n", "2", "--run-dir", "s", "sh", "-c", "setsid sleep 600 & exit 0")
+        assert done.returncode == 0, done.stderr
+        _wait_for(lambda: [path for path in group.iterdir() if path.is_dir()] == [], "the end of all groups", 20)
+    finally:
+        user.end_all()
+        for folder in (*group.glob("*/"), group):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def test_a_service_of_a_rank_that_has_ended_serves_the_others(tmp_path: Path, tag: str) -> None:

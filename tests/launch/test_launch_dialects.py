@@ -1,8 +1,9 @@
-"""What each launcher is told: its line, its binding, its host files; and which launcher it is. Nothing starts."""
+"""Command line, binding and host files for each launcher, and the choice of the launcher. Nothing starts."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -114,8 +115,8 @@ def test_long_host_lists_go_into_a_file() -> None:
 
 
 def test_binding_in_each_launchers_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Open MPI counts cores by itself; on this machine, whichever it is, they are to be the system's numbers.
-    monkeypatch.setattr("ezpz_llm.launch.dialects.openmpi.logical_cores", dict)
+    # Open MPI counts cores by itself. Of hosts that are not this one the numbers are the site's, whatever is here.
+    monkeypatch.setattr("ezpz_llm.launch.dialects.openmpi.logical_cores", lambda: {1: 7, 2: 7, 3: 8, 4: 8, 5: 9})
     listed, depth, none = (_work(*_TWO, bound=kind) for kind in ("list", "depth", "none"))
     assert " -bind-to user:1+2+5,3+4 " in _words(_built("mpich", listed))
     assert "-bind-to" not in _words(_built("mpich", none))
@@ -131,6 +132,8 @@ def test_binding_in_each_launchers_own_option(monkeypatch: pytest.MonkeyPatch) -
         assert f"--host n1:2,n2:2 {words} -x" in _words(built)
         assert built.files[Path("/r/rankfile")] == rank_file
         assert "--bind-to none" in _words(_built(name, none))
+        here = _built(name, _work((socket.gethostname(), 2), bound="list"))
+        assert here.files[Path("/r/rankfile")].splitlines()[0].endswith(" slot=7,9")
     for work, pals, slurm in ((listed, "--cpu-bind=list:1-2,5:3-4", "-c 4 --cpu-bind=mask_cpu:0x26,0x18"),
                               (depth, "--depth=4 --cpu-bind=depth", "-c 4 --cpu-bind=cores"),
                               (none, "--cpu-bind=none", "-c 4 --cpu-bind=none")):

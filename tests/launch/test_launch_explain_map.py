@@ -1,4 +1,4 @@
-"""Which rank of a layout stands on which host: drawn under --explain, and warned about where it would be slow."""
+"""Map of a layout's ranks to hosts: drawn under --explain, with a warning where it would be slow."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from launch_runs import captured_env, clean_env, launch
 from places import ROOT
 
@@ -39,7 +38,7 @@ def explained(tmp_path: Path, *words: str, job: str = "slurm/env_sbatch_script.t
 def test_the_map_of_a_slurm_job_of_two_hosts(tmp_path: Path) -> None:
     done = explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "3d", "--gradient-accumulation-steps", "8")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "layout        3d: pp 2 x dp 2 x tp 2  command line" in done.stdout
+    assert re.search(r"^ *layout +3d: pp 2 x dp 2 x tp 2  +command line$", done.stdout, re.MULTILINE), done.stdout
     assert done.stdout.split("ranks of 3d: pp 2 x dp 2 x tp 2\n")[1] == """\
   rank  pp  dp  tp  host
   0     0   0   0   n1
@@ -64,7 +63,7 @@ def test_a_group_that_crosses_hosts_is_warned_about_and_what_is_offered_has_none
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
-    page = (ROOT / "docs/layouts.md").read_text()
+    page = (ROOT / "docs/reference/layouts.md").read_text()
     shown = re.findall(r"\$ launch --dry-run --explain (.*)\n((?:(?!\$|```).*\n)*)", page)
     assert len(shown) == 2
     for words, lines in shown:
@@ -104,7 +103,7 @@ def test_a_run_draws_it_and_says_its_degrees(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = r"  rank  dp  tp  host\n  0     0   0   (\S+)\n  1     0   1   \1\n"
     assert re.search(r"ranks of tp2: dp 1 x tp 2\n" + rows, done.stderr)
-    assert "\nlayout     tp2: dp 1 x tp 2, fp32\n" in done.stdout
+    assert "\nlayout     tp2: dp 1 x tp 2, fp32, on 2 cpu ranks\n" in done.stdout
 
 
 @settings(deadline=None)

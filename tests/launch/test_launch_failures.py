@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from launch_runs import CAPTURED, clean_env, launch, record
 
-from ezpz_llm.launch.failures import log_patterns as said
+from ezpz_llm.launch.failures import log_kinds as said
+from ezpz_llm.launch.failures.classify import classify
 from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts, Stop, exit_record, facts_from
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
-from ezpz_llm.launch.failures.kinds import Kind, classify
+from ezpz_llm.launch.failures.kinds import Kind
 from ezpz_llm.launch.failures.log_patterns import read_matches
-from ezpz_llm.launch.failures.postmortem import account
+from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report
 from ezpz_llm.rundir import RunDir, update_record
@@ -294,7 +295,7 @@ def test_no_record_at_all() -> None:
     assert _judge(launcher_status=None).evidence == "launch itself was killed, and its ranks with it"
 
 
-# The account
+# The post-mortem
 
 def _run(folder: Path, failures: list[Failure], reports: list[NodeReport] = (), words: str = "") -> RunDir:
     run_dir = RunDir(folder / "r").create()
@@ -324,7 +325,7 @@ def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
     nodes = [NodeReport("abc", "n2", 8, "running", 1.0, {
         **{rank: RankReport(ended=1) for rank in range(8, 13)},
         **{rank: RankReport(phase="training", step=16) for rank in (13, 14, 15)}})]
-    told = account(_run(tmp_path, [*alike, *followers, *ended, cause], nodes), _sixteen(
+    told = postmortem_of(_run(tmp_path, [*alike, *followers, *ended, cause], nodes), _sixteen(
         stopped=Stop("rank", "a rank failed"), failed_before_stop=frozenset(range(3, 13))))
     assert (told.code, told.rank, told.kind) == (1, 3, "exception")
     assert told.cause == "rank 3 on n2: ValueError: rank 3: bad shape (exit code 1)"
@@ -342,15 +343,15 @@ def test_the_cause_first_and_the_rest_folded(tmp_path: Path) -> None:
 def test_what_to_try_next(tmp_path: Path) -> None:
     ended = [_failure(rank, 9.0, 143, "SIGTERM", ended_by="SIGTERM") for rank in range(16)]
     run_dir = _run(tmp_path, ended, words=_captured("slurm/time_limit.txt"))
-    told = account(run_dir, _sixteen())
+    told = postmortem_of(run_dir, _sixteen())
     assert told.kind == "time_limit"
     assert "DUE TO TIME LIMIT" in told.text
     assert "there is no checkpoint to go on from" in told.text
     (run_dir.checkpoints / "latest").write_text("step-1\n")
     again = f"try: launch python3 -m ezpz_llm.train --steps 9 --resume {run_dir.path}"
-    assert again in account(run_dir, _sixteen()).text
+    assert again in postmortem_of(run_dir, _sixteen()).text
     run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
-    told = account(run_dir, _sixteen())
+    told = postmortem_of(run_dir, _sixteen())
     assert (told.kind, told.code) == ("node_failed", 143)
     assert "leave n2 out: launch --hosts n1 python3" in told.text
 
@@ -358,20 +359,24 @@ def test_what_to_try_next(tmp_path: Path) -> None:
 def test_ranks_are_compared(tmp_path: Path) -> None:
     """Who has it is the clue for who lacks it."""
     lacks = [_failure(rank, 4.0, 1, None, "ModuleNotFoundError: No module named 'apex'") for rank in (2, 3)]
-    told = account(_run(tmp_path, lacks), _facts())
+    told = postmortem_of(_run(tmp_path, lacks), _facts())
     assert told.kind == "missing_module"
+    assert told.text.startswith("launch: rank 2 on n2 failed: a Python module is missing, on n2 only: exit")
+    assert told.cause.startswith("rank 2 on n2: a Python module is missing, on n2 only: ")
     assert "try: ranks 0-1 on n1 did not miss it: compare PATH, the environment and the mounts of n2" in told.text
+    # One rank of a host's two is no matter of the host.
+    assert " only" not in postmortem_of(_run(tmp_path / "one", lacks[:1]), _facts()).cause
 
 
 def test_every_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
     """Whatever its end was: also an error of its own, also where launch was killed and wrote nothing."""
     run_dir = _run(tmp_path, [_failure(0, 4.0, 1, None, raised=Raised("ValueError", "bad"))])
-    assert "--resume" not in account(run_dir, _facts()).text
+    assert "--resume" not in postmortem_of(run_dir, _facts()).text
     (run_dir.checkpoints / "latest").write_text("step-1\n")
     resume = f"  resume: launch python3 -m ezpz_llm.train --steps 9 --resume {run_dir.path}"
-    assert account(run_dir, _facts()).text.splitlines()[-1] == resume
+    assert postmortem_of(run_dir, _facts()).text.splitlines()[-1] == resume
     shutil.rmtree(run_dir.errors)
-    killed = account(run_dir, _facts(launcher_status=None))
+    killed = postmortem_of(run_dir, _facts(launcher_status=None))
     assert "launch itself was killed" in killed.text
     assert killed.text.splitlines()[-1] == resume
 
@@ -383,7 +388,7 @@ def test_a_hang_names_who_is_behind(tmp_path: Path) -> None:
                                                          for rank in range(15)}),
                NodeReport("abc", "n2", 15, "ended", 1.0, {15: RankReport(phase="training", step=7)})]
     stopped = Stop("rank", "a rank failed")
-    told = account(_run(tmp_path, timeout, reports),
+    told = postmortem_of(_run(tmp_path, timeout, reports),
                    _sixteen(stopped=stopped, failed_before_stop=frozenset(range(15))))
     assert (told.kind, told.code) == ("collective_timeout", 134)
     assert "behind the others: rank 15 on n2, in step 7 (others reached step 8)" in told.text
@@ -396,7 +401,7 @@ def test_a_node_that_is_gone_is_told_from_one_that_cleared_its_ranks(tmp_path: P
     """Slurm ended all that was left on the first, its agent too, maybe before it saw the launcher's helpers go."""
     reports = [NodeReport("abc", host, first, state, 1.0, {first + rank: RankReport() for rank in range(8)})
                for host, first, state in (("n1", 0, cleared), ("n2", 8, "running"))]
-    told = account(_run(tmp_path, [], reports), _sixteen(launcher_status=255))
+    told = postmortem_of(_run(tmp_path, [], reports), _sixteen(launcher_status=255))
     assert (told.kind, told.code, told.rank) == ("vanished", 255, 8)
     assert "launch: ranks 8-15 on n2: gone without a record" in told.text
     assert "leave n2 out" in told.text
@@ -407,9 +412,9 @@ def test_the_same_account_from_the_files_alone(tmp_path: Path) -> None:
                      failed_before_stop=frozenset({2}), launcher_status=-15)
     run_dir = _run(tmp_path, [_failure(2, 4.0, 7, None, "bad"),
                               _failure(1, 4.0, 143, "SIGTERM", ended_by="SIGTERM")])
-    told = account(run_dir, facts)
+    told = postmortem_of(run_dir, facts)
     record = {**json.loads(run_dir.record.read_text()), "exit": exit_record(told)}
-    again = account(run_dir, facts_from(json.loads(json.dumps(record)), 0.0))
+    again = postmortem_of(run_dir, facts_from(json.loads(json.dumps(record)), 0.0))
     assert (again.text, again.code, again.kind) == (told.text, told.code, told.kind)
     assert told.code == 7
 
@@ -497,7 +502,7 @@ MPI.COMM_WORLD.barrier()
 def test_a_missing_module(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "3", "--run-dir", "m", sys.executable, "-m", "no_such_module_anywhere")
     assert done.returncode == 1
-    assert "a module or library is missing" in done.stderr
+    assert "a Python module is missing" in done.stderr
     assert "ranks " in done.stderr
     assert ": the same" in done.stderr
     assert "try: install it into the Python that the ranks run" in done.stderr

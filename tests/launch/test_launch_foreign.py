@@ -12,70 +12,45 @@ from simcluster.cluster import Cluster
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import host_selection
 from ezpz_llm.launch.schedulers import find_allocation
-from ezpz_llm.launch.schedulers.local import FOREIGN
 
-# What each scheduler's documentation says of a job on h1 and h2: variables, and the file or program that they name.
-_JOBS = {
-    "LSF": ({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 2 h2 2"}, ""),
-    "Flux": ({"FLUX_JOB_ID": "f7abc"}, ""),
-    "Cobalt": ({"COBALT_JOBID": "7", "COBALT_NODEFILE": "file"}, "h1\nh2\n"),
-    "Grid Engine": ({"JOB_ID": "7", "PE_HOSTFILE": "file"}, "h1 2 all.q@h1 UNDEFINED\nh2 2 all.q@h2 UNDEFINED\n"),
-    "OAR": ({"OAR_JOBID": "7", "OAR_NODEFILE": "file"}, "h1\nh1\nh2\nh2\n"),
-    "PJM": ({"PJM_JOBID": "7", "PJM_O_NODEINF": "file"}, "10.0.0.1\n10.0.0.2\n"),
-}
-_HOSTS = {"LSF": [("h1", 2), ("h2", 2)], "Grid Engine": [("h1", 2), ("h2", 2)],
-          "PJM": [("10.0.0.1", None), ("10.0.0.2", None)]}
+_JOB = {"LOADL_STEP_ID": "c1.7.0", "LOADL_PROCESSOR_LIST": "h1 h1 h2 h2"}
+"""What LoadLeveler's documentation says of a job on h1 and h2."""
 
 
-def test_every_scheduler_is_tested() -> None:
-    assert [one.name for one in FOREIGN] == list(_JOBS)
-
-
-@pytest.mark.parametrize("name", _JOBS)
-def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path, name: str) -> None:
-    env, text = _JOBS[name]
+def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
-        find_allocation(env)
-    assert f"launch does not speak {name}" in str(raised.value)
+        find_allocation(_JOB)
+    assert "launch does not speak LoadLeveler" in str(raised.value)
     line, _, rest = (raised.value.instead or "").partition("; launch ")
     assert rest.startswith("--hostfile hosts …")
-    (tmp_path / "file").write_text(text)
-    (tmp_path / "flux").write_text('#!/bin/sh\n[ "$*" = "hostlist --expand local" ] && echo h1 h2\n')
-    (tmp_path / "flux").chmod(0o755)
-    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, env=env | {"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    found = [(host.name, host.slots) for host in host_selection.read(tmp_path / "hosts")]
-    assert found == _HOSTS.get(name, [("h1", None), ("h2", None)])
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, env=_JOB | {"PATH": "/usr/bin:/bin"})
+    assert [(host.name, host.slots) for host in host_selection.read(tmp_path / "hosts")] == [("h1", 2), ("h2", 2)]
 
 
-@pytest.mark.parametrize("name", _JOBS)
-def test_who_names_the_hosts_goes_on(name: str) -> None:
-    env, _ = _JOBS[name]
-    number = next(iter(env))
-    for found in (find_allocation(env, hosts_from="--hostfile"), find_allocation(env, "none")):
+def test_its_list_alone_and_its_id_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="this is a LoadLeveler job, and launch does not speak Load") as raised:
+        find_allocation({"LOADL_PROCESSOR_LIST": "h1 h2"})
+    assert "$LOADL_PROCESSOR_LIST" in (raised.value.instead or "")
+    with pytest.raises(UserError) as raised:
+        find_allocation({"LOADL_STEP_ID": "c1.7.0"})
+    assert (raised.value.instead or "").startswith("write the job's hosts into a file named hosts, one a line; ")
+
+
+def test_who_names_the_hosts_goes_on() -> None:
+    for found in (find_allocation(_JOB, hosts_from="--hostfile"), find_allocation(_JOB, "none")):
         assert (found.scheduler, len(found.hosts)) == ("none", 1)
         (note,) = found.notes
-        assert note.startswith(f"{number}={env[number]} left aside (--")
-
-
-def test_what_is_no_job_of_theirs() -> None:
-    assert find_allocation({"JOB_ID": "7"}).notes == ()  # a name that anybody may use
-    assert find_allocation({"LSB_JOBID": ""}).notes == ()
-    slurm = captured_env("slurm/env_sbatch_script.txt") | {"FLUX_JOB_ID": "f7"}
-    assert find_allocation(slurm).scheduler == "slurm"
-    # A task that Flux has started is a rank already.
-    rank = {"FLUX_JOB_ID": "f7", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1"}
-    assert find_allocation(rank).scheduler == "started"
+        assert note.startswith("LOADL_STEP_ID=c1.7.0 left aside (--")
 
 
 def test_the_command_refuses_and_goes_on_where_hosts_are_named(tmp_path: Path) -> None:
-    env = _JOBS["LSF"][0]
-    done = launch(tmp_path, "-n", "4", "hostname", **env)
+    done = launch(tmp_path, "-n", "4", "hostname", **_JOB)
     assert done.returncode == 2
-    assert "this is LSF job 7, and launch does not speak LSF" in done.stderr
+    assert "this is LoadLeveler job c1.7.0, and launch does not speak LoadLeveler" in done.stderr
     assert not (tmp_path / "runs").exists()
-    done = launch(tmp_path, "--hosts", "localhost", "-n", "1", "echo", "here", **env)
+    done = launch(tmp_path, "--hosts", "localhost", "-n", "1", "echo", "here", **_JOB)
     assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
-    assert "note       LSB_JOBID=7 left aside (--hosts)" in done.stderr
+    assert "note       LOADL_STEP_ID=c1.7.0 left aside (--hosts)" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["env_het_salloc", "env_het_batch"])

@@ -10,8 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from launch_runs import CAPTURED, cpu_seconds
 
 from ezpz_llm.base.errors import UserError

@@ -1,5 +1,5 @@
-"""What a shell and its user do around `launch`, and how that ends: in every case the ranks have saved their work,
-run.json says how it ended, and postmortem.txt is there."""
+"""Shell idioms around `launch` and how they end: in every case the ranks have saved their work, run.json
+says how it ended, and postmortem.txt is there."""
 
 from __future__ import annotations
 
@@ -219,13 +219,19 @@ raise ValueError("bad")
     assert (tmp_path / "r/postmortem.txt").read_text().count("about to fail") == 1
 
 
-def test_other_ranks_that_wrote_are_named(tmp_path: Path) -> None:
-    """`launch hostname` shows rank 0's line: it is not the only one that ran."""
-    with _typed(tmp_path, "{launch} > out 2> said", "hostname"):
+@pytest.mark.parametrize(("command", "last"), [
+    (("hostname",), "[1] {host}"),
+    # More than a screen.
+    (("seq", "65"), "launch: 1 other rank wrote to {logs} (--tee all shows it here)"),
+    (("head", "-c", "20000", "/dev/zero"), "launch: 1 other rank wrote to {logs} (--tee all shows it here)"),
+])
+def test_other_ranks_that_wrote_are_shown_or_named(tmp_path: Path, command: tuple[str, ...], last: str) -> None:
+    """`launch hostname` shows rank 0's line where it may be read by a program, and those of all others below."""
+    with _typed(tmp_path, "{launch} > out 2> said", *command):
         pass
-    assert (tmp_path / "out").read_text() == f"{os.uname().nodename}\n"
-    assert (tmp_path / "said").read_text().splitlines()[-1] == (
-        f"launch: 1 other rank wrote to {tmp_path / 'r/logs'} (--tee all shows it here)")
+    assert (tmp_path / "out").read_text() == subprocess.check_output(command, text=True)
+    assert (tmp_path / "said").read_text().splitlines()[-1] == last.format(host=os.uname().nodename,
+                                                                           logs=tmp_path / "r/logs")
 
 
 def test_a_cancelled_job(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Situations in which launchers have been seen to go wrong, as far as no other test is about them
-(docs/launch_cases.md)."""
+(docs/evidence/launch_cases.md)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ezpz_llm.launch.ranks import FAMILIES
 from ezpz_llm.launch.schedulers import find_allocation
 from ezpz_llm.launch.variables import STACKS_SIGNAL
 
-DOCS = ROOT / "docs"
+EVIDENCE = ROOT / "docs" / "evidence"
 
 
 def _sources() -> Iterator[tuple[str, ast.Module]]:
@@ -44,7 +44,7 @@ def _defined(path: Path) -> set[str]:
 def test_every_test_that_is_named_exists(page: str) -> None:
     """`test_file: name` names a test; a further `name` in the same cell is of the same file."""
     named = 0
-    for line in (DOCS / page).read_text().splitlines():
+    for line in (EVIDENCE / page).read_text().splitlines():
         if not line.startswith("| ") or "---" in line:
             continue
         path = None

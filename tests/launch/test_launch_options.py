@@ -1,4 +1,4 @@
-"""What launch takes for its own, and what it leaves to the command."""
+"""Options of launch, and the words that it leaves to the command."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_old_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[st
     ("--idle-timeout 0 x", "above 0"),
     ("--idle-timeout nan x", "above 0"),
     ("--start-timeout -1 x", "'-1' is not a number of seconds, or 0 for no limit"),
-    ("--launcher mpirun x", "auto, mpiexec, srun, torchrun"),
+    ("--launcher mpirun x", "auto, mpiexec, srun, flux, jsrun, torchrun"),
     ("--dry-run=yes x", "takes no value"),
     ("--json x", "--dry-run"),
     ("--no-check x", "launch --dry-run --no-check"),
@@ -110,6 +110,8 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
     assert listed.returncode == 0
     assert "\n  launch      Start a program on every rank of the reservation.\n" in listed.stdout
     assert "[]" in listed.stdout
+    assert "Other commands" not in listed.stdout, "each command is in a group"
+    assert max(map(len, listed.stdout.splitlines())) < 80
     assert "usage: launch" in ezpz_llm("launch", "--help").stdout
     wrong = ezpz_llm("lunch")
     assert wrong.returncode == 2

@@ -17,7 +17,7 @@ from launch_runs import SAVES, record
 from places import HELPERS
 from simcluster.cluster import Cluster
 
-MEET = f"python3 {HELPERS / 'meeting_ranks.py'}"
+MEET = f"python3 {HELPERS / 'connecting_ranks.py'}"
 
 # The first line is the request (qsub's words), the rest the script after its set-up.
 _JOBS = {
@@ -115,7 +115,8 @@ def test_two_nodes_with_two_ranks_each(pbs: _Pbs) -> None:
     output = pbs.output("dist")
     assert "rc=0" in output, output
     assert "healthy" in output
-    assert "scheduler  pbs job" in output
+    assert "4 ranks on 2 nodes" in output
+    assert " in pbs job " in output
     record = json.loads((pbs.runs / "dist/run.json").read_text())["launch"]
     hosts = list(dict.fromkeys(part.split("/")[0] for part in job["exec_host"].split("+")))
     assert (record["hosts"], record["world_size"], record["dialect"].split()[0]) == (hosts, 4, "MPICH/Hydra")

@@ -16,7 +16,7 @@ import pytest
 from launch_runs import clean_env, launch, record
 
 from ezpz_llm.launch.failures.facts import RunFacts
-from ezpz_llm.launch.failures.postmortem import account
+from ezpz_llm.launch.failures.postmortem import postmortem_of
 from ezpz_llm.rundir import RunDir, update_record
 
 _WATCHDOG = ("[rank0]:[E1122 10:00:00.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation"
@@ -53,7 +53,8 @@ PLANTS = {
         "c10::DistBackendError", f"[PG ID 0] watchdog thread terminated with exception: {_WATCHDOG}") + _FRAMES),
                       "collective_timeout", "Watchdog caught collective operation timeout", "ezpz-llm why"),
     "watchdog alone": Plant(_aborts(_WATCHDOG), "collective_timeout", "Watchdog caught", "ezpz-llm why"),
-    "heap": Plant(_aborts("free(): invalid pointer\n"), "signal", "free(): invalid pointer", ""),
+    "heap": Plant(_aborts("free(): invalid pointer\n"), "signal", "free(): invalid pointer",
+                  "two builds of one library"),
     "abort": Plant(_aborts(""), "signal", "abort() was called  (", ""),
     "segmentation fault": Plant("ctypes.string_at(0)", "signal", "Segmentation fault  (", "ulimit -c unlimited"),
     "bus error": Plant("""
@@ -115,7 +116,7 @@ def test_the_words_are_the_cause(planted: Path, tmp_path: Path, name: str) -> No
     run_dir.create()
     shutil.copy(planted / f"r/errors/rank{rank:04d}.json", run_dir.errors)
     update_record(run_dir, launch={"typed": ["launch", "train.py"], "env": {}})
-    told = account(run_dir, RunFacts(len(PLANTS), ("n1",) * len(PLANTS), "mpiexec", 1, 1e12))
+    told = postmortem_of(run_dir, RunFacts(len(PLANTS), ("n1",) * len(PLANTS), "mpiexec", 1, 1e12))
     assert (told.kind, told.rank) == (plant.kind, rank), told.text
     assert plant.shows in "\n".join(told.text.splitlines()[:2])
     others = ",".join(part for part in (f"0-{rank - 1}", f"{rank + 1}-{len(PLANTS) - 1}"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,67 +17,92 @@ from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.launch import schedulers as room
 from ezpz_llm.launch.schedulers.scheduler import Scheduler
 
-_FLUX = '''
-"""A stand-in of Flux."""
+_MINE = '''
+"""A scheduler of another package."""
 
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 from ezpz_llm.launch.dialects.work import Built
+from ezpz_llm.launch.failures.log_kinds import CANCELLED
+from ezpz_llm.launch.ranks import Family
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 from ezpz_llm.launch.schedulers.scheduler import Scheduler, StepLauncher, clock
 
 
 def build(program, work):
-    return Built((program, "run", "-N", str(len(work.hosts)), "-n", str(work.placement.world_size), *work.command))
+    return Built((program, "run", "-N", str(len(work.hosts)), "-n", str(work.placement.world_size),
+                  *work.site_options, *work.command))
 
 
-class Flux(Scheduler):
-    NAME, TITLE, JOB_VARIABLE = "flux", "Flux", "FLUX_JOB_ID"
-    JOB_QUERY = (("flux", "jobs"), ("unknown",))
-    PROGRAM, TEMPLATE, DIRECTIVE = "flux", "TEMPLATE_PATH", "#FLUX:"
+class Mine(Scheduler):
+    NAME, TITLE, JOB_VARIABLE = "mine", "Mine", "MINE_JOB"
+    JOB_QUERY = (("mine", "jobs"), ("unknown",))
+    PROGRAM, TEMPLATE, DIRECTIVE = "mine", "TEMPLATE_PATH", "#MINE:"
+
+    PATTERNS = ((CANCELLED, r"^mine: job \\S+ was withdrawn"),)
 
     def detect(self, env):
         if not env.get(self.JOB_VARIABLE):
             return None
-        hosts = tuple(Host(name, slots=2) for name in env["FLUX_HOSTS"].split(","))
-        return Allocation(self.NAME, env[self.JOB_VARIABLE], hosts, None, "FLUX_HOSTS")
+        hosts = tuple(Host(name, slots=2) for name in env["MINE_HOSTS"].split(","))
+        return Allocation(self.NAME, env[self.JOB_VARIABLE], hosts, None, "MINE_HOSTS")
 
     def supplement(self, allocation, env, limit_s, tries):
-        return allocation.noting("Flux was asked")
+        return allocation.with_notes("Mine was asked")
 
     def step_launcher(self):
-        return StepLauncher("flux", "Flux", build)
+        ranks = Family("Mine", "MINE_RANK", ("MINE_SIZE",), "MINE_LOCAL", requires=("MINE_STEP",))
+        return StepLauncher("mine", "Mine step", build, ranks=ranks)
 
     def time_limit(self, seconds):
         return clock(seconds)
 
     def directives(self, request):
-        return [f"#FLUX: --nodes={request.nodes}", f"#FLUX: --time-limit={self.time_limit(request.time_s)}"]
+        return [f"#MINE: --nodes={request.nodes}", f"#MINE: --time-limit={self.time_limit(request.time_s)}"]
 
     def subjects(self, line):
         return {line.split()[1].partition("=")[0]}
 
     def submission(self, script, after):
-        return ["flux", "batch", script]
+        return ["mine", "batch", script]
 
 
-SCHEDULER = Flux()
+SCHEDULER = Mine()
 '''
+
+
+_PROGRAM = """#!/bin/sh
+# mine run -N NODES -n RANKS COMMAND...: all on this machine
+ranks=$5
+shift 5
+rank=0
+while [ $rank -lt $ranks ]; do
+    MINE_STEP=1 MINE_RANK=$rank MINE_LOCAL=$rank MINE_SIZE=$ranks "$@" &
+    ids="$ids $!"
+    rank=$((rank + 1))
+done
+code=0
+for id in $ids; do wait $id || code=$?; done
+exit $code
+"""
+
+_OURS = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+"""Where this package is found, unless it is installed."""
 
 
 @pytest.fixture(name="env")
 def _env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which a package with that one file is installed, and a program `flux` is on PATH."""
+    """An environment in which a package with that one file is installed, and a program `mine` is on PATH."""
     folder = tmp_path / "installed"
     template = data_dir("jobs") / "slurm.sh"
-    (folder / "flux_stand_in-1.0.dist-info").mkdir(parents=True)
-    (folder / "flux_stand_in.py").write_text(_FLUX.replace("TEMPLATE_PATH", str(template)))
-    (folder / "flux_stand_in-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: flux-stand-in\n"
+    (folder / "mine_stand_in-1.0.dist-info").mkdir(parents=True)
+    (folder / "mine_stand_in.py").write_text(_MINE.replace("TEMPLATE_PATH", str(template)))
+    (folder / "mine_stand_in-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine-stand-in\n"
                                                                  "Version: 1.0\n")
-    (folder / "flux_stand_in-1.0.dist-info/entry_points.txt").write_text(
-        "[ezpz_llm.schedulers]\nflux = flux_stand_in:SCHEDULER\n")
+    (folder / "mine_stand_in-1.0.dist-info/entry_points.txt").write_text(
+        "[ezpz_llm.schedulers]\nmine = mine_stand_in:SCHEDULER\n")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/flux").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "bin/flux").chmod(0o755)
-    return clean_env(PYTHONPATH=str(folder), PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    (tmp_path / "bin/mine").write_text(_PROGRAM)
+    (tmp_path / "bin/mine").chmod(0o755)
+    return clean_env(PYTHONPATH=os.pathsep.join((str(folder), *_OURS)), PATH=f"{tmp_path}/bin:/usr/bin:/bin")
 
 
 def _run(cwd: Path, env: dict[str, str], module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -84,39 +111,79 @@ def _run(cwd: Path, env: dict[str, str], module: str, *words: str) -> subprocess
 
 
 def test_launch_in_its_job(tmp_path: Path, env: dict[str, str]) -> None:
-    job = env | {"FLUX_JOB_ID": "f7", "FLUX_HOSTS": "n1,n2"}
+    job = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2"}
     done = _run(tmp_path, job, "launch", "--dry-run", "--json", "hostname")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert (plan["scheduler"], plan["job_id"], plan["hosts"]) == ("flux", "f7", ["n1", "n2"])
-    assert (plan["launcher"], plan["dialect"]) == ("flux", "Flux")
-    assert plan["sources"]["launcher"] == "a Flux job"
+    assert (plan["scheduler"], plan["job_id"], plan["hosts"]) == ("mine", "m7", ["n1", "n2"])
+    assert (plan["launcher"], plan["dialect"]) == ("mine", "Mine step")
+    assert plan["sources"]["launcher"] == "a Mine job"
     assert plan["argv"][1:6] == ["run", "-N", "2", "-n", "4"]
-    assert "Flux was asked" in plan["notes"]
+    assert "Mine was asked" in plan["notes"]
     # By its names on the line, and beside another scheduler's job.
-    assert _run(tmp_path, job, "launch", "--dry-run", "--scheduler", "flux", "--launcher", "flux", "hostname"
+    assert _run(tmp_path, job, "launch", "--dry-run", "--scheduler", "mine", "--launcher", "mine", "hostname"
                 ).returncode == 0
     two = job | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n3"}
     both = _run(tmp_path, two, "launch", "--dry-run", "hostname")
     assert both.returncode == 2
-    assert "two reservations: SLURM_JOB_ID=1 and FLUX_JOB_ID=f7" in both.stderr
-    assert "--scheduler slurm or --scheduler flux" in both.stderr
-    # Without that package its jobs are refused, with what to type, and its name is unknown.
-    bare = {name: value for name, value in job.items() if name != "PYTHONPATH"}
-    assert "launch does not speak Flux" in _run(tmp_path, bare, "launch", "--dry-run", "hostname").stderr
-    assert "auto, slurm, pbs, none" in _run(tmp_path, bare, "launch", "--scheduler", "flux", "hostname").stderr
+    assert "two reservations: SLURM_JOB_ID=1 and MINE_JOB=m7" in both.stderr
+    assert "--scheduler slurm or --scheduler mine" in both.stderr
+    # Without that package its name is unknown.
+    bare = job | {"PYTHONPATH": os.pathsep.join(_OURS)}
+    assert "auto, slurm, pbs, flux" in _run(tmp_path, bare, "launch", "--scheduler", "mine", "hostname").stderr
+
+
+_PLACE = """
+import os
+from ezpz_llm.launch.ranks import find_rank
+info = find_rank(os.environ)
+print(info.rank, info.world_size, info.local_rank, info.local_size, os.environ.get("RANK"), info.source)
+"""
+
+
+def test_its_ranks(tmp_path: Path, env: dict[str, str]) -> None:
+    """Two real ones, which `mine` alone numbers: the shim and the program in it know their places."""
+    (tmp_path / "place.py").write_text(_PLACE)
+    # A batch script of Mine's has a rank of its own, too.
+    job = env | {"MINE_JOB": "m7", "MINE_HOSTS": socket.gethostname(), "MINE_RANK": "0", "MINE_SIZE": "1"}
+    done = _run(tmp_path, job, "launch", "--run-dir", "r", "--tee", "all", sys.executable, "place.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 2 0 2 0 Mine (MINE_RANK)", "[1] 1 2 1 2 1 Mine (MINE_RANK)"]
+
+
+def test_its_words_for_failures(tmp_path: Path, env: dict[str, str]) -> None:
+    job = env | {"MINE_JOB": "m7", "MINE_HOSTS": socket.gethostname()}
+    said = "echo 'mine: job m7 was withdrawn' >&2; exit 3"
+    (tmp_path / "bin/mine").write_text(_PROGRAM.replace("exit $code", said))
+    done = _run(tmp_path, job, "launch", "--run-dir", "r", "true")
+    assert "launch: the job was cancelled: mine: job m7 was withdrawn" in done.stderr
+
+
+def test_launch_as_one_of_its_ranks(tmp_path: Path, env: dict[str, str]) -> None:
+    """The command runs as that rank; it does not start all of them again."""
+    (tmp_path / "place.py").write_text(_PLACE)
+    rank = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2", "MINE_STEP": "1", "MINE_RANK": "2", "MINE_SIZE": "4",
+                  "MINE_LOCAL": "0"}
+    done = _run(tmp_path, rank, "launch", sys.executable, "place.py")
+    assert done.stdout == "2 4 0 4 None Mine (MINE_RANK)\n", done.stderr
 
 
 def test_a_site_of_its(tmp_path: Path, env: dict[str, str]) -> None:
-    (tmp_path / "mine.toml").write_text('scheduler = "flux"\nlauncher = "flux"\n[options]\nflux = ["-o", "x"]\n'
-                                        '[job]\ndirectives = ["#FLUX: --queue={queue}"]\n')
+    (tmp_path / "mine.toml").write_text('scheduler = "mine"\nlauncher = "mine"\n[options]\nmine = ["-o", "x"]\n'
+                                        '[job]\ndirectives = ["#MINE: --queue={queue}"]\n')
     done = _run(tmp_path, env, "submit", "--site", "./mine.toml", "--queue", "q", "--nodes", "2", "--time",
                 "1:00:00", "--dry-run", "--", "launch", "hostname")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("#FLUX:")] == [
-        "#FLUX: --nodes=2", "#FLUX: --time-limit=1:00:00", "#FLUX: --queue=q"]
-    assert any(re.search("queued by  flux batch .*job", line) for line in lines)
+    assert [line for line in lines if line.startswith("#MINE:")] == [
+        "#MINE: --nodes=2", "#MINE: --time-limit=1:00:00", "#MINE: --queue=q"]
+    assert any(re.search("queued by  mine batch .*job", line) for line in lines)
+    # In the job: the site's launcher, with the site's words.
+    job = env | {"MINE_JOB": "m7", "MINE_HOSTS": "n1,n2"}
+    done = _run(tmp_path, job, "launch", "--dry-run", "--json", "--site", "./mine.toml", "hostname")
+    plan = json.loads(done.stdout)
+    assert (plan["site"], plan["launcher"], plan["sources"]["launcher"]) == ("mine", "mine", "site mine")
+    assert plan["argv"][1:8] == ["run", "-N", "2", "-n", "4", "-o", "x"]
 
 
 def test_ours_have_all_that_is_asked() -> None:

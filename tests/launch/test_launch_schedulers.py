@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from launch_runs import CAPTURED, captured_env
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import devices as devices_module
-from ezpz_llm.launch import host_selection
+from ezpz_llm.launch import devices as devices_module, host_selection
 from ezpz_llm.launch.devices import has_none, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
@@ -65,6 +65,8 @@ _ENVIRONMENTS = {
     "slurm/env_hydra_rank3.txt": ("started", "Hydra (PMI_RANK)"),
     **{f"slurm/env_srun_pmi2_rank{rank}.txt": ("started", "srun with PMI (PMI_RANK)") for rank in range(4)},
     **{f"slurm/env_srun_nompi_rank{rank}.txt": ("started", "srun (SLURM_PROCID)") for rank in range(4)},
+    # Flux's own PMI numbers ranks too, without a local one, which Flux's variables complete.
+    **{f"flux/env_run_rank{rank}.txt": ("started", "PMI (PMI_RANK)") for rank in (0, 3)},
     "mpi/env_mpich_rank2.txt": ("started", "Hydra (PMI_RANK)"),
     "mpi/env_intelmpi_rank2.txt": ("started", "Hydra (PMI_RANK)"),
     "mpi/env_openmpi_rank3.txt": ("started", "Open MPI (OMPI_COMM_WORLD_RANK)"),
@@ -89,7 +91,8 @@ def _captured(path: str) -> dict[str, str]:
 def test_every_captured_environment_is_in_the_table() -> None:
     there = {str(path.relative_to(CAPTURED)) for path in CAPTURED.glob("*/env_*.txt")}
     of_others = {"srun_pty_shell", "array", "het_salloc", "het_batch"}
-    assert there - _ENVIRONMENTS.keys() == {f"slurm/env_{name}.txt" for name in of_others}
+    of_flux = {"flux/env_batch.txt"}
+    assert there - _ENVIRONMENTS.keys() == {f"slurm/env_{name}.txt" for name in of_others} | of_flux
 
 
 @pytest.mark.parametrize("path", _ENVIRONMENTS)
@@ -189,11 +192,28 @@ def test_two_schedulers_at_once() -> None:
     with pytest.raises(UserError, match=r"two reservations: .* with the hosts n1, n2 and n3, n4") as raised:
         find_allocation(other)
     assert "--scheduler slurm or --scheduler pbs" in str(raised.value)
+    assert "launch --hostfile hosts …" in str(raised.value)
     for wanted, hosts, left in (("slurm", ["n1", "n2"], "PBS_JOBID=5.login"),
                                 ("pbs", ["n3", "n4"], "SLURM_JOB_ID=3")):
         found = find_allocation(other, wanted)
         assert (found.scheduler, [host.name for host in found.hosts]) == (wanted, hosts)
         assert found.notes == (f"{left} left aside (--scheduler {wanted})",)
+
+
+@pytest.mark.parametrize("stale", ["slurm", "pbs"])
+def test_of_two_jobs_the_one_that_has_this_node_counts(tmp_path: Path, stale: str) -> None:
+    """Variables that an outer shell left behind name hosts on which this process is not."""
+    here = socket.gethostname()
+    (tmp_path / "nodes").write_text("n3\nn4\n" if stale == "pbs" else f"{here}\nn9\n")
+    env = captured_env("slurm/env_sbatch_script.txt")
+    env |= {"PBS_JOBID": "5.login", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    if stale == "pbs":
+        env |= {"SLURM_JOB_NODELIST": f"n9,{here}"}
+    found = find_allocation(env)
+    assert found.scheduler == ("pbs" if stale == "slurm" else "slurm")
+    assert {host.name for host in found.hosts} == {here, "n9"}
+    assert found.notes[-1] == ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; "
+                               f"{found.scheduler} counts, since this node is in its job only")
 
 
 def test_a_scheduler_asked_for() -> None:

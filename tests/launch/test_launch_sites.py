@@ -23,7 +23,8 @@ from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.sites import Site, find_site
 
-SITES = ("aurora", "frontier", "generic", "perlmutter", "polaris", "sunspot")
+SITES = ("alps", "aurora", "delta", "derecho", "frontier", "generic", "isambard-ai", "jupiter", "juwels-booster",
+         "leonardo", "lumi", "marenostrum5", "perlmutter", "polaris", "sunspot", "tuolumne", "vista")
 _FOLDER = data_dir("launchers") / "sites"
 
 
@@ -85,7 +86,7 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("devices_per_host = 4\ndevices = 4\n", "unknown key devices", 2, "devices_per_host"),
     ('\ndevices_per_host = "4"\n', "devices_per_host is '4'", 2, "a whole number, 1 or more"),
     ("devices_per_host = true\n", "devices_per_host is True", 1, "a whole number"),
-    ('scheduler = "lsf"\n', "scheduler is 'lsf'", 1, "'pbs', 'slurm'"),
+    ('scheduler = "torque"\n', "scheduler is 'torque'", 1, "'pbs', 'slurm', 'flux', 'lsf'"),
     ('cores = "0-51"\n', "cores is '0-51'", 1, "a list with the cores of each NUMA domain"),
     ('cores = ["51-0"]\n', "cores is", 1, "a list with the cores of each NUMA domain"),
     ('reserved_cores = "first"\n', "reserved_cores is 'first'", 1, '"0,52" or "0-3,64"'),
@@ -93,6 +94,8 @@ def test_a_site_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ('[env]\n"A B" = "1"\n', "env is", 1, 'NAME = "value"'),
     ('[options]\nmpirun = ["-x"]\n', "options is", 1, "for mpiexec, srun or both"),
     ('[job]\nqueue = ["a"]\n', "job.queue is ['a']", 2, "a text on one line"),
+    ('[job]\nlimits = [{ queue = "q", nodes = [2, 1] }]\n', "job.limits is", 2, "hours = 1, jobs = 1"),
+    ('unsourced = ["core"]\n', "unsourced is", 1, "keys that are left out"),
     ('[job]\nsetups = []\n', "unknown key job.setups", 2, "setup"),
     ('[recognise]\nHOSTNAME = ["nid*"]\n', "recognise is", 1, "SLURM_CLUSTER_NAME"),
     ('cores = ["0-7"]\ndevices_per_host = 2\ndevice_domains = [0]\n', "device_domains is [0]", 3, "each device"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from places import HELPERS
 from simcluster.cluster import Cluster
 
-MEET = HELPERS / "meeting_ranks.py"
+MEET = HELPERS / "connecting_ranks.py"
 
 
 def _typed(cluster: Cluster, folder: Path, shell: str, *commands: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from simcluster.cluster import Cluster
 
 PALS = HELPERS / "pals_standin"
 PROGRAM = (sys.executable, str(HELPERS / "reporting_ranks.py"))
-MEET = (sys.executable, str(HELPERS / "meeting_ranks.py"))
+MEET = (sys.executable, str(HELPERS / "connecting_ranks.py"))
 WORDS = ("report", "a b", "it's", '"q"', "$(date)", "; exit 9", "x\\ny", "two\nlines", "*", "", "-n", "--", "ü")
 PLACES = [(0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1)]
 

@@ -19,7 +19,8 @@ from launch_runs import clean_env
 from places import ROOT
 from simcluster.cluster import Cluster, missing
 
-from ezpz_llm.launch.staging.receive import _as_sent, mover, remove_stale
+from ezpz_llm.base.private import new_secret
+from ezpz_llm.launch.staging.receive import _as_sent, copy_of, mover, remove_stale
 
 # Says where everything of this rank comes from, one JSON line a rank.
 WHERE = """
@@ -124,6 +125,54 @@ def test_ranks_run_from_the_copy(environment: Path, tmp_path: Path) -> None:
     assert not [path for path in environment.rglob("not-code.bin") if path.parent.name != "more"]
 
 
+@pytest.mark.full
+def test_ranks_run_from_a_mounted_image(environment: Path, tmp_path: Path) -> None:
+    """With the real sqfstar and squashfuse, where they are here."""
+    env = clean_env(**variables(environment))
+    for program in ("sqfstar", "squashfuse"):
+        if shutil.which(program, path=env["PATH"]) is None:
+            pytest.skip(f"there is no {program}")
+    (tmp_path / "mine.toml").write_text('stage = "squashfs"\n')
+    words = ["python3", environment / "where.py", "a b", environment / "env/bin/python3"]
+    for run in ("first", "second"):
+        done = subprocess.run(
+            [environment / "env/bin/python3", "-m", "ezpz_llm.launch", "-n", "2", "--launcher", "mpiexec",
+             "--stage-env", "--site", tmp_path / "mine.toml", "--run-dir", tmp_path / run, *words],
+            cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        copies = {check_place(place, environment) for place in places(tmp_path / run)}
+        assert (len(places(tmp_path / run)), len(copies)) == (2, 1)
+        assert not [copy for copy in copies if Path(copy).exists()], "copies are removed after the run"
+        assert not [line for line in Path("/proc/mounts").read_text().splitlines() if any(map(line.count, copies))]
+        assert json.loads((tmp_path / run / "run.json").read_text())["staging"]["way"] == "squashfs"
+
+
+@pytest.mark.full
+def test_no_image_without_its_programs(environment: Path, tmp_path: Path) -> None:
+    """Each is named, with what to do."""
+    (tmp_path / "mine.toml").write_text('stage = "squashfs"\n')
+    bare = variables(environment) | {"EZPZ_LLM_CACHE": str(tmp_path / "cache"),
+                                     "PATH": f"{environment}/env/bin:{Path(sys.prefix)}/mpi:{Path(sys.prefix)}/bin"
+                                             ":/bin"}
+    made = tmp_path / "made"
+    made.mkdir()
+    for missing_one, path in (("sqfstar", bare["PATH"]), ("squashfuse", f"{made}:{bare['PATH']}")):
+        if shutil.which(missing_one, path=path):
+            pytest.skip(f"{missing_one} is everywhere here")
+        done = subprocess.run(
+            [environment / "env/bin/python3", "-m", "ezpz_llm.launch", "-n", "1", "--stage-env", "--site",
+             tmp_path / "mine.toml", "--run-dir", tmp_path / missing_one, "python3", "-c", "print('ran')"],
+            cwd=tmp_path, capture_output=True, text=True, env=clean_env(**bare | {"PATH": path}), timeout=120,
+            check=False)
+        assert done.returncode != 0
+        assert missing_one in done.stderr
+        assert "leave out stage = \"squashfs\" of the site's file" in done.stderr
+        assert "ran" not in done.stdout
+        # One that makes something: the hosts' own program is missing next.
+        (made / "sqfstar").write_text('#!/bin/sh\ncat > "$3"\n')
+        (made / "sqfstar").chmod(0o755)
+
+
 def test_mentions_of_a_folder_are_replaced_and_nothing_like_them() -> None:
     moved = mover({"/opt/env": "env", "/opt/env/src": "path0", "/opt/py": "python"}, Path("/local/c"))
     assert moved("#!/opt/env/bin/python3") == "#!/local/c/env/bin/python3"
@@ -202,6 +251,31 @@ def test_copies_of_dead_runs_are_removed_and_those_of_living_ones_kept(tmp_path:
         sleeper.kill()
         sleeper.wait()
     assert {name: (tmp_path / name).exists() for name in names} == names
+
+
+def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
+    """Its name is on no command line, and what lies there all the same is not used."""
+    secret, begin = new_secret(), f"{tmp_path}/ezpz_llm-"
+    folder = copy_of(begin, {"EZPZ_LLM_SECRET": secret})
+    assert folder.parent == tmp_path
+    assert len(folder.name) > len("ezpz_llm-")
+    assert folder != copy_of(begin, {"EZPZ_LLM_SECRET": new_secret()})
+
+    def make(needed: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receive", "make", begin, str(needed)],
+                              env=clean_env(EZPZ_LLM_SECRET=secret), capture_output=True, text=True, timeout=60,
+                              check=False)
+
+    assert "has no room for a copy" in make(1 << 60).stderr
+    assert list(tmp_path.iterdir()) == []
+    assert make(1).returncode == 0
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for planted in (lambda: None, lambda: folder.rmdir() or folder.symlink_to(tmp_path)):
+        planted()
+        done = make(1)
+        assert done.returncode == 3, done.stderr
+        assert "cannot take its copy of the environment: File exists" in done.stderr
+    assert folder.is_symlink()
 
 
 def test_only_an_archive_of_ours_is_unpacked(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from launch_runs import launch, left_over, record
 from simcluster.cluster import Cluster
 
-from ezpz_llm.launch.failures import log_patterns as said
+from ezpz_llm.launch.failures import log_kinds as said
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor
 from ezpz_llm.launch.node.messages import NodeReport, RankReport, write_report

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def _inside(setting: str, cwd: Path, *words: str, **env: str) -> subprocess.Comp
         pytest.skip(f"not to be had here: {tried.stderr.strip()[-200:]}")
     command = f'{setting} && exec "$0" -m ezpz_llm.launch "$@"'
     return subprocess.run(["unshare", "-m", "sh", "-c", command, sys.executable, *words], cwd=cwd,
-                          env=clean_env(**env), capture_output=True, text=True, timeout=90, check=False)
+                          env=clean_env(**env), capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize("how", ["ro", "size=4k,nr_inodes=1"], ids=["read-only", "without-room"])
@@ -38,7 +39,7 @@ def test_no_shared_memory(tmp_path: Path, how: str) -> None:
 
 
 def test_files_may_not_grow(tmp_path: Path) -> None:
-    """As over quota: writes fail in the middle of a file."""
+    """Writes fail in the middle of a file."""
     program = "import sys; print('x' * 300_000, flush=True); print('y', file=sys.stderr); sys.exit(7)"
     done = _inside("ulimit -f 128", tmp_path, "-n", "2", "--run-dir", "r", "--tee", "none", sys.executable, "-c",
                    program)
@@ -46,6 +47,52 @@ def test_files_may_not_grow(tmp_path: Path) -> None:
     assert "continues without its log: File too large" in done.stderr
     assert "Traceback" not in done.stderr
     assert record(tmp_path / "r")["exit"]["code"] == 7
+
+
+_QUOTA = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+static size_t written;
+ssize_t write(int to, const void *data, size_t size) {
+    struct stat found;
+    ssize_t (*real)(int, const void *, size_t) = dlsym(RTLD_NEXT, "write");
+    if (fstat(to, &found) == 0 && S_ISREG(found.st_mode) && (written += size) > (size_t) atol(getenv("QUOTA"))) {
+        errno = EDQUOT;
+        return -1;
+    }
+    return real(to, data, size);
+}
+"""
+"""For LD_PRELOAD: each process may write so many bytes to files, then it is over quota, as the kernel says that."""
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "quota.c").write_text(_QUOTA)
+    words = ["cc", "-shared", "-fPIC", "-o", tmp_path / "quota.so", tmp_path / "quota.c", "-ldl"]
+    if shutil.which("cc") is None or subprocess.run(words, check=False).returncode:
+        pytest.skip("no C compiler")
+    return {"LD_PRELOAD": str(tmp_path / "quota.so")}
+
+
+def test_over_quota(tmp_path: Path, quota: dict[str, str]) -> None:
+    """While a run goes on it goes on without what cannot be written; before one it does not begin."""
+    program = "import sys; print('x' * 300_000, flush=True); print('y', file=sys.stderr); sys.exit(7)"
+    done = _inside("true", tmp_path, "-n", "2", "--run-dir", "r", "--tee", "none", sys.executable, "-c", program,
+                   QUOTA="131072", **quota)
+    assert done.returncode == 7, done.stderr
+    assert "continues without its log: Disk quota exceeded" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert record(tmp_path / "r")["exit"]["code"] == 7
+    done = _inside("true", tmp_path, "-n", "2", "--run-dir", "s", "true", QUOTA="0", **quota)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Disk quota exceeded" in done.stderr
+    assert "instead:" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_rank_that_gets_no_memory_is_named(tmp_path: Path) -> None:
@@ -91,3 +138,29 @@ def test_a_clock_that_is_set_during_a_run(tmp_path: Path) -> None:
                           capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 5, done.stderr
     assert 0 < json.loads((tmp_path / "errors/rank0000.json").read_text())["duration_s"] < 60
+
+
+_SET_MEANWHILE = """
+import os, time
+real = time.time
+time.time = lambda: real() + (float(os.environ["SET_BY"]) if os.path.exists(os.environ["SET_WHEN"]) else 0)
+"""
+
+
+@pytest.mark.parametrize("by", ["86400", pytest.param("-86400", marks=pytest.mark.full)])
+def test_a_clock_that_is_set_in_launch_agent_and_ranks(tmp_path: Path, by: str) -> None:
+    """The run lives on, and its end has its own cause."""
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock/sitecustomize.py").write_text(_SET_MEANWHILE)
+    program = ("import os, sys, time; open(os.environ['SET_WHEN'], 'w').close(); time.sleep(2.5)\n"
+               "sys.exit(3 * int(os.environ['EZPZ_LLM_RANK']))")
+    done = _inside("true", tmp_path, "-n", "2", "--idle-timeout", "60", "--run-dir", "r", sys.executable, "-c",
+                   program, PYTHONPATH=f"{tmp_path}/clock:{ROOT}", SET_BY=by,
+                   SET_WHEN=f"{tmp_path}/set")
+    assert done.returncode == 3, done.stderr
+    assert f"rank 1 on {os.uname().nodename} failed: exit code 3" in done.stderr
+    for wrong in ("no sign of life", "may be left", "Traceback", "not reported"):
+        assert wrong not in done.stderr, done.stderr
+    assert left_over(tmp_path / "r") == {}
+    ended = record(tmp_path / "r")
+    assert abs(ended["exit"]["ended"] - ended["launch"]["started"]) > 80_000, "the clock of launch was set, too"

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from launch_runs import left_over, start
+from launch_runs import launch, left_over, start
 
 from ezpz_llm.launch.failures.facts import RunFacts, Stop
-from ezpz_llm.launch.failures.postmortem import bare_account
+from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
 from ezpz_llm.rundir import RunDir
 
 _PROGRAM = """
@@ -90,4 +91,35 @@ def test_what_is_said_where_nothing_makes_sense(tmp_path: Path, stopped: Stop | 
                                                 code: int) -> None:
     (tmp_path / "errors").write_text("x")
     facts = RunFacts(2, ("n1", "n1"), "srun", status, 1000.0, stopped)
-    assert bare_account(RunDir(tmp_path), "id", facts).code == code
+    assert bare_postmortem(RunDir(tmp_path), "id", facts).code == code
+
+
+def test_a_clock_that_was_set_back_hides_no_log(tmp_path: Path) -> None:
+    """Logs from before the run's start are an earlier run's, as far as the clock tells."""
+    run_dir = RunDir(tmp_path / "r").create()
+    run_dir.record.write_text(json.dumps({"launch": {"started": 10_000.0, "env": {"EZPZ_LLM_RUN_ID": "id"}}}))
+    run_dir.launcher_log.write_text("srun: error: Node failure on n2\n")
+    os.utime(run_dir.launcher_log, (6500, 6500))
+    for ended, kind in ((6600.0, "node_failed"), (20_000.0, "launcher")):
+        facts = RunFacts(2, ("n1", "n2"), "srun", 143, ended)
+        assert postmortem_of(run_dir, facts).kind == kind
+
+
+@pytest.mark.parametrize("unit", ["x", " ", "1 ", "- "])
+def test_a_log_of_one_long_line_holds_launch_s_end_up_no_longer(tmp_path: Path, unit: str) -> None:
+    """The search for what MPI_Abort and others say took minutes of it, at the end of a run."""
+    run_dir = RunDir(tmp_path / "r").create()
+    run_dir.record.write_text(json.dumps({"launch": {"started": 1.0, "env": {"EZPZ_LLM_RUN_ID": "id"}}}))
+    for path in (run_dir.launcher_log, run_dir.rank_log(0), run_dir.rank_log(1)):
+        path.write_text(unit * (1 << 16) + "\n" + unit * (1 << 15) + "\n")
+    began = time.process_time()
+    ended = postmortem_of(run_dir, RunFacts(2, ("n1", "n2"), "mpiexec", 7, 2.0))
+    assert time.process_time() - began < 5
+    assert ended.code == 7
+
+
+def test_a_log_that_is_gone_when_it_is_to_be_shown_changes_no_code(tmp_path: Path) -> None:
+    """launch shows short logs of other ranks at the end. A folder stands for whatever can no longer be read."""
+    damage = "test $EZPZ_LLM_RANK = 0 || { cd r/logs && rm rank0001.log && mkdir -p rank0001.log/x; }"
+    done = launch(tmp_path, "-n", "2", "--run-dir", "r", "sh", "-c", damage)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

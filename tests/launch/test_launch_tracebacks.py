@@ -1,4 +1,4 @@
-"""What ended a program, from its own output."""
+"""Last exception of a program, read from its output."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ _PROGRAMS = {
         "ValueError", "\\udcff", "p.py:3 in <module>", None),
     "import faulthandler, os, signal\nfaulthandler.enable()\ndef f(): os.kill(os.getpid(), signal.SIGSEGV)\nf()": (
         "Fatal Python error", "Segmentation fault", "p.py:3 in f", None),
+    # The parent only loses its child, whose error stands above.
+    "import multiprocessing, os\nos.environ['TMPDIR'] = f = os.path.abspath('x' * 60 + '/' + 'y' * 60)\n"
+    "os.makedirs(f)\nmultiprocessing.Manager()": (
+        "EOFError", "", "p.py:4 in <module>", "OSError: AF_UNIX path too long"),
 }
 
 
@@ -67,6 +71,10 @@ def test_exceptions_of_real_programs(tmp_path: Path) -> None:
      "ValueError: Caught KeyError in DataLoader worker process 0.\n"
      "Original Traceback (most recent call last):\n  File \"/u/data.py\", line 7, in __getitem__\nKeyError: 5\n",
      "KeyError", "5", "/u/data.py:7 in __getitem__"),
+    # Broken at the width of a terminal, in the name of a function, too.
+    ("Traceback (most recent call last):\n  File \"/opt/lib/python3.12/site-packages/hub/v.py\", line 1, in \n"
+     "_inner_fn\n    return fn(*args)\n  File \"/u/t.py\", line 2, in \nload\n    raise Gone(\n"
+     "hub.errors.GoneError: not in the\ncache\n", "hub.errors.GoneError", "not in the\ncache", None),
     ("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0] watchdog\n",
      "c10::DistBackendError", "[PG ID 0] watchdog", None),
     ("terminate called without an active exception\n", "std::terminate",

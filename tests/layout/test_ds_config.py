@@ -168,7 +168,8 @@ def test_values_are_taken_as_deepspeed_takes_them() -> None:
 
 
 @THEIRS
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3_nvme", "zero3_offload_all", "tiled"])
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "zero3_nvme",
+                                  "zero3_offload_all", "tiled"])
 def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_built", lambda name: True)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -190,11 +191,13 @@ def test_deepspeed_reads_what_it_is_given(name: str, monkeypatch: pytest.MonkeyP
     ({"fp16": {"enabled": "auto"}}, "auto", "is filled by the run"),
     ({}, "auto", "DeepSpeed would compute in fp32"),
     ({"ezpz_llm": {"tp": 1}}, "auto", ""),
-    ({"bfloat16": {"enabled": True, "check_grad_overflow": False}}, "bf16", "is skipped nevertheless"),
-    ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16", "gradients are added in fp32"),
-    ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16", "inputs are tokens"),
+    ({"bfloat16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": 2}}, "bf16",
+     "is skipped nevertheless"),
+    ({"bf16": {"enabled": True, "immediate_grad_update": True}, "zero_optimization": {"stage": 1}}, "bf16",
+     "gradients are added as they come"),
+    ({"fp16": {"enabled": True, "auto_cast": True}, "ezpz_llm": {"engine": "ddp"}}, "fp16", "inputs are tokens"),
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
-      }, "bf16", "covers the whole forward pass"),
+      }, "bf16_autocast", "covers the whole forward pass"),
     ({"fp16": {"enabled": False, "loss_scale": 128}}, "fp32", ""),
 ])
 def test_the_precision_of_a_ds_config(own, values: dict[str, Any], precision: str, words: str) -> None:
@@ -202,15 +205,16 @@ def test_the_precision_of_a_ds_config(own, values: dict[str, Any], precision: st
     assert resolved.precision == precision
     assert words in " ".join(resolved.notes)
     assert bool(resolved.notes) == bool(words) or precision == "fp32"
-    assert own(values, precision="fp16").precision == "fp16"  # the command line comes first
+    assert own(values, precision="fp16_autocast").precision == "fp16_autocast"  # the command line comes first
 
 
 def test_fp16_is_scaled_as_the_block_says(own) -> None:
     block = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 4,
              "min_loss_scale": 2, "consecutive_hysteresis": True}
-    assert own({"fp16": block}).loss_scale == DynamicScale(4096.0, 500, 4, 2, True)
-    assert own({"fp16": {"enabled": True}}).loss_scale == DynamicScale(65536.0, 1000, 2, 1, False)
-    assert own({}, precision="fp16").loss_scale == DynamicScale()
+    ddp = {"engine": "ddp"}
+    assert own({"fp16": block, "ezpz_llm": ddp}).loss_scale == DynamicScale(4096.0, 500, 4, 2, True)
+    assert own({"fp16": {"enabled": True}, "ezpz_llm": ddp}).loss_scale == DynamicScale(65536.0, 1000, 2, 1, False)
+    assert own({}, precision="fp16_autocast").loss_scale == DynamicScale()
 
 
 @THEIRS
@@ -313,17 +317,23 @@ def test_what_deepspeed_would_refuse_on_every_rank_is_refused_before(
 
 def test_what_deepspeed_would_take_is_not_refused(own) -> None:
     for world_size in (1, 2, 4, 8):
-        own({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, world_size=world_size)
-    own({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 4}, "prescale_gradients": True}, world_size=6)
-    own({"zero_optimization": {"stage": 3, "reduce_scatter": False}, "prescale_gradients": True})
-    own({"ezpz_llm": {"pp": 2}, "pipeline": {"partition": "uniform"}, "zero_optimization": {"stage": 1}})
+        resolved = own({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, world_size=world_size)
+        assert resolved.deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 8
+    first = own({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 4}, "prescale_gradients": True},
+                world_size=6)
+    assert first.deepspeed["prescale_gradients"]
+    whole = own({"zero_optimization": {"stage": 3, "reduce_scatter": False}, "prescale_gradients": True})
+    assert whole.deepspeed["zero_optimization"]["reduce_scatter"] is False
+    assert whole.deepspeed["prescale_gradients"]
+    stages = own({"ezpz_llm": {"pp": 2}, "pipeline": {"partition": "uniform"}, "zero_optimization": {"stage": 1}})
+    assert (stages.layout.pp, stages.layout.zero.stage) == (2, 1)
 
 
 def test_keys_that_change_nothing_here_are_left_out_with_a_note(own) -> None:
     resolved = own({"checkpoint": {"tag_validation": "Fail"}, "dataloader_drop_last": True,
                     "seq_parallel_communication_data_type": "bf16", "pipeline": {"partition": "uniform"}})
     notes = " ".join(resolved.notes)
-    for word in ("layout-neutral form", "whole global batch", "over sequence-parallel ranks too",
+    for word in ("layout-neutral form", "whole global batch", "over sequence-parallel ranks as over",
                  "partition uniform"):
         assert word in notes
     assert not {"checkpoint", "dataloader_drop_last", "pipeline"} & resolved.deepspeed.keys()
@@ -362,7 +372,7 @@ def test_a_foreign_ds_config_runs_as_it_says_and_writes_into_the_run_directory(t
 def test_fp16_where_only_cpus_are_is_found_by_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any rank starts, where launch says that all will run on this host, which has no accelerator."""
     config = tmp_path / "mine.json"
-    config.write_text('{"fp16": {"enabled": true}}')
+    config.write_text('{"fp16": {"enabled": true}, "ezpz_llm": {"engine": "ddp"}}')
 
     def check(hosts: str, *argv: str) -> int:
         monkeypatch.setenv(PLACES_VARIABLE, hosts)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import pytest
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.batch import Batch
+from ezpz_llm.layout.ds_defaults import sized
+from ezpz_llm.layout.layout import Layout, ZeroOptions
 from ezpz_llm.layout.memory import held_parameters
+from ezpz_llm.layout.precision_recipes import GradientDtypes
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import COMMAND_LINE, Origin, ValueSource
-from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.config import ModelConfig, get_model_config
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.rundir import RunDir
 
-SHIPPED = ("3d", "ddp", "fsdp2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3", "zero0",
-           "zero1", "zero2", "zero3", "zero3_nvme", "zero3_offload_all", "zero3_offload_optimizer")
+SHIPPED = ("3d", "ddp", "fsdp2", "fsdp2_within2", "pp2", "pp2_tp2", "sp2", "tiled", "tp2", "tp2_zero1", "tp2_zero3",
+           "zero0", "zero1", "zero2", "zero3", "zero3_hpz2", "zero3_nvme", "zero3_offload_all",
+           "zero3_offload_optimizer")
 
 
 @pytest.fixture
@@ -50,8 +55,9 @@ def test_the_shipped_layouts_hold_nothing_of_a_run(monkeypatch: pytest.MonkeyPat
         assert not {"optimizer", "scheduler", "gradient_clipping", "train_batch_size"} & values.keys()
         assert f"| `{name}` |" in purposes
         resolved = resolve(Request(name, world_size=8, global_batch=64, device="cpu"))
-        assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2"))
-        assert bool(resolved.notes) == (name == "zero3_nvme")  # where its files go
+        assert (resolved.deepspeed is None) == (name in ("ddp", "fsdp2", "fsdp2_within2"))
+        # Where its files go; that a key of theirs has no certificate yet.
+        assert bool(resolved.notes) == (name in ("zero3_nvme", "zero3_hpz2", "fsdp2_within2"))
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -106,7 +112,14 @@ def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tupl
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, ("needs ZeRO stage 3",)),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, ("dynamic", "loss_scale")),
     ({"fp16": {"enabled": True}}, {"device": "cpu"}, ("fp16 on a CPU",)),
-    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, ("both bf16 and fp16",)),
+    ({"zero_optimization": {"stage": 1}}, {"precision": "fp16"}, ("engine deepspeed", "--precision fp16_autocast")),
+    ({"zero_optimization": {"stage": 0}}, {"precision": "bf16"}, ("stage 0", "--ds-config ddp")),
+    ({"zero_optimization": {"stage": 0}, "ezpz_llm": {"tp": 2}}, {"precision": "bf16"},
+     ("--ds-config ddp --tp 2",)),
+    ({"zero_optimization": {"stage": 1}, "ezpz_llm": {"pp": 2}}, {"precision": "fp16"}, ("engine pipeline",)),
+    ({"zero_optimization": {"stage": 1}, "ezpz_llm": {"pp": 2}},
+     {"precision": "bf16", "grad_accum_dtype": "bf16"}, ("grad_accum_dtype is bf16", "a pipeline's")),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, ("several precisions", "bf16, fp16")),
     ({"optimizer": {"type": "Lamb"}}, {}, ("Lamb", "AdamW")),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {}, ("adam_w_mode false",)),
     ({"optimizer": {"params": {"lr": 1}}}, {}, ("no type",)),
@@ -127,7 +140,7 @@ def test_what_nobody_reads_is_refused(write, values: dict[str, Any], words: tupl
     ({"scheduler": {"type": "WarmupLR", "params": [500]}}, {}, ("params is [500], not a block",)),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {}, ("moments are fp32",)),
     ({"gradient_allreduce_op": "sum"}, {}, ("supported here: \"mean\"",)),
-    ({"communication_data_type": "bf16"}, {}, ("reduced in fp32",)),
+    ({"communication_data_type": "bf16"}, {}, ("reduce_dtype is bf16", "--precision bf16")),
     ({"managed_gradient_accumulation": False}, {}, ("micro-step",)),
     ({"train_batch_size": "16"}, {}, ("not a whole number",)),
     ({"gradient_clipping": True}, {}, ("not a number",)),
@@ -177,6 +190,7 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     resolved = resolve_foreign(write, device="cuda")
     assert resolved.batch == Batch(32, 4, 4, 2)
     assert (resolved.clip, resolved.precision, resolved.layout.zero.stage) == (0.5, "bf16", 2)
+    assert resolved.gradients == GradientDtypes("bf16", "bf16")
     assert resolved.adam == {"lr": 0.001, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01,
                              "schedule": "WarmupDecayLR", "warmup_steps": 50, "warmup_type": "log",
                              "warmup_min_lr": 0.0}
@@ -184,10 +198,10 @@ def test_a_foreign_ds_config_is_honoured_and_reported(write) -> None:
     assert str(resolved.sources["warmup_type"]).startswith("DeepSpeed's default")
     notes = " ".join(resolved.notes)
     for word in ("gradient_accumulation_steps", "reduce_bucket_size", "optimizer.params.eps", "total_num_steps",
-                 "bf16", "DeepSpeed's defaults: lr 0.001, warmup_type log, warmup_min_lr 0"):
+                 "--reduce-dtype fp32", "DeepSpeed's defaults: lr 0.001, warmup_type log, warmup_min_lr 0"):
         assert word in notes
     assert resolved.deepspeed["zero_optimization"] == {
-        "stage": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+        "stage": 2, "overlap_comm": True, "reduce_bucket_size": 25_000_000, "allgather_bucket_size": 50_000_000}
     assert not {"bf16", "optimizer", "scheduler"} & resolved.deepspeed.keys()
     assert "auto" not in json.dumps(resolved.deepspeed)
 
@@ -224,14 +238,15 @@ def test_yaml_comes_before_a_preset(write) -> None:
 
 
 def test_what_is_written_is_what_deepspeed_gets(tmp_path: Path) -> None:
-    resolved = resolve(Request("zero2", world_size=2, global_batch=16, accumulation=2, clip=1.0, precision="bf16"))
+    resolved = resolve(Request("zero2", world_size=2, global_batch=16, accumulation=2, clip=1.0,
+                               precision="bf16_autocast"))
     run_dir = RunDir(tmp_path)
     resolved.write(run_dir)
     assert json.loads(run_dir.deepspeed.read_text()) == resolved.deepspeed
     layout = json.loads(run_dir.layout.read_text())
     assert layout["layout"] == {"name": "zero2", "engine": "deepspeed", "zero_stage": 2, "tp": 1, "pp": 1, "sp": 1,
                                 "partition": "parameters", "tiled": [], "offload_optimizer": None,
-                                "offload_param": None, "hpz_partition_size": 1}
+                                "offload_param": None, "hpz_partition_size": 1, "shard_within": None}
     assert layout["batch"]["micro_batch"] == 4
     assert layout["sources"]["micro_batch"] == "follows from global_batch and accumulation"
     text = resolved.explain()
@@ -286,7 +301,57 @@ def test_gradients_are_copied_once_on_a_host_and_the_user_may_have_it_otherwise(
     assert copying(write({"zero_optimization": {"stage": 3, "reduce_scatter": False}})) == (False, None)
 
 
+def test_gradients_are_reduced_beside_the_backward_pass_on_devices_with_streams(write) -> None:
+    small, large = get_model_config("gpt2-124m"), get_model_config("llama3-1b")
+
+    def reducing(source: str, device: str | None = "cuda", model: ModelConfig = large,
+                 world_size: int = 4) -> tuple[bool | None, ...]:
+        zero = resolve(Request(source, world_size=world_size, device=device, model=model)).deepspeed
+        return zero["zero_optimization"].get("overlap_comm"), zero["zero_optimization"]["reduce_bucket_size"]
+
+    assert reducing("zero1") == reducing("zero2", "xpu") == (True, 25_000_000)
+    assert reducing("zero2", model=small) == (True, parameter_count(small) // 8)
+    tiny = get_model_config("tiny-gpt2", vocab_size=256)
+    assert reducing("zero1", model=tiny) == (True, parameter_count(tiny))
+    assert reducing("zero1", model=replace(small, n_layer=1, n_embd=96)) == (True, 1_000_000)  # of 5 million
+    # Stages that do it untold, that cannot, or whose gradients leave the device; and where it is not known.
+    assert reducing("zero3") == reducing("zero1", None) == (None, 50_000_000)
+    assert reducing("pp2") == (None, 50_000_000)
+    assert reducing("zero1", "cpu") == reducing("zero2", "mps") == (False, 50_000_000)
+    offloaded = Layout("mine", "deepspeed", ZeroOptions(2, offload_optimizer="cpu"))
+    assert "overlap_comm" not in sized({}, offloaded, large, "cuda")
+    # What the user says stays.
+    assert resolve_zero(write, {"stage": 1, "overlap_comm": False}) == {
+        "stage": 1, "overlap_comm": False, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+    assert resolve_zero(write, {"stage": 2, "reduce_bucket_size": 7})["reduce_bucket_size"] == 7
+    for slow in ("contiguous_gradients", "use_multi_rank_bucket_allreduce"):
+        assert "overlap_comm" not in resolve_zero(write, {"stage": 2, slow: False})
+    assert re.search(r"^overlap_comm +true +gradients", resolve(Request("zero1", world_size=2, model=large,
+                                                                       device="cuda")).explain(), re.M)
+
+
+def resolve_zero(write, zero: dict[str, Any]) -> dict[str, Any]:
+    config = resolve(Request(write({"zero_optimization": zero}), world_size=2, device="cuda",
+                             model=get_model_config("llama3-1b"))).deepspeed
+    assert config is not None
+    return config["zero_optimization"]
+
+
 def zero_of(resolved: Resolved) -> tuple[int | None, ...]:
     zero = resolved.deepspeed["zero_optimization"]
     return tuple(zero.get(key) for key in ("reduce_bucket_size", "allgather_bucket_size",
                                            "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"))
+
+
+def test_bf16_is_deepspeeds_own_with_gradients_in_fp32(tmp_path: Path) -> None:
+    """zero1 by stage 2's settings (docs/reference/layouts.md); under autocast DeepSpeed is told nothing."""
+    for layout, stage in (("zero1", 2), ("zero2", 2), ("zero3", 3)):
+        resolved = resolve(Request(layout, world_size=2, precision="bf16"))
+        config = resolved.for_deepspeed(RunDir(tmp_path))
+        assert (config["bf16"], config["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"})
+        assert config["communication_data_type"] == "fp32"
+        assert config["zero_optimization"]["stage"] == stage
+        assert resolved.layout.zero.stage == int(layout[-1])
+        plain = resolve(Request(layout, world_size=2, precision="bf16_autocast")).for_deepspeed(RunDir(tmp_path))
+        assert not {"bf16", "data_types", "communication_data_type"} & plain.keys()
+        assert plain["zero_optimization"]["stage"] == int(layout[-1])

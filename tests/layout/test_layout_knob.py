@@ -1,4 +1,4 @@
-"""How an option of a layout works, shown with hpZ in a ds_config from outside the package."""
+"""A layout knob from rule to memory and traffic, shown with hpZ in a ds_config from outside the package."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ezpz_llm.model.config import MODELS
 
 TINY = MODELS["tiny-gpt2"]
 HPZ2 = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+HPZ4 = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ def test_the_check_names_the_option_and_refuses_groups_that_do_not_divide(zeropp
     resolved = zeropp(4)
     assert resolved.layout.zero == ZeroOptions(3, hpz_partition_size=2)
     assert "zero_hpz_partition_size" in resolved.explain()
-    assert "no certificate covers these keys of zeropp.json" in " ".join(resolved.notes)
+    (note,) = (note for note in resolved.notes if note.startswith("uncertified: "))
+    assert "zero_hpz_partition_size 2 of zeropp.json" in note
     with pytest.raises(UserError, match="2 does not divide the 3 ranks"):
         zeropp(3)
 
@@ -53,11 +55,55 @@ def test_the_second_copy_is_memory_and_its_gathers_are_traffic(zeropp) -> None:
     assert (volume["all_gather"], volume["all_gather (2 ranks)"]) == (4 * held, 3 * (4 * held))
 
 
+def test_a_key_that_no_certificate_covers_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}))
+    said = " ".join(resolve(Request(str(path), world_size=4, model=TINY)).notes)
+    assert "uncertified: round_robin_gradients of mine.json; no certificate covers" in said
+
+
+def test_hpz_of_two_has_a_name(zeropp) -> None:
+    assert resolve(Request("zero3_hpz2", world_size=8)).layout == zeropp(8).layout
+    assert suggest.selection(zeropp(8).layout) == "--ds-config zero3_hpz2"
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16_autocast", 4), ("bf16", 2)])
+def test_the_second_copy_is_of_the_parameters_dtype(zeropp, precision: str, itemsize: int) -> None:
+    layout = zeropp(8).layout
+    held = {part.kind: part.bytes for part in memory_per_rank(layout, TINY, 8, precision=precision)}
+    assert held["secondary"] == itemsize * held_parameters(layout, TINY, 0) // 2
+
+
+def test_shards_of_fsdp2_within_groups_are_memory_and_traffic() -> None:
+    fsdp2 = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2))
+    resolved = resolve(Request("fsdp2", world_size=8, model=TINY, accumulation=2, shard_within=4))
+    held = held_parameters(fsdp2.layout, TINY, 0)
+    assert sum(part.bytes for part in memory_per_rank(resolved.layout, TINY, 8)) == 16 * held // 4
+    whole = textbook(fsdp2.layout, TINY, fsdp2.batch)
+    assert textbook(resolved.layout, TINY, resolved.batch) == {
+        "all_gather (4 ranks)": whole["all_gather"], "reduce_scatter (4 ranks)": whole["reduce_scatter"],
+        "all_reduce (2 ranks)": whole["reduce_scatter"] // 4}
+    assert resolve(Request("fsdp2_within2", world_size=8, shard_within=4)).layout == resolved.layout
+    assert str(resolved.sources["shard_within"]) == "command line"
+    assert suggest.selection(resolve(Request("fsdp2_within2", world_size=8)).layout) == "--ds-config fsdp2_within2"
+
+
+@pytest.mark.parametrize(("layout", "world_size", "within", "says", "instead"), [
+    ("fsdp2", 6, 4, "shard_within 4 does not divide the 6 ranks", "--shard-within 2 or --shard-within 3 or "),
+    ("zero3", 4, 2, "engine deepspeed does not shard", "no shard_within"),
+    ("fsdp2", 4, 1, "shard_within is 1", "2 or more")])
+def test_groups_that_cannot_be_are_refused(layout: str, world_size: int, within: int, says: str,
+                                           instead: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        resolve(Request(layout, world_size=world_size, model=TINY, shard_within=within))
+    assert instead in (error.value.instead or "")
+
+
 def test_a_new_file_changes_no_other_layouts_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ds_configs"
     shutil.copytree(data_dir("ds_configs"), folder)
     before = [suggest.selection(layout) for layout in suggest.shipped_layouts()]
-    (folder / "zeropp.json").write_text(json.dumps(HPZ2))
+    (folder / "zeropp.json").write_text(json.dumps(HPZ4))
     with monkeypatch.context() as patched:
         patched.setattr(ds_config, "data_dir", lambda name: folder)
         suggest.shipped_layouts.cache_clear()
@@ -77,7 +123,7 @@ def test_layouts_are_values_and_their_record_is_read_back() -> None:
 
 def test_the_page_prints_the_table_which_has_each_option_once() -> None:
     assert [knob.field for knob in KNOBS] == [item.name for item in fields(ZeroOptions)]
-    page = (ROOT / "docs" / "layouts.md").read_text()
+    page = (ROOT / "docs" / "reference" / "layouts.md").read_text()
     for row in knob_rows():
         assert f"| {' | '.join(row)} |" in page
 

@@ -13,15 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_ranks import CONFIGS
 from places import HELPERS, ROOT
 from rank_jobs import results_of
+from version_matrix import LAYOUTS
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.engine.precision import autocast_forward
 from ezpz_llm.layout import ds_config, ops
 from ezpz_llm.layout.layout import Layout, ZeroOptions
-from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total
+from ezpz_llm.layout.memory import cast_per_rank, held_parameters, memory_per_rank, total, whole_bytes
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.suggest import shipped_layouts
 from ezpz_llm.layouts import main
@@ -29,7 +31,7 @@ from ezpz_llm.model.config import MODELS
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import block_matrix_count, parameter_count
 
-PAGE = ROOT / "docs/layouts_command.md"
+PAGE = ROOT / "docs/reference/layouts_command.md"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -43,6 +45,10 @@ def test_every_layout_has_its_purpose(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(len(line.split()) > 4 for line in lines)
     assert any(line.startswith("tiled ") and "gathered one at a time" in line for line in lines)
     assert sorted(json.loads(printed(capsys, "--json"))) == ds_config.names()
+
+
+def test_other_versions_are_tried_under_each_that_needs_no_op() -> None:
+    assert sorted(LAYOUTS) == sorted(layout.name for layout in shipped_layouts() if not ops.needed_ops(layout))
 
 
 def resolved(typed: str, model: str, world: int) -> Resolved:
@@ -108,8 +114,9 @@ def test_the_arithmetic_counts_what_ranks_really_hold(model: str, tp: int, pp: i
 
 
 @pytest.mark.parametrize(("name", "device", "host", "files"), [
-    ("ddp", 16, 0, 0), ("fsdp2", 4, 0, 0), ("zero0", 16, 0, 0), ("zero1", 8 + 12 / 4, 0, 0),
-    ("zero2", 4 + 16 / 4, 0, 0), ("zero3", 5, 0, 0), ("zero3_offload_optimizer", 1, 4, 0),
+    ("ddp", 16, 0, 0), ("fsdp2", 4, 0, 0), ("fsdp2_within2", 8, 0, 0), ("zero0", 16, 0, 0),
+    ("zero1", 8 + 12 / 4, 0, 0), ("zero2", 4 + 16 / 4, 0, 0), ("zero3", 5, 0, 0), ("zero3_hpz2", 7, 0, 0),
+    ("zero3_offload_optimizer", 1, 4, 0),
     ("zero3_offload_all", 0, 5, 0), ("zero3_nvme", 0, 1, 4), ("sp2", 8 + 12 / 4, 0, 0), ("tiled", 5, 0, 0)])
 def test_bytes_a_parameter_on_four_ranks(name: str, device: float, host: float, files: float) -> None:
     config = MODELS["gpt2-124m"]
@@ -120,23 +127,51 @@ def test_bytes_a_parameter_on_four_ranks(name: str, device: float, host: float, 
         assert total(parts, where) == pytest.approx(expected * count, rel=1e-6)
 
 
+def test_named_layouts_have_their_bytes_in_bf16_too(capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(printed(capsys, "--world", "8", "--model", "gpt2-124m", "--json"))
+    count = parameter_count(MODELS["gpt2-124m"])
+    held = {entry["name"]: sum(part["bytes"] for part in entry["memory_bf16"]) / count for entry in said["named"]}
+    assert {name: round(held[name], 2) for name in ("ddp", "zero1", "zero3", "zero3_hpz2", "fsdp2",
+                                                         "fsdp2_within2")} == {
+        "ddp": 18, "zero1": 4, "zero3": 2.25, "zero3_hpz2": 3.25, "fsdp2": 2, "fsdp2_within2": 8}
+    assert held["zero0"] == 0
+    assert (round(held["pp2"], 1), held["zero3_nvme"]) == (5.9, 2.25)
+    rows = {line.split()[0]: line.split()[-1] for line in printed(
+        capsys, "--world", "8", "--model", "gpt2-124m").split("\n\n")[0].splitlines()[2:]}
+    assert rows["zero1"] == f"{4 * count / 1e9:.3g}"
+    assert rows["zero0"] == "-"
+
+
 @pytest.mark.full
 def test_casts_are_counted_where_autograd_keeps_them(tmp_path: Path) -> None:
-    """Against one forward pass in bf16 on two ranks: FSDP2 keeps as much as DDP, ZeRO-3 nothing."""
+    """Against one forward pass in bf16 on two ranks: FSDP2 keeps as much as DDP, ZeRO-3 nothing, and
+    FSDP2 nothing where parameters are gathered in bf16."""
     layouts = ["ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
-    kept = results_of(HELPERS / "cast_ranks.py", tmp_path, layouts, 2)
+    kept = results_of(HELPERS / "cast_ranks.py", tmp_path, [*layouts, "bf16:fsdp2"], 2)
     config = MODELS["gpt2-124m"]
     for layout in shipped_layouts():
         if layout.name in layouts:
             count = config.n_layer * block_matrix_count(config)
             assert cast_per_rank(layout, config).bytes == pytest.approx(2 * kept[layout.name] * count)
-    assert list(kept.values()) == [1, 1, 1, 1, 1, 0]
+    assert list(kept.values()) == [1, 1, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.full
+def test_fsdp2_holds_whole_for_a_time_what_the_arithmetic_says(tmp_path: Path) -> None:
+    """Against the first of two micro-steps: parameters after its forward pass, gradients after the backward one."""
+    seen = results_of(HELPERS / "whole_ranks.py", tmp_path, ["fp32", "bf16_autocast", "bf16"], 2)
+    fsdp2 = next(layout for layout in shipped_layouts() if layout.name == "fsdp2")
+    config = CONFIGS["llama"]
+    for precision, (parameters, gradients) in seen.items():
+        assert whole_bytes(fsdp2, config, precision, 1) == parameters
+        assert whole_bytes(fsdp2, config, precision, 2) == parameters + gradients
+    assert seen["bf16"][1] == 0 < seen["fp32"][1]
 
 
 def test_each_micro_batch_on_its_way_has_casts_of_its_own() -> None:
     config, kept = MODELS["tiny-llama"], {}
     model = GPT(config)
-    autocast_forward(model, torch.device("cpu"), "bf16")
+    autocast_forward(model, torch.device("cpu"), "bf16_autocast")
     matrices = {tuple(parameter.shape) for name, parameter in model.named_parameters() if ".h." in name}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""What becomes of other people's ds_configs: each is honoured as it says, or refused with a reason that is true."""
+"""Other people's ds_configs: each is honoured as it says, or refused with a reason that is true."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from public_ds_configs import PUBLIC, Public
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout import ops
 from ezpz_llm.layout.ds_config import table
+from ezpz_llm.layout.precision_recipes import AUTOCAST
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import RunPlan, check_run
 
@@ -52,6 +54,13 @@ def test_a_public_ds_config(public: Public, tmp_path: Path, monkeypatch: pytest.
             plan(public, tmp_path)
         assert public.expected in str(raised.value), raised.value
         return
+    typed = public.expected.get("precision")
+    if typed in AUTOCAST:
+        # DeepSpeed's fp16, and its stage 0 in bf16, are refused with the precision to type instead.
+        with pytest.raises(UserError, match=r"fp16|bf16") as raised:
+            plan(public, tmp_path)
+        assert f"--precision {typed}" in str(raised.value)
+        public = replace(public, argv=(*public.argv, "--precision", typed))
     run = plan(public, tmp_path)
     assert {name: found(run, name) for name in public.expected} == public.expected
     notes = " ".join(run.resolved.notes)

@@ -29,7 +29,7 @@ def test_torch_counts_what_the_formula_says_for_every_preset(name):
     found = count_flops(config)
     assert found.is_proven, found
     assert found.counted == found.products
-    assert found.causal == found.model - 6 * config.n_layer * config.n_embd * config.block_size
+    assert found.causal == found.model - 6 * config.n_layer * config.q_width * config.block_size
     # What 6N counts and no product is: positions, biases, gains.
     assert 0 <= found.model - found.products < 0.04 * found.model
 
@@ -62,7 +62,7 @@ def test_a_model_with_more_products_than_the_formula_has_no_mfu(monkeypatch):
     (name, said), = describe(StepWork(1, 1, 1, 1, 256), found)
     assert name == "FLOPs"
     assert said.startswith("warning: ")
-    assert f"torch counts {found.counted:.6g}: there will be no MFU" in said
+    assert f"torch's own counter finds {found.counted:.6g}: no MFU will be shown" in said
 
 
 def test_the_ceiling_is_what_a_product_reaches_and_is_found_in_time():
@@ -129,9 +129,9 @@ def test_rates_by_both_conventions_and_beside_the_ceiling():
     uncounted = replace(WORK, flops_per_token=None, causal_flops_per_token=None).rates(1.0)
     assert (uncounted.mfu, uncounted.mfu_causal, uncounted.ceiling_share) == (None, None, None)
     said = dict(describe(WORK, FlopCount(8e8, 7e8, 7.9e8, 7.9e8)))
-    assert said == {"FLOPs": "800M a token by 6N + 12 L C T, 700M with causal attention; "
-                             "torch counts the same products",
-                    "ceiling": "1.6T FLOP/s in bf16 products alone, 1.5T on the slowest rank, 3"}
+    assert said == {"FLOPs": "800M a token, forward and backward (6N + 12 L C T); 700M without the half of "
+                             "attention that the causal mask hides; torch's own counter agrees",
+                    "peak": "1.6T FLOP/s measured (bf16 matmul; slowest: rank 3, 1.5T)"}
 
 
 def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_path):
@@ -142,8 +142,8 @@ def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_pat
                                       "step_time_s": 8.192, **phases})
     summary = summarise(run_dir, WORK, {"training": 245.0})
     text = final_text(summary, run_dir)
-    assert "MFU             40.0% of the stated peak; 35.0% with causal attention counted\n" in text
-    assert "FLOP/s          800G a device, 50.0% of matrix products alone\n" in text
+    assert "MFU             40.0% of the vendor's peak; 35.0% with causal attention counted\n" in text
+    assert "FLOP/s          800G per device, 50.0% of the matmul peak measured here\n" in text
     assert "warning" not in text
     assert {"mfu_causal", "ceiling_share", "flops_per_second_per_device"} <= asdict(summary).keys()
 
@@ -153,4 +153,4 @@ def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_pat
     wrong = replace(WORK, peak=Peak("a device", "bf16", 4e11, "vendor"))
     text = final_text(summarise(run_dir, wrong, {"training": 245.0}), run_dir)
     assert "an MFU of 2.00 cannot be" in text
-    assert "of the stated peak" not in text
+    assert "vendor's peak" not in text

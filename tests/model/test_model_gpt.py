@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import MODELS, get_model_config
-from ezpz_llm.model.gpt import GPT, rotate, rotation_tables
+from ezpz_llm.model.gpt import GPT, rotate, rotation_frequencies, rotation_tables
 from ezpz_llm.model.parameters import flops_per_token, parameter_count
 
 SMALL = {"n_layer": 2, "vocab_size": 97, "block_size": 24}
@@ -19,6 +19,10 @@ SHAPES = {
     "gpt2-unbiased": get_model_config("shakespeare-char", **SMALL, n_embd=48, n_head=3, dropout=0.0),
     "llama": get_model_config("tiny-llama", **SMALL),
     "llama-untied": get_model_config("tiny-llama", **SMALL, n_kv_head=1, tied=False),
+    "llama-slowed": get_model_config("tiny-llama", **SMALL, rope_factor=8.0, rope_theta=50.0, rope_context=40),
+    "gpt2-erf": get_model_config("tiny-gpt2", **SMALL, mlp="gelu_erf"),
+    "qwen3": get_model_config("tiny-qwen3", **SMALL),
+    "olmo2": get_model_config("tiny-olmo2", **SMALL),
 }
 
 
@@ -34,7 +38,7 @@ def randomised(config, seed=0):
 
 def naive_logits(config, weights, tokens):
     """The forward pass from the papers, loop by loop: explicit masks, one head at a time, complex rotations."""
-    heads, group, dim = config.n_head, config.n_head // config.n_kv_head, config.n_embd // config.n_head
+    heads, group, dim = config.n_head, config.n_head // config.n_kv_head, config.head_dim
 
     def linear(x, name):
         y = x @ weights[name + ".weight"].T
@@ -46,22 +50,38 @@ def naive_logits(config, weights, tokens):
         x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps) * weights[name + ".weight"]
         return x + weights[name + ".bias"] if name + ".bias" in weights else x
 
+    def angle(i):  # Llama 3.1's rule, told by wavelengths as its paper's code does
+        plain = config.rope_theta ** (-2 * i / dim)
+        length = 2 * math.pi / plain
+        longest, shortest = config.rope_context / config.rope_low, config.rope_context / config.rope_high
+        if config.rope_factor == 1 or length < shortest:
+            return plain
+        if length > longest:
+            return plain / config.rope_factor
+        mix = (config.rope_context / length - config.rope_low) / (config.rope_high - config.rope_low)
+        return (1 - mix) * plain / config.rope_factor + mix * plain
+
     def turn(x):  # (T, D): the pair (i, i + D/2) as one complex number
         t = torch.arange(len(x), dtype=torch.float64)
-        i = torch.arange(dim // 2, dtype=torch.float64)
+        angles = torch.tensor([angle(i) for i in range(dim // 2)], dtype=torch.float64)
         z = torch.complex(x[:, :dim // 2].double(), x[:, dim // 2:].double())
-        z = z * torch.exp(1j * t[:, None] / config.rope_theta ** (2 * i / dim))
+        z = z * torch.exp(1j * t[:, None] * angles)
         return torch.cat((z.real, z.imag), -1).to(x.dtype)
 
     def attention(x, name):  # (T, C)
         qkv = linear(x, name + ".c_attn")
+        if config.qk_norm == "width":
+            q, k, v = qkv.split((heads * dim, config.kv_width, config.kv_width), -1)
+            qkv = torch.cat((norm(q, name + ".q_width_norm"), norm(k, name + ".k_width_norm"), v), -1)
         mask = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         out = []
         for h in range(heads):
             q = qkv[:, h * dim:(h + 1) * dim]
-            at = config.n_embd + (h // group) * dim
+            at = heads * dim + (h // group) * dim
             k = qkv[:, at:at + dim]
             v = qkv[:, at + config.n_kv_head * dim:at + config.n_kv_head * dim + dim]
+            if config.qk_norm == "head":
+                q, k = norm(q, name + ".q_head_norm"), norm(k, name + ".k_head_norm")
             if config.position == "rope":
                 q, k = turn(q), turn(k)
             scores = (q @ k.T / math.sqrt(dim)).masked_fill(mask, -math.inf)
@@ -73,6 +93,8 @@ def naive_logits(config, weights, tokens):
         if config.mlp == "swiglu":
             gate = linear(x, name + ".c_gate")
             hidden = gate * torch.sigmoid(gate) * hidden
+        elif config.mlp == "gelu_erf":
+            hidden = 0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2)))
         else:
             hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden ** 3)))
         return linear(hidden, name + ".c_proj")
@@ -84,8 +106,12 @@ def naive_logits(config, weights, tokens):
             x = x + weights["transformer.wpe.weight"][:len(row)]
         for layer in range(config.n_layer):
             block = f"transformer.h.{layer}"
-            x = x + attention(norm(x, block + ".ln_1"), block + ".attn")
-            x = x + mlp(norm(x, block + ".ln_2"), block + ".mlp")
+            if config.norm_order == "after":
+                x = x + norm(attention(x, block + ".attn"), block + ".ln_1")
+                x = x + norm(mlp(x, block + ".mlp"), block + ".ln_2")
+            else:
+                x = x + attention(norm(x, block + ".ln_1"), block + ".attn")
+                x = x + mlp(norm(x, block + ".ln_2"), block + ".mlp")
         rows.append(linear(norm(x, "transformer.ln_f"), "lm_head"))
     return torch.stack(rows)
 
@@ -126,7 +152,7 @@ def test_no_token_sees_a_later_one(shape):
 
 def test_rotary_scores_depend_on_distance_alone():
     dim, length = 32, 40
-    rotation = rotation_tables(length, dim, 500000.0, torch.device("cpu"))
+    rotation = rotation_tables(length, 500000.0 ** (-torch.arange(0, dim, 2) / dim))
     torch.manual_seed(0)
     q, k = (torch.randn(dim).expand(1, 1, length, dim) for _ in range(2))
     scores = (rotate(q, rotation) @ rotate(k, rotation).transpose(-1, -2))[0, 0]
@@ -229,7 +255,7 @@ def test_half_the_heads_work_with_half_of_the_projection():
     config = SHAPES["llama"]
     whole = randomised(config).transformer["h"][0].attn
     x = torch.randn(2, 24, 128)
-    rotation = rotation_tables(24, config.head_dim, config.rope_theta, torch.device("cpu"))
+    rotation = rotation_tables(24, rotation_frequencies(config, torch.device("cpu")))
     total = 0
     for half in range(2):
         part = randomised(config).transformer["h"][0].attn

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
-from ezpz_llm.model.init import decay_groups, init_weights, initial_std, initial_value
+from ezpz_llm.model.init import TILE, decay_groups, fill, init_weights, initial_std, initial_values
+from ezpz_llm.model.parameters import Placement
 
 
 def initialised(config, seed=1337):
@@ -33,7 +38,7 @@ def expected_loss(config):
 def test_a_parameter_that_the_table_lacks_is_an_error():
     config = get_model_config("tiny-llama")
     with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.q_gain is not in the table of parameters"):
-        initial_value(config, "transformer.h.0.attn.q_gain", (8,), 0)
+        initial_values(config, 0)("transformer.h.0.attn.q_gain", ((0, 8),))
 
 
 @pytest.mark.full
@@ -128,3 +133,62 @@ def test_parameters_and_seeds_differ():
     starts = [tuple((p.flatten()[:4] / p.std()).tolist()) for model in models
               for p in model.parameters() if p.dim() >= 2]
     assert len({tuple(round(x, 4) for x in start) for start in starts}) == len(starts) == 5 * 10
+
+
+WIDE = replace(get_model_config("tiny-gpt2", n_layer=1, n_head=4, n_kv_head=4, n_embd=600, intermediate_size=1100))
+MATRIX = "transformer.h.0.mlp.c_proj.weight"  # 600 x 1100: 10 x 3 tiles, the last ones cut
+
+
+def some_box(chance: random.Random) -> tuple[tuple[int, int], ...]:
+    return tuple((start := chance.randrange(length), chance.randint(start + 1, length)) for length in (600, 1100))
+
+
+def test_any_part_is_drawn_as_in_the_whole():
+    values, chance = initial_values(WIDE, 7), random.Random(1)
+    whole = values(MATRIX, ((0, 600), (0, 1100)))
+    assert whole.shape == (600, 1100)
+    assert whole.unique().numel() > 0.99 * whole.numel()  # no tile has another's values
+    for _ in range(50):
+        box = some_box(chance)
+        part = whole[tuple(slice(*side) for side in box)]
+        assert torch.equal(values(MATRIX, box), part)
+        # What a rank has under ZeRO-3 and tensor parallelism: a range of some boxes one after the other.
+        other = some_box(chance)
+        flat = torch.cat((part.flatten(), whole[tuple(slice(*side) for side in other)].flatten()))
+        start = chance.randrange(flat.numel())
+        target = torch.zeros(chance.randint(0, flat.numel() - start))
+        fill(target, Placement(MATRIX, (600, 1100), (box, other)), start, values)
+        assert torch.equal(target, flat[start:start + target.numel()])
+
+
+def test_a_part_costs_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    class Counting:
+        def __init__(self, bits: Any) -> None:
+            self.inner = generator(bits)
+
+        def standard_normal(self, size: tuple[int, int], dtype: Any) -> np.ndarray:
+            drawn.append(math.prod(size))
+            return self.inner.standard_normal(size, dtype=dtype)
+
+    generator = np.random.Generator
+    monkeypatch.setattr(np.random, "Generator", Counting)
+    config = get_model_config("tiny-gpt2", n_layer=1, n_head=4, n_kv_head=4, n_embd=1024)
+    at = Placement("transformer.h.0.mlp.c_proj.weight", (1024, 4096), (((0, 1024), (0, 4096)),))
+    columns = Placement(at.name, at.shape, (((0, 1024), (512, 1024)),))
+    for placement, ranks in ((at, 1), (at, 4), (at, 16), (columns, 1)):
+        size = math.prod(stop - start for start, stop in placement.boxes[0]) // ranks
+        drawn.clear()
+        fill(torch.empty(size), placement, size * (ranks - 1), initial_values(config, 7))
+        assert sum(drawn) == size, (placement, ranks)  # these parts end where tiles do
+    drawn.clear()
+    fill(torch.empty(4096 * 100), at, 4096 * 100, initial_values(config, 7))
+    assert sum(drawn) <= 4096 * (100 + TILE[0])
+
+
+def test_the_draw_is_the_one_that_runs_have_started_from():
+    """A change here changes every run: it belongs into CHANGELOG.md."""
+    values = initial_values(get_model_config("tiny-gpt2"), 1337)
+    assert values("transformer.wte.weight", ((100, 101), (3, 7))).flatten().tolist() == pytest.approx(
+        [0.002298299, -0.020660259, -0.017486135, 0.018152693], abs=1e-9)

@@ -17,7 +17,8 @@ from ezpz_llm.model import loss as module
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.init import init_weights
-from ezpz_llm.model.loss import Head, chosen_chunk, configure_head
+from ezpz_llm.model.loss import Head, configure_head
+from ezpz_llm.model.loss_chunk import chosen_chunk, most_logits
 
 WIDTH, VOCABULARY = 24, 70
 
@@ -208,15 +209,25 @@ def test_blocks_of_rows_add_up_and_no_chunk_is_ever_in_fp32(monkeypatch, z_loss)
 
 
 def test_chunks_that_are_chosen_are_equal_and_bounded():
-    assert chosen_chunk(2048, 50304, "cpu") == 1024
-    assert chosen_chunk(2048, 65, "cpu") == 2048
-    assert chosen_chunk(3, 131072, "cpu") == 64
-    for tokens, columns, kind in ((16384, 50304, "cuda"), (32768, 131072, "cuda"), (2000, 50304, "cpu")):
-        chunk = chosen_chunk(tokens, columns, kind)
+    assert chosen_chunk(2048, 50304, 2 ** 26) == 1024
+    assert chosen_chunk(2048, 65, 2 ** 26) == 2048
+    assert chosen_chunk(3, 131072, 2 ** 26) == 64
+    for tokens, columns, most in ((16384, 50304, 2 ** 27), (32768, 131072, 2 ** 29), (2000, 50304, 2 ** 26)):
+        chunk = chosen_chunk(tokens, columns, most)
         assert chunk % 64 == 0
-        assert chunk * columns <= 2 ** (26 if kind == "cpu" else 27)
+        assert chunk * columns <= most
         chunks = math.ceil(tokens / chunk)
         assert tokens - (chunks - 1) * chunk > chunk / 2  # no small rest
+
+
+@pytest.mark.parametrize(("kind", "gigabytes", "power"), [
+    ("cpu", None, 26), ("mps", None, 27), ("cuda", 8, 26), ("cuda", 16, 26), ("cuda", 24, 27), ("cuda", 40, 28),
+    ("xpu", 64, 28), ("cuda", 80, 29), ("cuda", 141, 29), ("cuda", 288, 29)])
+def test_a_chunk_of_logits_follows_from_the_devices_memory(kind, gigabytes, power):
+    memory = None if gigabytes is None else gigabytes * 10 ** 9
+    assert most_logits(kind, memory) == 2 ** power
+    if gigabytes and power > 26:
+        assert 6 * 2 ** power <= memory / 24
 
 
 def test_half_precision_loses_no_gradient_to_the_number_of_tokens():

@@ -29,7 +29,7 @@ from ezpz_llm.model.parameters import (
     parameter_shapes,
 )
 
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "reference" / "architecture.md"
 ALONE = SimpleNamespace(group=lambda *axes: None, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
 DDP = Layout("ddp", "ddp")
 TINY = MODELS["tiny-llama"]

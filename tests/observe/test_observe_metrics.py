@@ -169,7 +169,8 @@ def test_rates_count_accumulation_and_every_rank():
     assert StepWork(16, 4, 2, 4, 1024).rates(1.0).tokens_per_second_per_device == 16 * 4 * 2 * 1024 / 4
 
 
-def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys):
+def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     peak = Peak("a device", "fp32", 1e15, "vendor")
     log, timeline = make_log(run_dir, StepWork(2, 3, 1, 1, 8, flops_per_token=1e6, peak=peak), console=True,
                              total_steps=1500, flush_every=4)
@@ -183,13 +184,13 @@ def test_progress_lines_are_aligned_under_one_legend(run_dir, capsys):
             flushed.append(step)
     assert flushed == [1, 4, 8]
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("warning")]
-    assert lines[0].split() == ["step", "loss", "lr", "grad", "norm", "ms/step", "tok/s", "tok/s/dev", "MFU",
-                                "val", "loss"]
+    assert lines[0].split() == ["step", "done", "loss", "lr", "grad", "norm", "ms/step", "tok/s", "tok/s/dev",
+                                "MFU", "elapsed", "left", "val", "loss"]
     assert [line.split()[0] for line in lines[1:]] == ["1/1500", "4/1500", "6/1500", "8/1500"]
     ends = [index for index, _ in enumerate(lines[0], start=1) if index == len(lines[0]) or
             (lines[0][index - 1] != " " and lines[0][index : index + 2] == "  ")]
     for line in lines[1:]:
-        assert len(line) <= len(lines[0]) <= 100
+        assert len(line) <= len(lines[0]) <= 120
         assert all(line[end - 1] != " " for end in ends if end <= len(line)), "a cell does not end below its name"
     assert "inf/nan" in lines[2]
     assert lines[3].endswith("1.9876")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ezpz_llm.observe import plot_run, series_plot, wants_colour
+from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_colour
 from ezpz_llm.observe.plots import downsample
 from ezpz_llm.rundir import RunDir, append_line
 
@@ -64,9 +64,11 @@ def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_pa
     shown = plot_run(run_dir, width=72)
     files = {path.name: path.read_text() for path in run_dir.plots.iterdir()}
     assert set(files) == {"loss.txt", "step_time_s.txt", "tokens_per_second.txt"}
+    assert files["loss.txt"] in shown
+    assert "tokens/s over step" in shown
+    assert "step time" not in shown, "it is the tokens/s upside down"
     for text in files.values():
         assert "\x1b" not in text
-        assert text in shown
         assert all(len(line) <= 72 for line in text.splitlines())
     assert "line: training, o: validation" in files["loss.txt"]
     assert sum(line.count("o") for line in files["loss.txt"].splitlines()[1:]) == 2
@@ -79,7 +81,7 @@ def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_pa
 
 def test_a_run_without_steps_still_leaves_its_plots(tmp_path):
     run_dir = RunDir(tmp_path / "run").create()
-    assert plot_run(run_dir).count("nothing to draw") == 3
+    assert plot_run(run_dir).count("nothing to draw") == 2
     assert len(list(run_dir.plots.iterdir())) == 3
 
 
@@ -88,11 +90,24 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
         def isatty(self):
             return True
 
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
     assert wants_colour(Terminal())
     assert not wants_colour(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colour(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_colour(Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour(Terminal())
+
+
+@pytest.mark.parametrize(("env", "encoding", "ascii_only"), [
+    ({}, "utf-8", False), ({"LANG": "en_US.UTF-8"}, "utf-8", False), ({"LANG": "C"}, "utf-8", True),
+    ({"LC_ALL": "C", "LANG": "en_US.UTF-8"}, "utf-8", True), ({"LC_ALL": "C.UTF-8", "LANG": "C"}, "utf-8", False),
+    ({}, "latin-1", True), ({"LANG": "POSIX"}, "utf-8", True)])
+def test_ascii_where_nothing_else_can_be_shown(env, encoding, ascii_only):
+    assert wants_ascii(io.TextIOWrapper(io.BytesIO(), encoding), env) == ascii_only
 
 
 @pytest.mark.parametrize("length", [10, 160, 161, 1500, 9999])

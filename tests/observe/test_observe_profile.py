@@ -43,6 +43,8 @@ def test_the_host_profile_names_the_functions_of_its_steps_only(run_dir):
     page = profile.path.read_text()
     assert "<html" in page
     assert "a_slow_collate_function" in page
+    assert "fonts.googleapis" not in page, "opening it asks the network for nothing"
+    assert 'r.href="data:text/css,"' in page, "where pyinstrument named its fonts"
     seconds = json.loads((run_dir.profile / "host.json").read_text())
     assert set(seconds) == {"torch", "deepspeed", "ezpz_llm", "other"}
     assert seconds["other"] > 0.02

@@ -7,8 +7,7 @@ import re
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ezpz_llm.observe import StepWork, Straggler, final_text, summarise, where_time_went
 from ezpz_llm.observe.tables import percentages
@@ -45,7 +44,7 @@ def test_the_tables_add_up_and_leave_out_outliers(tmp_path):
         shares = {name: float(re.search(rf"^  {name} .* ([\d.]+) %$", part, re.MULTILINE)[1]) for name in names}
         assert sum(shares.values()) == pytest.approx(100, abs=1e-9)
     assert "do not separate" in text
-    assert "Slowest rank in data and forward: 1, 31.2 ms" in text
+    assert "Slowest: rank 1, 31.2 ms a step in data and forward" in text
     assert "separate" not in where_time_went(summary, world_size=1)
     for drawn in (text, where_time_went(summary, world_size=2, rich=True)):
         assert all(len(re.sub(r"\x1b\[[\d;]*m", "", line)) <= 100 for line in drawn.splitlines())
@@ -60,8 +59,11 @@ def test_the_final_block_says_what_was_learnt_and_where_it_lies(tmp_path):
     summary = summarise(run_dir, WORK, WALL, unigram_entropy=3.2)
     text = final_text(summary, run_dir, run_dir.profile / "host.html")
     assert "4.9800 at first" in text
-    assert "2.0000 (step 100), 0.62 x the corpus's unigram entropy of 3.2000" in text
-    assert "19.4k, 9.71k a device" in text
+    assert "2.0000 (step 100); 3.2000 is what token frequencies alone give" in text
+    assert "19.4k, 9.71k per device" in text
+    assert re.search(r"of a step +50% backward, 30% forward, 10% optimizer, 9% other", text)
+    assert re.search(r"run time +2:32: 88% training steps, 5% setup, 4% evaluation, 1% other", text)
+    assert len(text.splitlines()) <= 12
     assert str(run_dir.path) in text
     assert "host.html" in text
     assert "warning" not in text

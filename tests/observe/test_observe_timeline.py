@@ -1,8 +1,9 @@
-"""Where a step's time went: the phases add up, and the step never waits for the device."""
+"""Timeline of a step: the phases add up, and the step never waits for the device."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,62 @@ def test_misuse_is_an_error():
         pass
     with timeline.span("forward"), pytest.raises(RuntimeError, match="inside 'forward'"), timeline.span("data"):
         pass
+
+
+class Device:
+    """A stand-in for a device: a queue of work beside the host, both with a clock in seconds."""
+
+    def __init__(self) -> None:
+        self.host = self.queue = 0.0
+
+    def enqueue(self, seconds: float) -> None:
+        """Work that the host takes a millisecond to issue."""
+        self.host += 0.001
+        self.queue = max(self.queue, self.host) + seconds
+
+    def event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    """A device's event."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0.0
+
+    def record(self) -> None:
+        self.at = max(self.device.queue, self.device.host)
+
+    def synchronize(self) -> None:
+        self.device.host = max(self.device.host, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_host_is_one_step_ahead_of_the_device_unless_it_waits(monkeypatch, waits):
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=device.event))
+    timeline = StepTimeline(torch.device("cuda"), waits)
+    ends = [0.0]
+    for _ in range(5):
+        timeline.begin_step()
+        with timeline.span("forward"):
+            device.enqueue(0.010)
+        with timeline.span("optimizer"):
+            device.enqueue(0.005)
+        timeline.end_step()
+        # The device has work until its end of this step: it was waited for only to end the one before.
+        assert device.host == pytest.approx(device.queue if waits else max(ends[-1], 0.002))
+        ends.append(device.queue)
+    timeline.wait()
+    assert device.host == device.queue
+    for step in timeline.drain()[1:]:
+        forward = 0.011 if waits else 0.010  # with the millisecond in which the device has nothing
+        assert (step.phases["forward"], step.phases["optimizer"]) == pytest.approx((forward, 0.005))
+        assert step.step_time_s == pytest.approx(forward + 0.005)
 
 
 @pytest.mark.gpu

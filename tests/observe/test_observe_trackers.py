@@ -133,7 +133,7 @@ class Stubborn:
         if 3 in self.steps:
             raise OSError("the disk is full")
 
-    def go_back(self, step):
+    def rewind(self, step):
         self.steps = [kept for kept in self.steps if kept <= step]
 
     def close(self, failed):
@@ -150,7 +150,7 @@ def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path,
     begin = time.monotonic()
     for step in (1, 3, 5):
         fed.write([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": None}])
-    fed.go_back(5)
+    fed.rewind(5)
     assert time.monotonic() - begin < 15, "it waited for the tracker"
     assert slow.steps == []
     slow.let_go.set()
@@ -159,7 +159,7 @@ def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path,
     assert steady.steps == [1, 2, 3, 4, 5]
     assert (slow.ended, steady.ended) == (None, True)
     said = capsys.readouterr().out
-    assert "warning: wandb gets no more numbers, metrics.jsonl goes on: OSError: the disk is full" in said
+    assert "warning: wandb gets no more numbers, metrics.jsonl continues: OSError: the disk is full" in said
 
 
 def test_times_and_values_of_a_flush():

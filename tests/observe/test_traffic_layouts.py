@@ -16,11 +16,11 @@ from layout_links import Moved, moved, page_table
 from places import HELPERS, ROOT
 from simcluster.cluster import Cluster
 
-from ezpz_llm.explain.diagnosis import account
+from ezpz_llm.explain.diagnosis import diagnose
 from ezpz_llm.observe.traffic import measured
 
 PROGRAM = HELPERS / "traffic_layout_ranks.py"
-PAGE = ROOT / "docs/traffic.md"
+PAGE = ROOT / "docs/evidence/traffic.md"
 RESULT = ROOT / "benchmarks/results/layout_links.json"
 RATES = ("1gbit", "200mbit")
 # Little to compute for what is sent, and buffers far above the bursts that a shaped link lets pass.
@@ -49,18 +49,17 @@ TP2 = {"all_gather (tp)": (1, 131_072), "all_reduce (tp)": (10, 10 * ACTIVATIONS
 PP2 = {"all_reduce (pp)": (1, TABLE)}
 
 
-def piped(axes: str) -> dict[str, tuple[int, int]]:
-    """What goes to the next stage and back."""
-    return {f"{way} ({axes})": (1, 8 * ACTIVATIONS) for way in ("recv", "send")}
+PIPED = {f"{way} (pp)": (1, 8 * ACTIVATIONS) for way in ("recv", "send")}
+"""What goes to the next stage and back."""
 
 
 ISSUED = {(name, nodes): {tuple(range(nodes)): kinds} for nodes in (2, 4) for name, kinds in FLAT_ONES.items()} | {
     ("tp2", 2): {(0, 1): TP2},
     # Half of the weights.
     ("tp2", 4): {(0, 1, 2, 3): {**TP2, "all_reduce (dp)": (1, 259_328)}},
-    ("pp2", 2): {(0, 1): {**PP2, **piped("pp"), "scalars": (2, 8)}},
-    # A stage's parameters, divided under ZeRO-1. Stages send within the group of all ranks.
-    ("pp2", 4): {ranks: {**PP2, **piped("pp dp"), "scalars": (4, 16), "all_gather (dp)": (2, size),
+    ("pp2", 2): {(0, 1): {**PP2, **PIPED, "scalars": (2, 8)}},
+    # A stage's parameters, divided under ZeRO-1.
+    ("pp2", 4): {ranks: {**PP2, **PIPED, "scalars": (4, 16), "all_gather (dp)": (2, size),
                          "all_reduce (dp)": (buckets, size)}
                  for ranks, buckets, size in (((0, 1), 4, 298_240), ((2, 3), 5, 282_368))},
 }
@@ -84,7 +83,7 @@ def test_a_slow_link_is_named_first(links, tmp_path):
         on_nodes(links, tmp_path / "slow", ["ddp"], nodes=3, port=29400, timeout=150)
     finally:
         links.shape(None)
-    first = account(tmp_path / "slow" / "ddp").causes[0]
+    first = diagnose(tmp_path / "slow" / "ddp").causes[0]
     assert first.kind == "slow_link", first
     assert first.what.startswith("n2 "), first
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,32 +14,15 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_browser
+from made_up_runs import make_run
 from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.report.__main__ import main, report_text
-from ezpz_llm.report.document import Axis, Series, chart, report_page
+from ezpz_llm.report.chart import Axis, Series, chart
+from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import differences, load_runs, verdict
-from ezpz_llm.rundir import RunDir, append_line, write_json
-
-PHASES = {"data_s": 0.01, "forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.009, "other_s": 0.001}
-
-
-def make_run(folder: Path, lines=range(1, 101), tokens=2048, *, planned=100, lr=0.004, **record) -> Path:
-    """A run directory with the members that the trainer writes."""
-    run_dir = RunDir(folder).create()
-    for step in lines:
-        append_line(run_dir.metrics, {
-            "step": step, "loss": 5 - 0.02 * step + lr, "lr": lr, "grad_norm": 1 + 1 / step, "step_time_s": 0.1,
-            "tokens_per_second": tokens / 0.1, "tokens_per_second_per_device": tokens / 0.2, **PHASES,
-            **({"val_loss": 5.1 - 0.02 * step, "val_tokens": 64} if step % 50 == 0 else {})})
-    write_json(run_dir.record, {
-        "config": {"model": "tiny-gpt2", "steps": planned, "lr": lr, "min_lr": lr / 10, "log_every": 10},
-        "sources": {"model": "default", "steps": "default", "lr": "command line", "min_lr": "a tenth of lr"},
-        "environment": {"world_size": 2, "versions": {"torch": "2.13.0"}, "device": {"type": "cpu"}},
-        "precision": "fp32", "launch": {"typed": ["launch", "-n", "2"], "started": 1000.0}, **record})
-    return folder
+from ezpz_llm.rundir import RunDir, write_json
 
 
 def test_a_finished_run_in_numbers(tmp_path):
@@ -80,7 +64,7 @@ def test_resumed_with_another_batch_cut_short_and_not_a_number(tmp_path):
     assert run.tokens[0] == 11 * 2048, "steps before the first line count"
     assert run.tokens[-1] == 20 * 2048 + 12 * 4096
     said = " ".join(run.notes)
-    for part in ("begin at step 11: it goes on from runs/first",
+    for part in ("begin at step 11: it continues runs/first",
                  "from step 21 on a step has 4,096 tokens, before 2,048", "1 steps between",
                  "not a number at 1 step(s), first at step 31"):
         assert part in said
@@ -181,6 +165,14 @@ def test_the_page_is_well_formed_whatever_a_run_is_called(tmp_path):
     assert "<script>alert" not in page
 
 
+def test_characters_that_nobody_sees_stand_as_their_escapes(tmp_path):
+    """Half a pair of surrogates could not even be written."""
+    run = make_run(tmp_path / "a", range(1, 5), config={"model": "left\u202etfel \ud800 \x1b[31mred"})
+    page = report_page(load_runs([run]))
+    assert r"left\u202etfel \ud800 red" in page
+    assert page.encode()
+
+
 def test_a_page_runs_its_own_script_alone(tmp_path):
     page = report_page(load_runs([make_run(tmp_path / "a", range(1, 5))]))
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
@@ -205,15 +197,6 @@ def test_a_chart_has_gaps_long_series_and_logarithms():
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.02)
     assert "Nothing to draw" in chart("t", Axis("x"), Axis("y"), [Series("none", [1], [None], 0)])
     assert "d3" in chart("t", Axis("x"), Axis("y"), [Series("many", [1], [1], 11), Series("b", [1], [2], 3)])
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if (program := find_browser()) is None:
-        pytest.skip("no browser is installed (chromium)")
-    found = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield found
-    found.close()
 
 
 CONTRAST = """(() => {
@@ -278,3 +261,17 @@ def test_the_page_in_a_real_browser(browser, tmp_path):
     assert browser.evaluate("document.querySelector('.plot path.line').getBoundingClientRect().height") > 100
     browser.evaluate("document.querySelector('label[for=loss2]').click()")
     assert browser.evaluate(visible) == [False, False, True, False], "charts and views do without scripts"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
+def test_figures_of_runs_for_a_paper(tmp_path, capsys):
+    runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", range(1, 41), lr=0.3))]
+    assert main([*runs, "--figures", str(tmp_path / "figures")]) == 0
+    written = [str(tmp_path / "figures" / f"curves.{form}") for form in ("pdf", "svg", "png")]
+    assert "figures: " + ", ".join(written) in capsys.readouterr().out
+    assert Path(written[0]).read_bytes().startswith(b"%PDF")
+    assert b"/Type3" not in Path(written[0]).read_bytes()
+    assert Path(written[2]).read_bytes()[16:20] == int(6.9 * 300).to_bytes(4, "big")  # width in a PNG's header
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        main([*runs, "--figures", str(tmp_path / "file")])

@@ -115,7 +115,7 @@ def test_what_can_only_be_done_now_is_told_once(said: list[str]) -> None:
 
     for _ in range(3):
         side.attempt("the trace", fail)
-    assert said == ["warning: the trace could not be written: RuntimeError: no trace; training goes on"]
+    assert said == ["warning: the trace could not be written: RuntimeError: no trace; training continues"]
     assert side.close() == ["the trace could not be written: RuntimeError: no trace"]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as xml
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +22,11 @@ from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.rundir import RunDir, write_json
+from ezpz_llm.scale import main as scale_main
 from ezpz_llm.scaling.compare import compare, comparison_notes
 from ezpz_llm.scaling.findings import find
-from ezpz_llm.scaling.reporting import findings_page, findings_text, report_main
+from ezpz_llm.scaling.paper import write_paper
+from ezpz_llm.scaling.reporting import as_record, findings_page, findings_text, report_main
 from ezpz_llm.scaling.study import Point, Study, add_repeat
 
 SIZES = (1, 2, 4)
@@ -47,7 +51,8 @@ def make_study(folder: Path, *, slower: float = 1.0, layouts=("ddp", "zero3"), m
         made += study(lambda *at, law=law: slower * law(*at), rng, modes=modes, sizes=sizes, ds_config=name)
     made[-1] = replace(made[-1], error="rank 1 was killed (code 137)", step_times_s=(), tokens_per_second=None)
     points = {one.point: Point(one.point, one.mode, one.ds_config, one.nodes, one.ranks, one.global_batch,
-                               one.micro_batch, one.accumulation, (), ("python3",)) for one in made}
+                               one.micro_batch, one.accumulation, (), ("python3", "-m", "ezpz_llm.train"))
+              for one in made}
     Study("scaling", "both", "nodes", 3, 0, ("ezpz-llm", "scale", "--nodes", "1,2,4"), str(folder), None, None,
           tuple(points.values()), ("a note of the study",)).write(folder)
     for one in made[1:]:
@@ -193,6 +198,17 @@ def test_the_page_is_whole_and_loads_nothing(folder):
         assert part in page, part
 
 
+def test_sizes_are_ticks_of_a_log_axis_beside_the_ideal_and_the_environment_is_folded(folder):
+    page = findings_page(find(folder))
+    chart = page[page.index("Efficiency, weak scaling"):]
+    assert re.search(r'data-x="1 \S+ log"', chart)
+    ticks = re.search(r'<div class="ticks x">(.*?)</div>', chart)[1]
+    assert re.findall(r"left:([\d.]+)%", ticks)[0] == "0.00"
+    assert re.findall(r">([^<>]+)</span>", ticks) == ["1", "2", "4"]
+    assert 'data-name="ideal"' in chart
+    assert re.search(r"<details><summary>Environment of all points</summary>", page)
+
+
 @pytest.mark.timeout(180)
 def test_the_page_in_a_real_browser(folder, tmp_path):
     if (program := find_browser()) is None:
@@ -220,3 +236,54 @@ def test_the_page_in_a_real_browser(folder, tmp_path):
     finally:
         shown.close()
         shutil.rmtree(tmp_path / "profile", ignore_errors=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
+def test_a_paper_gets_figure_table_and_paragraph(folder, tmp_path):
+    assert scale_main(["paper", str(folder), "--out", str(tmp_path / "a"), "--width", "3.35"]) == 0
+    places = {f"scaling-{mode}.{form}" for mode in ("weak", "strong") for form in ("pdf", "svg", "png", "tex")}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {*places, "paragraph.tex"}
+    drawing = xml.parse(tmp_path / "a" / "scaling-weak.svg").getroot()
+    assert float(drawing.get("width").removesuffix("pt")) == pytest.approx(3.35 * 72)
+    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}use"))) > 6  # a marker for each point
+    assert (tmp_path / "a" / "scaling-weak.pdf").read_bytes().startswith(b"%PDF")
+    assert b"/Type3" not in (tmp_path / "a" / "scaling-weak.pdf").read_bytes()
+
+    findings = find(folder)
+    rows = {row["point"]: row for row in as_record(findings)["points"]}
+    table = (tmp_path / "a" / "scaling-strong.tex").read_text()
+    lines = [line for line in table.splitlines() if "% points/" in line]
+    assert len(lines) == 6
+    for line in lines:
+        cells, name = line.split(r" \\ % points/")
+        ds_config, size, ranks, step, speed, efficiency, mfu = cells.split(" & ")
+        row = rows[name]
+        assert (ds_config, int(size), int(ranks)) == (row["ds_config"], row["nodes"], row["ranks"])
+        assert float(step) == pytest.approx(1e3 * row["step_time_s"], abs=0.06)
+        assert int(speed.replace(",", "")) == round(row["tokens_per_second"])
+        assert efficiency == ("baseline" if row["nodes"] == 1 else f"{100 * row['efficiency']:.1f} "
+                              f"[{100 * row['efficiency_low']:.1f}, {100 * row['efficiency_high']:.1f}]")
+        assert mfu == "41.0"
+    said = (tmp_path / "a" / "paragraph.tex").read_text()
+    assert "We measured strong scaling of layout zero3 on 1, 2, 4 nodes" in said
+    assert f"{100 * rows['weak-ddp-n4-r4']['efficiency']:.1f} [" in said
+    assert r"\%" in said
+    assert not [one for one in said.splitlines() if re.search(r"(?<!\\)%", one) and not one.startswith("% ")]
+
+    again = write_paper(findings, tmp_path / "b", 3.35)
+    assert all(path.read_bytes() == (tmp_path / "a" / path.name).read_bytes() for path in again)
+
+
+def test_a_study_without_a_curve_has_no_figure(tmp_path):
+    folder = make_study(tmp_path / "one", sizes=(1,))
+    with pytest.raises(UserError, match="no two sizes of one layout"):
+        scale_main(["paper", str(folder)])
+    assert not (folder / "paper").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="a figure takes matplotlib") as caught:
+        write_paper(find(folder), tmp_path / "a")
+    assert "pip install 'ezpz_llm[figures]'" in str(caught.value)
+    assert not (tmp_path / "a").exists()

@@ -72,7 +72,9 @@ def test_options_on_a_command_line_are_read_and_left_out() -> None:
     (f"--nodes 1,2 --target 80 -- {PLAIN}", "0.8"),
     (f"--node 1,2 -- {PLAIN}", "--nodes"),
     ("--nodes 1,2", "no command to study"),
-    ("--nodes 1,2 -- python3 train.py", "a study runs ezpz_llm.train"),
+    ("--nodes 1,2 --model gpt2-124m -- python3 train.py", "--model in a study of a script of your own"),
+    ("--nodes 1,2 --mode both -- launch python3 train.py", "a script of your own says itself what a rank takes"),
+    ("--nodes 2 --what layouts -- ./train", "a script of your own has one layout"),
     ("--nodes 1,2 -- launch python3 -m ezpz_llm.test_dist", "a study runs ezpz_llm.train"),
     (f"--nodes 1,2 -- launch -n 4 {PLAIN}", "launch -n"),
     (f"--nodes 1,2 -- launch --nodes 4 {PLAIN}", "launch --nodes"),
@@ -115,6 +117,31 @@ def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> No
         typed = ("--eval-tokens",)
         assert all(value_of(one.command, name) == value for name, value in MEASURING.items() if name not in typed)
         assert value_of(one.command, "--eval-tokens") == "512"
+
+
+def test_a_script_of_ones_own_has_one_point_a_size(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--ranks 2,1", "python3", "my_net.py", "--lr", "1")
+    assert batches(found) == {"weak-my_net-r1": (1, 1, 1), "weak-my_net-r2": (2, 1, 1)}
+    assert {one.command for one in found.points} == {("python3", "my_net.py", "--lr", "1")}
+    assert "one sequence" in found.notes[0]
+
+
+@pytest.mark.parametrize(("lines", "error"), [
+    ([{"tokens_per_second": 2560.0}] * 12, None),
+    ([{}] * 12, "its steps have no tokens, or samples: ezpz_llm.record("),
+    ([], "0 steady steps are too few to measure: ezpz_llm.record(")])
+def test_what_a_script_takes_is_in_its_own_lines(lines: list[dict], error: str | None, tmp_path: Path) -> None:
+    own = point("weak-mine-n1", ranks=4, command=("python3", "mine.py"))
+    run_dir = RunDir(run_dir_of(tmp_path, own, 0).path).create()
+    update_record(run_dir, exit={"code": 0, "cause": ""}, environment={"device": {"type": "cpu"}},
+                  launch={"hosts": ["a"], "ranks_per_host": [4]})
+    for step, line in enumerate(lines, 1):
+        append_line(run_dir.metrics, {"step": step, "step_time_s": 0.1, "loss": 5 - step / 10, **line})
+    found = measure(tmp_path, own, 0)
+    if error is None:
+        assert (found.error, found.global_batch, found.block_size, found.tokens_per_second) == (None, 4, 64, 2560)
+    else:
+        assert error in found.error
 
 
 def test_a_point_that_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from launch_runs import left_over, record
+from places import ROOT
 from scale_runs import TRAIN, scale, start
 
 from ezpz_llm.rundir import RunDir, read_lines
@@ -118,6 +121,24 @@ def test_a_repeat_is_what_its_run_directory_says(study) -> None:
         assert run["environment"]["threads"] == 1
     assert "Weak scaling, ddp" in ended
     assert (folder / "report.html").exists()
+
+
+@pytest.mark.full
+def test_a_script_of_ones_own_is_studied(tmp_path: Path) -> None:
+    """The ten lines of the library's page: 4 samples of a rank in each of 50 steps."""
+    page = (ROOT / "docs/use/library.md").read_text()
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
+    words = ("--ranks", "1,2", "--repeats", "1", "--study", "s", "--", sys.executable, "mine.py")
+    code, said = scale(tmp_path, *words)
+    assert code == 0, said
+    found = read_repeats(tmp_path / "s")
+    assert sorted((one.point, one.step_tokens) for one in found) == [("weak-mine-r1", 4), ("weak-mine-r2", 8)]
+    for one in found:
+        rows = [row["step_time_s"] for row in read_lines(RunDir(tmp_path / "s" / one.run_dir).metrics)]
+        assert list(one.step_times_s) == rows[-1 - len(one.step_times_s):-1]
+        assert one.last_loss < one.first_loss
+    assert "Weak scaling, mine" in said
+    assert (tmp_path / "s/report.html").exists()
 
 
 @pytest.mark.full

@@ -1,5 +1,5 @@
-"""Which torch a set-up takes: one that is there, by the version that pip knows, or which build of pip's offers; and
-how far pip is with it."""
+"""Choice of torch in a set-up: one that is there, by the version that pip knows, or a build that pip offers; and
+the progress of its download."""
 
 from __future__ import annotations
 

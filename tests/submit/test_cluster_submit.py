@@ -68,7 +68,7 @@ def test_a_requeued_training_goes_on_where_it_stopped(cluster: Cluster, tmp_path
     assert record(run_dir).get("steps", 0) < 300
     until(lambda: record(run_dir).get("steps") == 300 and not slurm_jobs(cluster))
     output = (run_dir / f"logs/job-{job}.log").read_text()
-    assert len(re.findall(r"^scheduler  slurm job", output, re.MULTILINE)) == 2, output
+    assert len(re.findall(r"^launch +2 ranks on 2 nodes .* in slurm job", output, re.MULTILINE)) == 2, output
     resumed = int(re.search(r"resuming after step (\d+)", output)[1])
     assert 10 <= resumed < 300
     final = record(run_dir)
@@ -127,7 +127,7 @@ def test_the_slurm_template_by_hand(cluster: Cluster, tmp_path: Path) -> None:
     script = by_hand("slurm.sh", tmp_path)
     assert cluster.batch(script, cwd=tmp_path) == ["COMPLETED"]
     [job] = [path.name for path in (tmp_path / "runs").iterdir()]
-    assert "launcher   srun" in (tmp_path / f"ezpz_llm-{job}.log").read_text()
+    assert "started by srun" in (tmp_path / f"ezpz_llm-{job}.log").read_text()
     assert record(tmp_path / "runs" / job)["exit"]["code"] == 0
     assert sorted(path.name for path in (tmp_path / "runs" / job / "logs").glob("rank*")) == ["rank0000.log",
                                                                                             "rank0001.log"]

@@ -10,18 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from golden import check_golden
 from launch_runs import clean_env, scheduler
-from places import TESTS
+from places import ROOT
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.schedulers import pbs, slurm
 from ezpz_llm.launch.schedulers.scheduler import Request, clock, clock_with_days
+from ezpz_llm.launch.sites import find_site, site_files
 from ezpz_llm.rundir import RunDir, update_record
 from ezpz_llm.submit.options import parse, read_duration
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, outside_a_job, request_lines
 from ezpz_llm.submit.state import find_state
 
-GOLDEN = TESTS / "golden"
 ODD_WORDS = ["a b", "it's", 'say "hi"', "$(touch made)", "`touch made`", "a;b", "*", "", "#x", "\\", "$HOME",
              "--x=a b", "line\n#SBATCH --account=other", "ä", "${x}", "!y", "~", "-n"]
 
@@ -240,6 +241,33 @@ def test_a_refusal_is_shown_as_it_is_with_a_hint(script: str, code: int, message
     assert [run.name.partition("-")[0] for run in (tmp_path / "runs").iterdir()] == left
 
 
+@pytest.mark.parametrize(("name", "program", "answer", "watch", "cancel"), [
+    ("slurm", "sbatch", "7", "squeue -j 7", "scancel 7"),
+    ("pbs", "qsub", "7.login", "qstat 7.login", "qdel 7.login"),
+    ("flux", "flux", "ƒ2bXr", "flux jobs ƒ2bXr", "flux cancel ƒ2bXr"),
+    ("lsf", "bsub", "Job <7> is submitted to default queue <normal>.", "bjobs 7", "bkill 7"),
+])
+def test_what_is_queued_when_a_chain_breaks_is_told_with_how_to_cancel_it(
+        tmp_path: Path, name: str, program: str, answer: str, watch: str, cancel: str) -> None:
+    once = f'[[ $(wc -l < $(dirname $0)/calls) == 1 ]] || {{ echo "no more jobs" >&2; exit 1; }}; echo "{answer}"'
+    path = scheduler(tmp_path / "bin", program, once)
+    done = submit(tmp_path, *JOB, "--scheduler", name, "--chain", "2", "--", "launch", "hostname", path=path)
+    assert done.returncode == 1
+    assert "no more jobs" in done.stderr
+    assert "refused the job with code 1 (job 2 of the chain; the earlier ones are queued)" in done.stderr
+    assert f"\nwatch      {watch}\ncancel     {cancel}\n" in done.stdout
+    row = f"| `{name}` | `{watch.rpartition(' ')[0]} ID` | `{cancel.rpartition(' ')[0]} ID` |"
+    assert row in (ROOT / "docs" / "reference" / "submit.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["sge", "oar", "cobalt", "pjm"])
+def test_a_scheduler_without_job_scripts_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    done = submit(tmp_path, *JOB, "--scheduler", name, "--", "launch", "hostname", path=tmp_path)
+    assert done.returncode == 2
+    assert name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_refusal_leaves_a_named_run_directory_as_it_was(tmp_path: Path) -> None:
     path = scheduler(tmp_path / "bin", "sbatch", "exit 1")
     (tmp_path / "r").mkdir()
@@ -278,23 +306,21 @@ def test_one_run_directory_and_one_site_are_named_once(tmp_path: Path) -> None:
     assert (done.returncode, "--nodes 3" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("site", ["polaris", "aurora", "sunspot", "frontier", "perlmutter", "generic"])
+@pytest.mark.parametrize("site", sorted(site_files()))
 def test_the_script_of_each_site(site: str, tmp_path: Path) -> None:
-    """Golden scripts; EZPZ_LLM_WRITE_GOLDEN=1 writes them anew."""
+    """Golden scripts. What each asks for is as in the scripts that the
+    site's documentation prints: links are in its file, under `[sources]` or beside its values."""
     path = scheduler(tmp_path / "bin", "sbatch", "echo 7")
+    queue = find_site(site, {}).job.queue or "debug"
     done = submit(tmp_path, "--site", site, "--nodes", "4", "--time", "1:00:00", "--account", "proj", "--queue",
-                  "debug", "--run-dir", "runs/a", "--dry-run", "--", "launch", "python3", "-m", "ezpz_llm.train",
+                  queue, "--run-dir", "runs/a", "--dry-run", "--", "launch", "python3", "-m", "ezpz_llm.train",
                   "--ds-config", "zero3", path=path, bare=True, EZPZ_LLM_CACHE="/home/user/cache")
     assert done.returncode == 0, done.stderr
     found = done.stdout.replace(str(tmp_path), "/home/user/work").replace(sys.prefix, "/home/user/env")
     path_line = "export PATH=(as submitted):$PATH\n"
     lines = found.splitlines(keepends=True)
     found = "".join(path_line if "/home/user/work/bin:" in line else line for line in lines)
-    golden = GOLDEN / f"submit_{site}.sh"
-    if os.environ.get("EZPZ_LLM_WRITE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text(found)
-    assert found == golden.read_text()
+    check_golden(f"submit_{site}.sh", found)
 
 
 @pytest.mark.parametrize("name", ["pbs.sh", "slurm.sh"])

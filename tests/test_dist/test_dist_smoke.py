@@ -232,7 +232,7 @@ def test_a_loss_that_does_not_fall_fails_the_run(tmp_path):
     (["--batch", "0"], "a micro batch of 0 sequences"),
     (["--seed", "-1"], "seed -1 is out of range"),
     (["--device", "gpu"], "invalid choice: 'gpu'"),
-    (["--step", "30"], "unrecognized arguments: --step"),
+    (["--step", "30"], "did you mean --steps"),
 ])
 def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
     done = launch(tmp_path, "-n", "2", sys.executable, *COMMAND, *options, timeout=120)

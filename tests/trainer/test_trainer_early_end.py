@@ -14,6 +14,7 @@ import pytest
 from launch_runs import LONG
 
 from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.observe import WallClock
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
 
@@ -79,6 +80,20 @@ def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
     assert running.returncode == 0, out + err
     assert time.time() < ends_at - 5
     check_stopped(run_dir, out, "the reservation ends at")
+
+
+def test_a_clock_that_is_set_makes_no_reservation_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {"EZPZ_LLM_ENDS_AT": f"{real() + 3600:.0f}"})
+    clock = WallClock()
+    clock.passed("one part")
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    assert early_end.agreed(1) == Agreed(None, busy=False)
+    clock.passed("the next")
+    assert 0 <= clock.marks[1][1] - clock.marks[0][1] < 60
+    monkeypatch.setattr(early_end, "_ask_after", 0)
+    monkeypatch.setattr(early_end, "_over_at", time.monotonic() + 10)
+    assert early_end.agreed(2).ends.startswith("the reservation ends at")
 
 
 def test_a_resumed_run_asks_again_soon_after_its_first_step() -> None:

@@ -1,4 +1,4 @@
-"""Where a training run's values come from, and how a mistyped one is answered."""
+"""Sources of a training run's values, and the message for a mistyped one."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def test_old_names_of_options_and_settings_are_read_with_a_note(tmp_path):
 
 def test_help_has_each_option_once_in_the_sections_of_the_configuration():
     text = build_parser().format_help()
-    assert re.findall(r"^([a-z].*):$", text, re.MULTILINE) == ["options", *SECTIONS.values()]
+    assert re.findall(r"^([a-z].*):$", text, re.MULTILINE) == ["options", *SECTIONS.values(), "examples"]
     shown = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", text, re.MULTILINE)
     assert [option for option in shown if option in map(option_of, FIELDS)] == [*map(option_of, FIELDS)]
-    assert len(shown) == len(set(shown)) == len(FIELDS) + 7
+    assert len(shown) == len(set(shown)) == len(FIELDS) + 9
 
 
 def test_options_import_no_torch():
@@ -174,6 +174,36 @@ def test_compile_without_a_compiler_is_refused_before_the_start(device, there, f
             check_run(options, 1)
         assert "compile (command line)" in str(raised.value)
     check_run(parse(["--device", device, "--corpus", __file__]), 1)
+
+
+@pytest.mark.parametrize(("words", "device", "compiles", "why"), [
+    ("--ds-config ddp", "cuda", True, "follows from device cuda and layout ddp"),
+    ("--ds-config zero1 --precision bf16", "cuda", True, "follows from device cuda and layout zero1"),
+    ("--ds-config tp2", "cuda", True, "follows from device cuda and layout tp2"),
+    ("--ds-config pp2", "cuda", True, "follows from device cuda and layout pp2"),
+    ("--ds-config ddp", "cpu", False, "follows from device cpu"),
+    ("--ds-config ddp", "xpu", False, "follows from device xpu"),
+    ("--ds-config ddp", None, False, "follows from the device, not known yet"),
+    ("--ds-config zero3", "cuda", False, "follows from layout zero3: ZeRO stage 3's hooks break"),
+    ("--ds-config sp2", "cuda", False, "follows from layout sp2: a sequence-parallel exchange"),
+    ("--ds-config tp2 --dropout 0.1", "cuda", False, "follows from layout tp2: dropout of sharded heads"),
+    ("--ds-config ddp --compile false", "cuda", False, "command line"),
+    ("--ds-config sp2 --compile true", "cpu", True, "command line"),
+])
+def test_compile_is_the_default_where_device_and_layout_allow_it(words, device, compiles, why):
+    plan = plan_run(parse(words.split()), 2, device=device)
+    assert plan.config.compile is compiles
+    assert str(plan.sources["compile"]).startswith(why)
+
+
+@pytest.mark.parametrize(("words", "instead"), [
+    ("--ds-config zero3", "--ds-config fsdp2"), ("--ds-config tp2_zero3", "--compile false"),
+])
+def test_compiling_under_stage_3_is_refused(words, instead):
+    with pytest.raises(UserError, match="stage 3's hooks break") as raised:
+        plan_run(parse([*words.split(), "--compile", "true"]), 2)
+    assert raised.value.instead.startswith(instead)
+    assert raised.value.where == "compile (command line)"
 
 
 @pytest.mark.parametrize("words", [f"--{name.replace('_', '-')} {value}" for name, value in [

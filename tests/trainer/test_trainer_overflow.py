@@ -17,13 +17,13 @@ from ezpz_llm.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
          "--steps", "4", "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false",
-         "--ds-config", "ddp", "--device", "cpu", "--precision", "bf16"]
+         "--ds-config", "ddp", "--device", "cpu", "--precision", "bf16_autocast"]
 
 
 def train(folder, scale, monkeypatch):
     """Run in fp16 from a loss scale, on a CPU, where it is refused because a larger model would be slow."""
     def with_fp16(*args, **given):
-        return replace(resolve(*args, **given), precision="fp16", loss_scale=DynamicScale(start=scale))
+        return replace(resolve(*args, **given), precision="fp16_autocast", loss_scale=DynamicScale(start=scale))
 
     resolve = plan.resolve
     with monkeypatch.context() as patched:

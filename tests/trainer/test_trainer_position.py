@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ezpz_llm.trainer.position import Position, hash_samples
 

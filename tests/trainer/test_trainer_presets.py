@@ -45,7 +45,7 @@ def test_every_number_of_a_preset_for_any_number_of_ranks(preset, ranks):
     assert (config.warmup_steps, config.decay_steps, plan.model.block_size) == (warmup, decay, context)
     assert config.min_lr == pytest.approx(lr / 10)
     assert (config.beta1, config.beta2, config.eps, config.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
-    assert (plan.resolved.clip, plan.resolved.precision, config.seed) == (1.0, "bf16", 1337)
+    assert (plan.resolved.clip, plan.resolved.precision, config.seed) == (1.0, "bf16_autocast", 1337)
     assert (config.corpus, config.tokenizer, plan.model.dropout) == ("fineweb-edu", "gpt2", 0.0)
     assert config.eval_tokens == 10_485_760
     assert parameter_count(plan.model) == parameters

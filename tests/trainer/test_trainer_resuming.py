@@ -1,4 +1,4 @@
-"""What `--resume` comes to: a run goes on, begins anew or is complete, with its own settings."""
+"""Decisions of `--resume`: a run continues, begins anew or is complete, with its own settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
-from ezpz_llm.trainer.resume import find_beginning
+from ezpz_llm.trainer.resume import find_resume_point
 from ezpz_llm.trainer.run import run
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
@@ -89,7 +89,7 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     whole = tmp_path / "whole"
     assert train(*words, "--steps", "8", "--run-dir", whole)[0] == 0
     half = whole / "checkpoints" / "step-00000004"
-    code, out = train("--resume", half, "--run-dir", tmp_path / "on")
+    code, out = train("--resume", half, "--run-dir", tmp_path / "on", "--verbose")
     assert code == 0
     assert losses(tmp_path / "on") == losses(whole)[4:]
     assert f"run {whole} (its command line): n_layer 1, " in " ".join(out.split())
@@ -98,7 +98,7 @@ def test_a_run_is_resumed_with_its_own_settings(train, tmp_path):
     assert differing == {"global_batch"}, "what followed is a number now"
 
     def plan(*more: str, ranks: int = 2):
-        return plan_run(find_beginning(parse(["--resume", str(half), "--device", "cpu", *more])).options, ranks)
+        return plan_run(find_resume_point(parse(["--resume", str(half), "--device", "cpu", *more])).options, ranks)
 
     def batch(*more: str, ranks: int = 2) -> tuple[int, int, int]:
         found = plan(*more, ranks=ranks).resolved.batch
@@ -125,8 +125,8 @@ def test_runs_with_nothing_saved(train, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for wrong in ("empty", "missing"):
         with pytest.raises(UserError):
-            find_beginning(parse(["--resume", str(tmp_path / wrong)]))
-    assert "begins in a new directory" in find_beginning(parse(["--resume", "auto"])).notes[0]
+            find_resume_point(parse(["--resume", str(tmp_path / wrong)]))
+    assert "begins in a new directory" in find_resume_point(parse(["--resume", "auto"])).notes[0]
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""How a step's samples come to the device."""
+"""Samples of a step on their way to the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.trainer.loop import _to_device
+from ezpz_llm.trainer.device_copy import to_device
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.run import run
 
@@ -21,13 +21,15 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64"
 
 @pytest.mark.parametrize("pins", [False, True])
 def test_a_step_pins_its_samples_where_only_such_copies_go_on_beside_the_host(tmp_path, monkeypatch, pins):
-    """No device here copies from pinned memory: that each sample is pinned is seen from the call."""
-    pinned = []
+    """No device here copies from pinned memory: that each sample is pinned is seen from the call, and that memory
+    is kept for the stream that computes."""
+    pinned, kept = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(tuple(self.shape)) or self)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: kept.append(tuple(self.shape)))
     monkeypatch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], pins=pins))
     assert run(parse([*SMALL, "--run-dir", str(tmp_path / "run")])) == 0
     # Three steps of two micro batches, tokens and targets.
-    assert pinned == [(2, 32)] * 12 * pins
+    assert pinned == kept == [(2, 32)] * 12 * pins
 
 
 @pytest.mark.gpu
@@ -36,12 +38,12 @@ def test_the_host_does_not_wait_for_the_device_to_take_its_samples():
         pytest.skip("no CUDA device")
     device = torch.device("cuda")
     a, samples = torch.randn(8192, 8192, device=device), torch.arange(64 * 1024).view(64, 1024)
-    _to_device(samples, device)  # memory is pinned once, which waits
+    to_device([samples], device)  # memory is pinned once, which waits
     torch.cuda.synchronize()
     for _ in range(50):
         a @ a
     computed = torch.cuda.Event()
     computed.record()
-    moved = _to_device(samples, device)
+    (moved,) = to_device([samples], device)
     assert not computed.query()
-    assert torch.equal(moved.cpu(), samples)
+    assert torch.equal((moved + 0).cpu(), samples)  # what is given to the device now waits for the copy

@@ -1,4 +1,4 @@
-"""What a run checks of itself, each with the fault planted."""
+"""Self-checks of a run, each with its fault injected."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.engine import gradients, torch_engine
-from ezpz_llm.engine.precision import autocast_forward
+from ezpz_llm.engine import build, gradients
+from ezpz_llm.engine.precision import autocast_forward, parameter_dtype
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import Pass, activation_bytes, block_bytes
 from ezpz_llm.model.compile import recompute_blocks
@@ -18,8 +18,7 @@ from ezpz_llm.model.gpt import GPT, MLP
 from ezpz_llm.model.init import decay_counts, decay_groups, init_weights
 from ezpz_llm.model.loss import configure_head
 from ezpz_llm.rundir import RunDir, read_lines, read_record
-from ezpz_llm.trainer import run as run_module
-from ezpz_llm.trainer import selfcheck
+from ezpz_llm.trainer import run as run_module, selfcheck
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
 from ezpz_llm.trainer.run import run
@@ -31,7 +30,7 @@ SMALL = ["--n-layer", "2", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "64"
 
 
 def train(folder, *options: str) -> int:
-    return run(parse([*SMALL, *options, "--run-dir", str(folder)]))
+    return run(parse([*SMALL, *options, "--verbose", "--run-dir", str(folder)]))
 
 
 @pytest.mark.full
@@ -58,13 +57,13 @@ def test_a_model_that_does_not_learn_fails_the_run(tmp_path, capsys):
 
 def test_an_optimizer_of_other_parameters_ends_the_run(tmp_path, monkeypatch):
     """Made before the model was copied, as a wrapper may copy it: it would leave the loss where it was."""
-    make = torch_engine.make_optimizer
+    make = build.make_optimizer
 
-    def stale(groups, adam, name):
+    def stale(groups, adam, name, fused):
         return make([{**group, "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]}
-                     for group in groups], adam, name)
+                     for group in groups], adam, name, fused)
 
-    monkeypatch.setattr(torch_engine, "make_optimizer", stale)
+    monkeypatch.setattr(build, "make_optimizer", stale)
     with pytest.raises(UserError, match="does not hold all of the model's parameters"):
         train(tmp_path / "run", "--steps", "2")
 
@@ -139,12 +138,13 @@ def test_the_band_of_a_first_loss(name, good, bad):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-@pytest.mark.parametrize(("precision", "recompute", "chunk"), [("fp32", 0, 0), ("fp32", 2, 64), ("bf16", 0, 64),
-                                                               ("bf16", 1, 0)])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize(("precision", "recompute", "chunk"), [
+    ("fp32", 0, 0), ("fp32", 2, 64), ("bf16_autocast", 0, 64), ("bf16_autocast", 1, 0),
+    ("bf16", 0, 64), ("bf16", 1, 0), ("bf16", 0, 0)])
 def test_activations_by_arithmetic_are_what_autograd_keeps(shape, precision, recompute, chunk):
     config = get_model_config(f"tiny-{shape}", n_layer=4)
-    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision == "bf16")
+    work = Pass(2, 1, precision, recompute, 0, chunk, cpu=True, blockwise=precision != "fp32")
     tokens, e = 2 * config.block_size, 4 if precision == "fp32" else 2
     passing = tokens * 4 * config.padded_vocab_size if not chunk else chunk * config.padded_vocab_size * (4 + e)
     if recompute:
@@ -160,6 +160,7 @@ def kept(config, precision: str, recompute: int, chunk: int) -> int:
     recompute_blocks(model, recompute)
     configure_head(model, chunk)
     autocast_forward(model, torch.device("cpu"), precision)
+    model.to(parameter_dtype(precision))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
 

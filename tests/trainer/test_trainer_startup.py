@@ -25,7 +25,7 @@ def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
     words = [sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"), sys.executable,
              "-m", "ezpz_llm.train", "--ds-config", "ddp", "--corpus", str(text), "--n-layer", "1", "--block-size",
              "32", "--steps", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "-1",
-             "--profile", "false", "--device", "cpu", "--compile", "true"]
+             "--profile", "false", "--device", "cpu", "--compile", "true", "--verbose"]
     began = time.time()
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     took = time.time() - began

@@ -16,7 +16,7 @@ from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
 from ezpz_llm.engine.precision import rounds_products, set_products
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.model.attention import check_attention, use_attention
+from ezpz_llm.model.attention import Surroundings, best_attention, check_attention, surroundings, use_attention
 from ezpz_llm.model.attention_kernels import attention_kernel
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
@@ -122,13 +122,38 @@ def test_tf32_rounds_where_the_device_has_it() -> None:
 
 
 @pytest.mark.parametrize(("device", "precision", "dropout", "found"), [
-    ("cpu", "bf16", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"), ("cuda", "tf32", 0.0, "not in tf32"),
-    ("cuda", "bf16", 0.1, "no dropout"), ("cuda", "bf16", 0.0, "not installed")])
+    ("cpu", "bf16_autocast", 0.0, "not on cpu"), ("cuda", "fp32", 0.0, "not in fp32"),
+    ("cuda", "tf32", 0.0, "not in tf32"),
+    ("cuda", "bf16_autocast", 0.1, "no dropout"), ("cuda", "bf16_autocast", 0.0, "not installed")])
 def test_flash_attention_3_is_refused_with_the_reason(monkeypatch, device, precision, dropout, found) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=found):
         check_attention("flash3", device, precision, dropout)
     check_attention("auto", device, precision, dropout)
+
+
+HOPPER = Surroundings((9, 0), can_activate=True, installed=True)
+GPT2, LLAMA = {"context": 1024, "head_dim": 64}, {"context": 8192, "head_dim": 128}
+
+
+@pytest.mark.parametrize(("there", "shape", "half", "dropout", "best"), [
+    (HOPPER, GPT2, True, 0.0, "flash3"), (HOPPER, LLAMA, True, 0.0, "flash3"),
+    (HOPPER, LLAMA, False, 0.0, "auto"), (HOPPER, LLAMA, True, 0.1, "auto"),
+    (HOPPER, {"context": 256, "head_dim": 64}, True, 0.0, "auto"),
+    (HOPPER, {"context": 2048, "head_dim": 60}, True, 0.0, "auto"),
+    (HOPPER, {"context": 2048, "head_dim": 288}, True, 0.0, "auto"),
+    (Surroundings((9, 0), can_activate=True, installed=False), LLAMA, True, 0.0, "auto"),
+    (Surroundings((9, 0), can_activate=False, installed=True), LLAMA, True, 0.0, "auto"),  # an older torch
+    (Surroundings((8, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
+    (Surroundings((10, 0), can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),
+    (Surroundings(None, can_activate=True, installed=True), LLAMA, True, 0.0, "auto"),  # AMD, Intel, a CPU
+])
+def test_the_best_kernel_is_taken_where_nobody_asks_for_one(there, shape, half, dropout, best) -> None:
+    assert best_attention(there, half=half, dropout=dropout, **shape) == best
+
+
+def test_a_cpu_has_no_other_kernel_than_torchs() -> None:
+    assert surroundings(CPU).capability is None
 
 
 def test_flash_attention_3_needs_its_device() -> None:

@@ -297,6 +297,7 @@ def _difference(name: str, values: Mapping[str, str]) -> str:
     usual = Counter(values.values()).most_common(1)[0][0]
 
     def change(value: str) -> str:
+        """What one list of folders has more or less than the usual one."""
         more = [part for part in _parts(value) if part not in _parts(usual)]
         less = [part for part in _parts(usual) if part not in _parts(value)]
         words = ([f"more: {' '.join(more)}"] if more else []) + ([f"lacks {' '.join(less)}"] if less else [])

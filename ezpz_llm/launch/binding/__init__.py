@@ -1,1 +1,1 @@
-"""Which cores and which device each rank of a host gets."""
+"""Binding of a host's ranks to cores and devices."""

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ezpz_llm.base import apportioned
 from ezpz_llm.launch.binding.topology import Core, Domain, Topology
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.sites import Site
 
 COUNTING = ("srun", "pals")
 """Launchers that place a number of cores a rank by themselves."""
-WITHOUT_OPTION = ("direct", "torchrun")
-"""Launchers without any option for cores: there the rank shim binds."""
+WITHOUT_OPTION = ("direct", "torchrun", "jsrun")
+"""Launchers without any option for cores, or none that names them: there the rank shim binds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class BindingInputs:
     Args:
         ranks: on the host with most of them.
         hosts: how many hosts get ranks.
-        launcher: "srun", "pals", "mpiexec", "torchrun", "direct".
+        launcher: "srun", "flux", "jsrun", "pals", "mpiexec", "torchrun", "direct".
         topology: of the hosts; None where it is not known.
         allotted: CPUs of a host that the scheduler gave, None where it does not say.
         devices: the accelerator of each local rank.
@@ -267,19 +268,9 @@ def _evenly(topology: Topology, ranks: int) -> tuple[tuple[Core, ...], ...]:
     if ranks <= len(sockets):
         parts = [sockets[len(sockets) * rank // ranks:len(sockets) * (rank + 1) // ranks] for rank in range(ranks)]
         return tuple(_joined([domain for socket in part for domain in socket]) for part in parts)
-    shares = _shares([len(_joined(socket)) for socket in sockets], ranks)
+    shares = apportioned([len(_joined(socket)) for socket in sockets], ranks)
     return tuple(cores for socket, share in zip(sockets, shares, strict=True) if share
                  for cores in _on_one_socket(socket, share))
-
-
-def _shares(sizes: Sequence[int], ranks: int) -> list[int]:
-    """`ranks` in proportion to `sizes`, rounded by the largest remainder; none is larger than its size."""
-    total = sum(sizes)
-    shares = [ranks * size // total for size in sizes]
-    by_remainder = sorted(range(len(sizes)), key=lambda place: -(ranks * sizes[place] % total))
-    for place in by_remainder[:ranks - sum(shares)]:
-        shares[place] += 1
-    return shares
 
 
 def _on_one_socket(domains: Sequence[Domain], ranks: int) -> list[tuple[Core, ...]]:

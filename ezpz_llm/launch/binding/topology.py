@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.outside import system_text
+from ezpz_llm.base import grouped, system_text
 from ezpz_llm.launch.devices import Devices, device_addresses
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.sites import Site
@@ -90,7 +89,7 @@ def system_topology(site: Site, devices: Devices, root: Path = SYS,
     except (OSError, ValueError):
         return None
     attached = _site_devices(root, site) | _device_domains(root, devices)
-    return Topology(domains, "this host (/sys)", attached, is_whole=online <= own)
+    return Topology(domains, "this node as Linux lists them", attached, is_whole=online <= own)
 
 
 def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:

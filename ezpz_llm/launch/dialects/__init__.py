@@ -1,4 +1,4 @@
-"""Which program starts the ranks, and in which dialect it is spoken to: decided once, before anything runs."""
+"""Choice of the launcher, the program that starts the ranks, and of its dialect: once, before anything runs."""
 
 from __future__ import annotations
 
@@ -11,42 +11,53 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.launch.dialects import hydra, openmpi, pals, torchrun, work
-from ezpz_llm.launch.dialects.work import Launcher
+from ezpz_llm.launch.dialects.work import Dialect, Launcher
 from ezpz_llm.launch.schedulers import schedulers
-from ezpz_llm.launch.schedulers.scheduler import StepLauncher
+from ezpz_llm.launch.schedulers.scheduler import StepLauncher, job_of
 
 _VERSION_TIMEOUT_S = 20
 
-_BY_FIRST_LINE = (
-    (re.compile(r"HYDRA build details"), "MPICH/Hydra", hydra.build_mpich),
-    (re.compile(r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?"), "Intel MPI", hydra.build_intel),
-    (re.compile(r"\w+ \(OpenRTE\) (?P<version>[\w.]+)"), "Open MPI", openmpi.build_4),
-    (re.compile(r"\w+ \(Open MPI\) (?P<version>[\w.]+)"), "Open MPI", openmpi.build_5),
+DIALECTS = (
+    Dialect("MPICH/Hydra", r"HYDRA build details", hydra.build_mpich),
+    Dialect("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?", hydra.build_intel),
+    Dialect("Open MPI", r"\w+ \(OpenRTE\) (?P<version>[\w.]+)", openmpi.build_4),
+    Dialect("Open MPI", r"\w+ \(Open MPI\) (?P<version>[\w.]+)", openmpi.build_5),
     # "mpiexec version 1.8.0 revision …", as public code for these machines reads it; not captured by us.
-    (re.compile(r"mpiexec version (?P<version>\d[\w.]*)"), "Cray PALS", pals.build),
+    Dialect("Cray PALS", r"mpiexec version (?P<version>\d[\w.]*)", pals.build, site_name="pals"),
 )
+"""Our dialects of mpiexec, asked before those of other packages."""
+
+ENTRY_POINTS = "ezpz_llm.dialects"
 
 _OF_PBS = re.compile(r"\s*pbs_version\b")
 
-SITE_DIALECTS = {"pals": ("Cray PALS", pals.build)}
-"""What a site file may say of an mpiexec whose version text is none of the above."""
+
+def dialects() -> Iterator[Dialect]:
+    """All dialects of mpiexec: ours, then those that installed packages name under `ENTRY_POINTS`."""
+    yield from DIALECTS
+    yield from entry_points(ENTRY_POINTS)
+
+
+def dialect_of_site(name: str | None) -> Dialect | None:
+    """The dialect that a site file calls `name`; None where none is called so."""
+    return next((one for one in dialects() if one.site_name == name), None) if name else None
 
 
 def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
            site_dialect: str | None = None) -> Launcher:
-    """The launcher that the user asked for, or (`auto`): the scheduler's own in its job (srun), else mpiexec,
+    """The launcher that the user asked for, or (`auto`): the scheduler's own in its job (srun, flux), else mpiexec,
     else for one rank none at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says
     nothing known. PBS's own wrapper of that name is passed over, and a note says so.
 
     Raises:
         UserError: it is not there, or an mpiexec of unknown make.
     """
-    if wanted == "auto" and (own := _step_launcher(scheduler)):
-        return _stepping(own, f"a {schedulers()[scheduler].TITLE} job", env)
-    for own in filter(None, map(_step_launcher, schedulers())):
-        if own.program == wanted:
+    if wanted == "auto" and (own := _step_launcher(scheduler, env)):
+        return _stepping(own, job_of(schedulers()[scheduler].TITLE), env)
+    for one in schedulers().values():
+        if (own := one.step_launcher()) and own.program == wanted:
             return _stepping(own, "--launcher", env)
     starter = partial(_starter, scheduler, env, site_dialect)
     if wanted == "torchrun":
@@ -68,14 +79,15 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
 def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
     """What starts one torchrun on each of several hosts."""
     source = "--launcher torchrun on other hosts"
-    if own := _step_launcher(scheduler):
+    if own := _step_launcher(scheduler, env):
         return _stepping(own, source, env)
     return _mpiexec(source, env, site_dialect)
 
 
-def _step_launcher(scheduler: str) -> StepLauncher | None:
+def _step_launcher(scheduler: str, env: Mapping[str, str]) -> StepLauncher | None:
     found = schedulers().get(scheduler)
-    return found.step_launcher() if found else None
+    own = found.step_launcher() if found else None
+    return None if own and own.optional and not any(_all(own.program, env)) else own
 
 
 def _stepping(own: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
@@ -145,18 +157,17 @@ def identify(version_text: str, program: str, source: str, site_dialect: str | N
         UserError: with that line, where it is none that is known and no site file names the dialect.
     """
     first = next((line.strip() for line in version_text.splitlines() if line.strip()), "")
-    of_site = SITE_DIALECTS.get(site_dialect or "")
-    for pattern, name, build in _BY_FIRST_LINE:
-        if match := pattern.match(first):
+    of_site = dialect_of_site(site_dialect)
+    for one in dialects():
+        if match := re.match(one.first_line, first):
             version = match.groupdict().get("version") or _hydra_version(version_text)
-            found = Launcher("mpiexec", f"{name} {version}".strip(), program, source, build)
-            if of_site and name != of_site[0]:
-                return replace(found, notes=(f"{program} is {found.dialect}, and this site's is {of_site[0]}: an "
-                                             "environment's own mpiexec may hide it on PATH",))
+            found = Launcher("mpiexec", f"{one.title} {version}".strip(), program, source, one.build)
+            if of_site and one.title != of_site.title:
+                return replace(found, notes=(f"{program} is {found.dialect}, and this site's is {of_site.title}: "
+                                             "an environment's own mpiexec may hide it on PATH",))
             return found
     if of_site:
-        name, build = of_site
-        return Launcher("mpiexec", name, program, f"{source}; the site's dialect", build)
+        return Launcher("mpiexec", of_site.title, program, f"{source}; the site's dialect", of_site.build)
     raise UserError(f"an mpiexec of unknown make; its version text begins {first!r}", where=program,
                     instead="put the mpiexec of MPICH, Intel MPI, Open MPI or Cray PALS first on PATH, name the "
                             "--site, or use --launcher")

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.dialects.work import HOSTS_ON_THE_LINE, SRUN_OVERLAP, Built, Work, mask, refuse_unspeakable
+from ezpz_llm.launch.dialects.work import (
+    HOSTS_ON_THE_LINE,
+    REMOTE_SHELL,
+    SRUN_OVERLAP,
+    Built,
+    Work,
+    mask,
+    refuse_unspeakable,
+)
 from ezpz_llm.launch.hostlist import expand_numbers
 
-_USERS_OWN = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP")
+_USERS_OWN = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
+              "I_MPI_HYDRA_BOOTSTRAP_EXEC")
 """By these a user says how proxies are started (ssh would not take srun's options)."""
 
 
@@ -19,6 +28,10 @@ def build_mpich(program: str, work: Work) -> Built:
     env = {}
     if _starts_by_srun(work):
         env["HYDRA_LAUNCHER_EXTRA_ARGS"] = SRUN_OVERLAP
+    elif shell := _remote_shell(work):
+        bind = ("-launcher", "rsh", "-launcher-exec", shell[0], *bind)
+        if shell[1:]:
+            env["HYDRA_LAUNCHER_EXTRA_ARGS"] = (" ".join(shell[1:]), REMOTE_SHELL)
     return _build(program, work, bind, env)
 
 
@@ -36,11 +49,23 @@ def build_intel(program: str, work: Work) -> Built:
         # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.
         launcher = ("-bootstrap", "slurm")
         env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = SRUN_OVERLAP
+    elif shell := _remote_shell(work):
+        launcher = ("-bootstrap", "rsh", "-bootstrap-exec", shell[0])
+        if shell[1:]:
+            env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = (" ".join(shell[1:]), REMOTE_SHELL)
     return _build(program, work, launcher, env)
 
 
 def _starts_by_srun(work: Work) -> bool:
-    return not work.here and work.starts_daemons_by_srun and not any(work.env.get(name) for name in _USERS_OWN)
+    return not work.here and work.starts_daemons_by_srun and not _is_users_choice(work)
+
+
+def _remote_shell(work: Work) -> tuple[str, ...]:
+    return () if _is_users_choice(work) else work.remote_shell
+
+
+def _is_users_choice(work: Work) -> bool:
+    return any(work.env.get(name) for name in _USERS_OWN)
 
 
 def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tuple[str, str]]) -> Built:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.ranks import find_rank
 from ezpz_llm.launch.variables import OUTER_LAUNCHERS, WORLD_SIZE_VARIABLE

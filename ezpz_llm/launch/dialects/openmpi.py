@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.dialects.work import (
     HOSTS_ON_THE_LINE,
+    REMOTE_SHELL,
     SRUN_OVERLAP,
     Built,
     Work,
@@ -15,16 +17,16 @@ from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 
 def build_4(program: str, work: Work) -> Built:
     """Open MPI 4: a rank file in `--rankfile`."""
-    return _build(program, work, ("--rankfile", "{}"), "OMPI_MCA_plm_slurm_args")
+    return _build(program, work, ("--rankfile", "{}"), "OMPI_MCA_plm_slurm_args", "OMPI_MCA_plm_rsh_agent")
 
 
 def build_5(program: str, work: Work) -> Built:
     """Open MPI 5: a rank file as a way of mapping. Without `--bind-to core`, OVERSUBSCRIBE would undo its cores."""
     mapping = ("--map-by", "rankfile:file={}:OVERSUBSCRIBE", "--bind-to", "core")
-    return _build(program, work, mapping, "PRTE_MCA_plm_slurm_args")
+    return _build(program, work, mapping, "PRTE_MCA_plm_slurm_args", "PRTE_MCA_plm_ssh_agent")
 
 
-def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_words: str) -> Built:
+def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_words: str, agent: str) -> Built:
     """Our own count of ranks a host decides, not the slots that Open MPI would derive from cores; nor does it
     bind by itself, since it would put each of two ranks on one core whatever their threads."""
     refuse_unspeakable(program, work)
@@ -51,6 +53,8 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
         argv += [word for name in work.variables for word in ("-x", name)]
         if work.starts_daemons_by_srun:
             env[slurm_words] = SRUN_OVERLAP
+        elif shell := work.remote_shell:
+            env[agent] = (" ".join(shell), REMOTE_SHELL)
     if work.as_root:
         why = "Open MPI refuses root without it"
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": ("1", why), "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": ("1", why)}
@@ -59,7 +63,8 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
 
 def _rank_file(ranks: tuple[tuple[str, int], ...], cores: tuple[str, ...]) -> str:
     # Its slots are cores by hwloc's count, not CPUs by the system's; hosts of a reservation are taken to be alike.
-    count = logical_cores()
+    # A login node is none of them: there the numbers are the site's, which are cores already.
+    count = logical_cores() if any(name == "localhost" or is_here(name) for name, _ in ranks) else {}
     slots = [fold_numbers(count.get(number, number) for number in expand_numbers(own)) for own in cores]
     places = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
     return "".join(f"rank {rank}={place}\n" for rank, place in enumerate(places))

@@ -5,7 +5,7 @@ Only options that ALCF's user guides and the launcher's own help document are us
 
 from __future__ import annotations
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.launch.dialects.work import Built, Work, refuse_unspeakable
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.topology import SYS, socket_and_siblings
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -21,6 +22,9 @@ HOSTS_ON_THE_LINE = 8
 SRUN_OVERLAP = ("--overlap --export=ALL",
                 "the daemons' own srun must not wait for the step that launch may stand in")
 """Options of the srun by which an mpiexec starts its daemons, and why."""
+
+REMOTE_SHELL = "daemons start by the scheduler's own remote shell: ssh may be forbidden on its hosts"
+"""Why an mpiexec is told of one."""
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -63,6 +67,15 @@ class Work:
         scheduler = schedulers().get(self.scheduler)
         return scheduler is not None and scheduler.STARTS_MPI_DAEMONS
 
+    @property
+    def remote_shell(self) -> tuple[str, ...]:
+        """The words by which the scheduler starts a command on a host of the job, where they are here and mpiexec's
+        daemons need them; empty for ssh."""
+        scheduler = schedulers().get(self.scheduler)
+        words = scheduler.REMOTE_SHELL if scheduler and not self.here else ()
+        found = shutil.which(words[0], path=self.env.get("PATH", os.defpath)) if words else None
+        return (found, *words[1:]) if found else ()
+
     def file_of_hosts(self, lines: Sequence[str]) -> dict[Path, str]:
         """The file that names the hosts to a launcher, one a line."""
         return {self.hosts_file: "".join(f"{line}\n" for line in lines)}
@@ -88,6 +101,25 @@ class Launcher:
     source: str
     build: Callable[[str, Work], Built]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A make of mpiexec.
+
+    Attributes:
+        title: its name in messages and in the plan.
+        first_line: regular expression that the first line of its `mpiexec --version` begins with; a group `version`
+            says which version it is.
+        build: from the program and the work to its command line.
+        site_name: how a site file names it, for an mpiexec whose version text is not recognised; empty where none
+            needs to.
+    """
+
+    title: str
+    first_line: str
+    build: Callable[[str, Work], Built]
+    site_name: str = ""
 
 
 def refuse_unspeakable(program: str, work: Work) -> None:

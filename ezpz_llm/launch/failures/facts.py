@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.private import read_records
-from ezpz_llm.base.schema import Epoch, as_dataclass, epoch
+from ezpz_llm.base import Epoch, UserError, as_dataclass, epoch, read_records
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -20,12 +18,13 @@ class Stop:
 
     `kind` is "signal" (launch was sent one, `signal` names it), "idle" (no sign of life), "rank" (a rank had
     failed, and its peers went on), "refused" (a rank cannot start, by the launcher's own words) or "late" (a rank
-    did not start in time). `text` says it in one line.
+    did not start in time). `text` says it in one line. `ranks` are those that gave no sign of life.
     """
 
     kind: str
     text: str
     signal: str | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Account:
+class Postmortem:
     """How a run ended: launch's exit code, the cause in one line, the post-mortem (empty where all went well), the
     rank that was the cause, if one was, the kind of failure (a `Kind`'s name in lower case), and what else is known
     for programs to read. `brief` is the post-mortem for somebody who has just read rank `lines_of`'s output."""
@@ -66,13 +65,13 @@ class Account:
     lines_of: int | None = None
 
 
-def exit_record(account: Account) -> dict[str, object]:
-    """What run.json keeps of a run's end: enough to give the account again from the files alone."""
-    facts = account.facts
+def exit_record(postmortem: Postmortem) -> dict[str, object]:
+    """What run.json keeps of a run's end: enough to make the post-mortem again from the files alone."""
+    facts = postmortem.facts
     failed, ended = (None if ranks is None else sorted(ranks)
                      for ranks in (facts.failed_before_stop, facts.ended_before_stop))
     return {
-        "code": account.code, "cause": account.cause, "kind": account.kind, "rank": account.rank,
+        "code": postmortem.code, "cause": postmortem.cause, "kind": postmortem.kind, "rank": postmortem.rank,
         "ended": facts.ended, "launcher_status": facts.launcher_status,
         "stopped": None if facts.stopped is None else asdict(facts.stopped), "failed_before_stop": failed,
         "ended_before_stop": ended,

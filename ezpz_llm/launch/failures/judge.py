@@ -1,4 +1,4 @@
-"""Which of all that is known about a run's end is the cause. Pure: from records to a verdict.
+"""Cause of a run's end, chosen from all that is known about it. Pure: from records to a verdict.
 
 A cause is told from its consequences by what a rank says, never by clocks alone, which differ between hosts; and
 the time limit is told by the scheduler's words or by the clock, never by an exit code (143 has many reasons).
@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ezpz_llm.base.errors import EXIT_IDLE, EXIT_PREFLIGHT
-from ezpz_llm.launch.failures import log_patterns
-from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, classify
+from ezpz_llm.base import EXIT_IDLE, EXIT_PREFLIGHT
+from ezpz_llm.launch.failures import log_kinds
+from ezpz_llm.launch.failures.classify import Finding, classify
+from ezpz_llm.launch.failures.differences import Frame, last_calls, where_they_stand
+from ezpz_llm.launch.failures.facts import Failure, Raised, RunFacts, Stop
+from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
 from ezpz_llm.launch.failures.log_patterns import LogMatch
+from ezpz_llm.launch.failures.texts import FailureText, filled_in, find_text, shipped_texts
 from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launch.liveness import UNUSUAL_STATES
 
 NEAR_THE_LIMIT_S = 60.0
 """Slurm looks at time limits every 30 s and rounds them to minutes; PBS is late rather than early."""
 
 _OF_THE_SCHEDULER = {
-    log_patterns.TIME_LIMIT: Kind.TIME_LIMIT, log_patterns.PREEMPTED: Kind.PREEMPTED,
-    log_patterns.REQUEUED: Kind.REQUEUED,
-    log_patterns.CANCELLED: Kind.CANCELLED,
+    log_kinds.TIME_LIMIT: Kind.TIME_LIMIT, log_kinds.PREEMPTED: Kind.PREEMPTED,
+    log_kinds.REQUEUED: Kind.REQUEUED,
+    log_kinds.CANCELLED: Kind.CANCELLED,
 }
 _SIGTERM = 15
 
@@ -33,7 +37,9 @@ _SIGTERM = 15
 class Verdict:
     """Why the run ended: launch's exit code, the kind, what shows it, and the rank and hosts concerned.
 
-    Where no rank failed of itself: `ranks` are those without which the ranks `waiting` could not go on.
+    Where no rank failed of itself: `ranks` are those without which the ranks `waiting` could not go on. `only` says
+    on which hosts alone it was so, where all ranks there failed in that way, and none elsewhere. `cause` says it in
+    plain words, and `advice` (see Finding) what helps, where a known text of a rank does, whose name is `text`.
     """
 
     code: int
@@ -43,7 +49,14 @@ class Verdict:
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    only: str = ""
+    cause: str = ""
+    advice: str = ""
+    text: str = ""
 
+
+_OF_A_PLACE = (Kind.MISSING_MODULE, Kind.NOT_FOUND, Kind.DISK_FULL)
+"""What all ranks would run into if it were the program's: the hosts where none did tell the cause."""
 
 _FROM_OUTSIDE = ("SIGTERM", "SIGKILL", "SIGINT", "SIGHUP")
 _LAUNCH_KILLED = Verdict(128 + signal.SIGKILL, Kind.LAUNCHER, "launch itself was killed, and its ranks with it")
@@ -54,7 +67,7 @@ class Evidence:
     """All that is known: the records, what the launcher and the scheduler said, and for ranks without a record
     what their logs show; `absent` are ranks that neither left a record nor ended well; `silent` are hosts that
     have not reported their end, though others have; `ended_early` are the seconds that ranks had run which
-    ended with 0 by themselves."""
+    ended with 0 by themselves; `stacks` are where silent ranks stood, the outermost call first."""
 
     failures: tuple[Failure, ...]
     log_matches: tuple[LogMatch, ...]
@@ -63,11 +76,13 @@ class Evidence:
     in_logs: Mapping[int, Raised] | None = None
     silent: tuple[str, ...] = ()
     ended_early: Mapping[int, float] = field(default_factory=dict)
+    texts: tuple[FailureText, ...] = field(default_factory=shipped_texts)
+    stacks: Mapping[int, Sequence[Frame]] = field(default_factory=dict)
 
     @functools.cached_property
     def found(self) -> dict[int, Finding]:
         """What kind of failure each record shows, by rank."""
-        return {failure.rank: classify(failure) for failure in self.failures}
+        return {failure.rank: classify(failure, self.texts) for failure in self.failures}
 
 
 def judge(evidence: Evidence) -> Verdict | None:
@@ -92,7 +107,7 @@ def _ended_in_order(evidence: Evidence) -> Verdict | None:
     In an salloc shell nobody else is told."""
     for found in evidence.log_matches:
         kind = _OF_THE_SCHEDULER.get(found.kind, Kind.CANCELLED)
-        if found.kind in _OF_THE_SCHEDULER or found.kind == log_patterns.STEP_CANCELLED:
+        if found.kind in _OF_THE_SCHEDULER or found.kind == log_kinds.STEP_CANCELLED:
             return Verdict(128 + _SIGTERM, kind, found.text)
     return None
 
@@ -126,7 +141,7 @@ def _the_schedulers(evidence: Evidence) -> Verdict | None:
 
 
 def _a_lost_node(evidence: Evidence) -> Verdict | None:
-    said = [found for found in evidence.log_matches if found.kind == log_patterns.NODE_FAILED]
+    said = [found for found in evidence.log_matches if found.kind == log_kinds.NODE_FAILED]
     hosts = tuple(dict.fromkeys(found.host for found in said if found.host))
     if said:
         ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in hosts]
@@ -139,7 +154,7 @@ def _a_lost_node(evidence: Evidence) -> Verdict | None:
 def _aborted(evidence: Evidence) -> Verdict | None:
     """A rank that MPI_Abort, or the launcher at once, ended before its shim could write a record."""
     for found in evidence.log_matches:
-        if found.kind == log_patterns.ABORTED and found.ranks:
+        if found.kind == log_kinds.ABORTED and found.ranks:
             return Verdict(found.code or 1, Kind.EXIT, found.text, found.ranks[0])
     if evidence.in_logs and not evidence.found:
         rank = min(evidence.in_logs)
@@ -154,13 +169,31 @@ def _launchs_own(evidence: Evidence) -> Verdict | None:
         return None
     if stopped.kind == "idle":
         early = _one_that_ended(EXIT_IDLE, evidence)
-        return Verdict(EXIT_IDLE, Kind.IDLE, f"{early.evidence}; {stopped.text}" if early else stopped.text)
+        if early is not None:
+            return Verdict(EXIT_IDLE, Kind.IDLE, f"{early.evidence}; {stopped.text}")
+        return _of_a_hang(stopped, evidence)
     if stopped.kind in ("refused", "late"):
         code = EXIT_PREFLIGHT if stopped.kind == "refused" else EXIT_IDLE
-        is_other_world = any(found.kind == log_patterns.WRONG_WORLD for found in evidence.log_matches)
+        is_other_world = any(found.kind == log_kinds.WRONG_WORLD for found in evidence.log_matches)
         return Verdict(code, Kind.WRONG_WORLD if is_other_world else Kind.NOT_STARTED, stopped.text,
                        hosts=_hosts(evidence.facts, evidence.absent))
     return Verdict(_code_from_outside(evidence), Kind.TERMINATED, stopped.text)
+
+
+def _of_a_hang(stopped: Stop, evidence: Evidence) -> Verdict:
+    """What the silent ranks wait for, where their stacks show it; if one is stopped, or waits for a device or a
+    file system, the others wait for that."""
+    ranks, places = where_they_stand(evidence.stacks)
+    told = stopped.text if not places or places in stopped.text else f"{stopped.text}; {places}"
+    found = [find_text(evidence.texts, last_calls(evidence.stacks[rank])) for rank in ranks]
+    first = found[0] if found else None
+    is_told = any(words in stopped.text for words in UNUSUAL_STATES.values())
+    if first is None or is_told or any(one is None or one[0] is not first[0] for one in found):
+        return Verdict(EXIT_IDLE, Kind.IDLE, told)
+    text, _, match = first
+    return Verdict(EXIT_IDLE, Kind.IDLE, f"{rank_ranges(ranks)}: {text.cause}: {told}",
+                   hosts=_hosts(evidence.facts, ranks), cause=text.cause,
+                   advice=filled_in(text.advice, match.groupdict()), text=text.name)
 
 
 def _a_victim(evidence: Evidence) -> Verdict | None:
@@ -211,7 +244,7 @@ def _one_that_did_not_come(first: Failure, evidence: Evidence) -> Verdict | None
     if not 0 < len(found) <= len(waiting):
         return None
     return Verdict(first.exit_code, Kind.COLLECTIVE_TIMEOUT, evidence.found[first.rank].evidence, found[0],
-                   _hosts(evidence.facts, found), tuple(found), waiting)
+                   _hosts(evidence.facts, found), tuple(found), waiting, advice=evidence.found[first.rank].advice)
 
 
 def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -220,8 +253,8 @@ def _hosts(facts: RunFacts, ranks: Iterable[int]) -> tuple[str, ...]:
 
 def _the_launchers(evidence: Evidence) -> Verdict | None:
     """No record at all: the launcher's words are what there is."""
-    for means, kind in ((log_patterns.MEMORY, Kind.OOM_KILLED), (log_patterns.WRONG_WORLD, Kind.WRONG_WORLD),
-                        (log_patterns.NOT_STARTED, Kind.NOT_STARTED), (log_patterns.ENDED, Kind.UNRECORDED)):
+    for means, kind in ((log_kinds.MEMORY, Kind.OOM_KILLED), (log_kinds.WRONG_WORLD, Kind.WRONG_WORLD),
+                        (log_kinds.NOT_STARTED, Kind.NOT_STARTED), (log_kinds.ENDED, Kind.UNRECORDED)):
         for found in evidence.log_matches:
             if found.kind == means:
                 hosts = (found.host,) if found.host else ()
@@ -242,10 +275,27 @@ def _a_silent_node(evidence: Evidence) -> Verdict | None:
 def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
     finding = evidence.found[failure.rank]
     memory = [found.text for found in evidence.log_matches
-              if found.kind == log_patterns.MEMORY and found.host in (None, failure.host)]
+              if found.kind == log_kinds.MEMORY and found.host in (None, failure.host)]
     if memory and failure.exit_code == 128 + signal.SIGKILL:
         finding = Finding(Kind.OOM_KILLED, memory[0])
-    return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,))
+    return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,),
+                   only=_only(finding, evidence), cause=finding.cause, advice=finding.advice, text=finding.name)
+
+
+def _only(finding: Finding, evidence: Evidence) -> str:
+    """On which hosts alone all ranks failed like this. One rank a host says that of the host where it is known to
+    lack something; of other failures two ranks that fail alike do."""
+    alike, others = ranks_alike(finding.kind, finding.cause, evidence)
+    hosts = _hosts(evidence.facts, alike)
+    is_of_hosts = others and set(hosts).isdisjoint(_hosts(evidence.facts, others))
+    is_told = finding.kind in _OF_A_PLACE or len(alike) > len(hosts)
+    return f"on {', '.join(hosts)} only" if is_of_hosts and is_told else ""
+
+
+def ranks_alike(kind: Kind, cause: str, evidence: Evidence) -> tuple[list[int], list[int]]:
+    """The ranks whose records show this kind of failure, by the same words, and the others."""
+    alike = [rank for rank, one in evidence.found.items() if one.kind is kind and one.cause == cause]
+    return sorted(alike), [rank for rank in range(evidence.facts.world_size) if rank not in alike]
 
 
 def _host(facts: RunFacts, rank: int) -> str:

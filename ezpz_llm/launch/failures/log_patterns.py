@@ -1,21 +1,18 @@
-"""What schedulers and launchers say about a run's end, in their own words.
+"""Patterns of launchers' own messages about a run's end. A scheduler's are in its own file.
 
-Patterns of Slurm, PBS, MPICH, Intel MPI, Open MPI and torchrun are made from captured output. Those of PALS come
-from its messages in public issues, those of Slurm's memory limit and preemption from Slurm's sources.
+Patterns of MPICH, Intel MPI, Open MPI and torchrun are made from captured output. Those of PALS come from its
+messages in public issues.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
+from ezpz_llm.launch.failures.log_kinds import ABORTED, ENDED, NODE_FAILED, NOT_STARTED, SSH, WRONG_WORLD
 from ezpz_llm.launch.hostlist import expand_numbers
-
-TIME_LIMIT, NODE_FAILED, REQUEUED, PREEMPTED, CANCELLED = (
-    "time limit", "node failed", "requeued", "preempted", "cancelled")
-STEP_CANCELLED = "step cancelled"
-MEMORY, ENDED, ABORTED, NOT_STARTED, WRONG_WORLD = "memory", "ended", "aborted", "not started", "wrong world"
-SSH = "ssh"
+from ezpz_llm.launch.schedulers import schedulers
 
 
 @dataclass(frozen=True)
@@ -35,32 +32,12 @@ def _pattern(source: str, kind: str, pattern: str) -> tuple[str, str, re.Pattern
     return source, kind, re.compile(pattern, re.MULTILINE)
 
 
-_PATTERNS = (
+_OF_LAUNCHERS = (
     # Of shims that end before they have a rank to speak for.
     _pattern("the shim", WRONG_WORLD, r"^error: launch started \d+ ranks, but this process finds itself .*"),
     _pattern("Python", NOT_STARTED, r"^\S+: (?:Error while finding module specification for 'ezpz_llm\.\S+"
                                     r"|No module named '?ezpz_llm\b).*"),
     _pattern("the shim", NOT_STARTED, r"^error: rank (?P<ranks>\d+) on (?P<host>\S+) cannot write its log: .*"),
-    _pattern("Slurm", TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
-    _pattern("Slurm", NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
-    _pattern("Slurm", NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
-    _pattern("Slurm", REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
-    _pattern("Slurm", PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-    # A step is cancelled like this by srun itself, too, when a task has failed: only a job's end is an order.
-    _pattern("Slurm", CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
-    _pattern("Slurm", STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
-    _pattern("Slurm", MEMORY, r"error: Detected \d+ oom[-_]kill event"),
-    _pattern("Slurm", MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
-    _pattern("Slurm", ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
-                             r"(?:Exited with exit code (?P<code>\d+)|(?P<signal>[A-Z][A-Za-z ]+?))"
-                             r"(?: \(core dumped\))?$"),
-    _pattern("Slurm", NOT_STARTED, r"^srun: error: (?:Unable to create step|Unable to confirm allocation"
-                                   r"|Couldn't load specified plugin).*"),
-    _pattern("Slurm", NOT_STARTED, r"^srun: error: Task launch for \S+ failed on node (?P<host>[^:\s]+): .*"),
-    _pattern("Slurm", NOT_STARTED, r"^slurmstepd(?:-(?P<host>[^:\s]+))?: error: execve\(\): .*"),
-    _pattern("PBS", TIME_LIMIT, r"^=>> PBS: job killed: walltime .*"),
-    _pattern("PBS", MEMORY, r"^=>> PBS: job killed: v?mem .*"),
-    _pattern("PBS", NODE_FAILED, r"^=>> PBS: job killed: node .*"),
     _pattern("PALS", ENDED, r"^(?P<host>\S+): rank (?P<ranks>\d+) (?:exited with code (?P<code>\d+)"
                             r"|died from signal (?P<number>\d+))"),
     _pattern("PALS", NODE_FAILED, r"^(?P<host>\S+): shepherd died from signal \d+"),
@@ -98,9 +75,15 @@ _SIGNALS = {"Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "A
             "Terminated": 15}
 
 
+@cache
+def _patterns() -> tuple[tuple[str, str, re.Pattern[str]], ...]:
+    return (*(_pattern(one.TITLE, *row) for one in schedulers().values() for row in one.PATTERNS),
+            *_OF_LAUNCHERS)
+
+
 def read_matches(text: str) -> list[LogMatch]:
     """Return the known messages in `text` (a launcher's output), in its order, each once."""
-    found = [(match.start(), _log_match(source, kind, match)) for source, kind, pattern in _PATTERNS
+    found = [(match.start(), _log_match(source, kind, match)) for source, kind, pattern in _patterns()
              for match in pattern.finditer(text)]
     in_order = [one for _, one in sorted(found, key=lambda pair: pair[0]) if one is not None]
     return list(dict.fromkeys(in_order))

@@ -1,42 +1,52 @@
-"""The account of a run's end, from the run directory and what launch saw of it."""
+"""Post-mortem of a run's end, from the run directory and what launch saw of it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import system_text
+from ezpz_llm.base import UserError, is_own, system_text
 from ezpz_llm.launch.failures.advice import advice, resume
-from ezpz_llm.launch.failures.facts import Account, Failure, Raised, RunFacts, read_failures
+from ezpz_llm.launch.failures.differences import Frame, main_stack, stack_in_log
+from ezpz_llm.launch.failures.facts import Failure, Postmortem, Raised, RunFacts, Stop, read_failures
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
-from ezpz_llm.launch.failures.tracebacks import last_exception
+from ezpz_llm.launch.failures.texts import FailureText, left_out, named_files, shipped_texts, site_texts
+from ezpz_llm.launch.failures.tracebacks import last_exception, last_words
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.messages import ENDED, RANKS_ENDED, NodeReport, RankReport, read_reports
-from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir.files import RunDir, read_record
+from ezpz_llm.launch.variables import FAILURE_TEXTS_VARIABLE, RUN_ID_VARIABLE
+from ezpz_llm.rundir import RunDir, own_record, read_record
 
 _TAIL_BYTES = 1 << 17
 _TAIL_LINES = 20
 _LOGS_READ = 16
+_STACKS_READ = 64
 _CLOCK_SLACK_S = 60.0
 """An older file is of an earlier run in the same directory; clocks of file servers differ a little."""
-_ABORT = re.compile(r".*application called MPI_Abort\([^,]+, \d+\) - process \d+.*")
+# From the line's begin: else every place of a long line is the begin of another search through the rest of it.
+_ABORT = re.compile(r"^.*application called MPI_Abort\([^,\n]+, \d+\) - process \d+.*", re.MULTILINE)
 
 
-def account(run_dir: RunDir, facts: RunFacts) -> Account:
-    """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only."""
-    launch = _launch_record(run_dir)
+def postmortem_of(run_dir: RunDir, facts: RunFacts, env: Mapping[str, str] | None = None) -> Postmortem:
+    """Tell from the files of the run directory, and from `facts`, how the run ended. Reads only.
+
+    Args:
+        env: the variables that launch gave the ranks, where launch itself asks; else run.json's are read.
+    """
+    own = _launch_record(run_dir, own_record)
+    launch = (_launch_record(run_dir, read_record) if own is None else own) or {}
     run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE, "")
     nodes = read_reports(run_dir, run_id)
     started = launch.get("started", 0.0)
-    since = started - _CLOCK_SLACK_S
+    # A clock that was set back tells nothing of ages.
+    since = started - _CLOCK_SLACK_S if facts.ended >= started else 0.0
     world = range(facts.world_size)
     reports = {rank: report for node in nodes for rank, report in node.ranks.items() if rank in world}
     records = [failure for failure in read_failures(run_dir, run_id) if failure.rank in world]
@@ -51,23 +61,52 @@ def account(run_dir: RunDir, facts: RunFacts) -> Account:
     absent = tuple(rank for rank in without if rank not in cleared) if nodes else ()
     ends = {rank: tail_text(run_dir.rank_log(rank), since) for rank in without[:_LOGS_READ]}
     said = tail_text(run_dir.launcher_log, since) + _aborts(ends.values())
+    texts, unread = _texts(env) if env is not None else _recorded_texts(launch.get("env") or {}, own is not None)
     evidence = Evidence(failures, tuple(read_matches(said)), facts, absent, _raised(ends),
-                        _silent(nodes, facts), _ended_early(reports, facts))
+                        _silent(nodes, facts), _ended_early(reports, facts), texts,
+                        _stacks(run_dir, facts.stopped, since))
     verdict = judge(evidence)
     if verdict is None or _ended_well(facts, reports, failures):
-        return Account(facts, 0, "all ranks ended well")
-    typed = launch.get("typed") or ()
+        return Postmortem(facts, 0, "all ranks ended well")
+    typed = None if own is None else own.get("typed") or ()
     findings = Findings(run_dir, evidence, verdict, reports, *last_lines(run_dir, verdict),
                         advice(verdict, evidence, run_dir, typed), resume(run_dir, typed))
-    rest = [f"  {lock}" for lock in locks_of(launch.get("env") or {}) if lock.worker is None]
+    rest = [*unread, *left_out(texts)]
+    # What is to be removed a run of another user does not say.
+    output = [line for failure in failures for line in failure.tail] if own is not None else []
+    rest += [f"  {lock}" for lock in locks_of((own or {}).get("env") or {}, output) if lock.worker is None]
     rest += [f"  still running on {node.host}, and not ours to end: processes {', '.join(map(str, node.left))}"
              for node in nodes if node.left]
     text, brief = ("\n".join([as_text(findings, with_lines), *rest]) for with_lines in (True, False))
-    return Account(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
+    return Postmortem(facts, verdict.code, cause_line(findings), text, verdict.rank, verdict.kind.name.lower(),
                    as_details(findings), brief, findings.lines_of)
 
 
-def bare_account(run_dir: RunDir, run_id: str, facts: RunFacts) -> Account:
+def _texts(env: Mapping[str, str]) -> tuple[tuple[FailureText, ...], list[str]]:
+    """The known texts of failures, of a site those that the reader's own environment names, or else `env`; and what
+    is to be said of a site's that cannot be read."""
+    try:
+        return (*site_texts(os.environ, env), *shipped_texts()), []
+    except UserError as error:
+        return shipped_texts(), [f"  {error.where or FAILURE_TEXTS_VARIABLE}: left out: {error.found}"]
+
+
+def _recorded_texts(env: Mapping[str, str], is_ours: bool) -> tuple[tuple[FailureText, ...], list[str]]:
+    """The same with the variables of a run.json: whoever wrote it, or the file that it names, would give advice in
+    our name, so both have to be the reader's own; a site's file may be root's."""
+    if os.environ.get(FAILURE_TEXTS_VARIABLE) or not env.get(FAILURE_TEXTS_VARIABLE):
+        return _texts({})
+    if is_ours:
+        with contextlib.suppress(UserError):  # a path that is none
+            is_ours = all(is_own(path, or_roots=True) or not path.exists() for path in named_files(env))
+    if is_ours:
+        return _texts(env)
+    told = ("  left out: the texts of failures that run.json names, as another user could have written them:"
+            f" {FAILURE_TEXTS_VARIABLE}=FILE in your environment names those of your site")
+    return shipped_texts(), [told]
+
+
+def bare_postmortem(run_dir: RunDir, run_id: str, facts: RunFacts) -> Postmortem:
     """How a run ended whose files make no sense: what launch itself did, else the first code other than 0."""
     codes: list[int] = []
     with contextlib.suppress(Exception):
@@ -76,11 +115,11 @@ def bare_account(run_dir: RunDir, run_id: str, facts: RunFacts) -> Account:
         codes += [one.ended for node in read_reports(run_dir, run_id) for one in node.ranks.values() if one.ended]
     verdict = judge(Evidence((), (), facts))
     if verdict is None:
-        return Account(facts, 0, "all ranks ended well")
+        return Postmortem(facts, 0, "all ranks ended well")
     is_launchs_own = facts.stopped is not None and facts.stopped.kind != "rank"
     code = verdict.code if is_launchs_own else next(iter(codes), verdict.code)
     cause = facts.stopped.text if facts.stopped is not None else f"a rank failed: exit code {code}"
-    return Account(facts, code, cause, f"launch: {cause}; the logs are in {run_dir.rank_log(0).parent}")
+    return Postmortem(facts, code, cause, f"launch: {cause}; the logs are in {run_dir.rank_log(0).parent}")
 
 
 def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: float, run_id: str) -> list[Failure]:
@@ -92,11 +131,12 @@ def _unrecorded(reports: Mapping[int, RankReport], facts: RunFacts, started: flo
                   key=lambda failure: failure.ended)
 
 
-def _launch_record(run_dir: RunDir) -> Mapping[str, Any]:
+def _launch_record(run_dir: RunDir, read: Callable[[RunDir], dict[str, Any] | None]) -> Mapping[str, Any] | None:
     # The program may have written over it: that is no reason to keep silent about the program's own end.
     with contextlib.suppress(UserError):
-        return read_record(run_dir).get("launch") or {}
-    return {}
+        record = read(run_dir)
+        return None if record is None else record.get("launch") or {}
+    return None
 
 
 def _silent(nodes: list[NodeReport], facts: RunFacts) -> tuple[str, ...]:
@@ -141,6 +181,16 @@ def _aborts(ends: Iterable[str]) -> str:
     return "".join(f"\n{line}" for end in ends for line in _ABORT.findall(end))
 
 
+def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, list[Frame]]:
+    """Where silent ranks stood: by the stacks that launch had taken, or else by what they printed as they were
+    ended."""
+    ranks = stopped.ranks[:_STACKS_READ] if stopped is not None else ()
+    taken = {rank: main_stack(tail_text(run_dir.rank_stacks(rank), since)) for rank in ranks}
+    if not any(taken.values()):
+        taken = {rank: stack_in_log(tail_text(run_dir.rank_log(rank), since)) for rank in ranks}
+    return {rank: frames for rank, frames in taken.items() if frames}
+
+
 def tail_text(path: Path, since: float = 0.0) -> str:
     """The end of a file that may hold anything; empty where there is none that was written since `since`."""
     with contextlib.suppress(OSError):
@@ -155,4 +205,4 @@ def last_lines(run_dir: RunDir, verdict: Verdict) -> tuple[int | None, list[str]
         logs = [log for log in run_dir.rank_log(0).parent.glob("rank*.log") if log.stat().st_size]
         last = max(logs, key=lambda log: log.stat().st_mtime, default=None)
         rank = int(last.stem[4:]) if last is not None else None
-    return rank, tail_text(run_dir.rank_log(rank)).splitlines()[-_TAIL_LINES:] if rank is not None else []
+    return rank, last_words(tail_text(run_dir.rank_log(rank)), _TAIL_LINES) if rank is not None else []

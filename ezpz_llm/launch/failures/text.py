@@ -8,19 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ezpz_llm.base import grouped
-from ezpz_llm.launch.failures import log_patterns
-from ezpz_llm.launch.failures.facts import Failure
+from ezpz_llm.launch.failures import log_kinds, log_patterns
+from ezpz_llm.launch.failures.classify import Finding, has_crashed, what_was_lost, words_before_a_crash
+from ezpz_llm.launch.failures.facts import Failure, Raised
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
-from ezpz_llm.launch.failures.kinds import FOLLOWERS, Finding, Kind, what_was_lost
+from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
 from ezpz_llm.launch.node.messages import RankReport
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 _EVIDENCE_CHARACTERS = 300
 _OTHERS_SHOWN = 8
 _SAYINGS_SHOWN = 4
 _MOST_ALIKE = 3
-_NUMBERS = re.compile(r"(?:[\s+-]*\d[\d.,]*(?:e[+-]?\d+)?)+")
+_NUMBERS = re.compile(r"(?:[\s+-]{,40}\d[\d.,]*(?:e[+-]?\d+)?)+")
 _NUMBER = re.compile(r"\d+")
 _PLAIN = (Kind.SIGNAL, Kind.EXIT, Kind.EXCEPTION)
 
@@ -81,7 +82,8 @@ def as_text(findings: Findings, with_lines: bool = True) -> str:
         lines.append(f"  try: {findings.advice}")
     if findings.resume and "--resume" not in (findings.advice or ""):
         lines.append(f"  resume: {findings.resume}")
-    return "\n".join(lines)
+    # With a line end in it, a host's name or a reason out of another user's run.json would pass for a line of ours.
+    return "\n".join(line.replace("\n", " ") for line in lines)
 
 
 def as_details(findings: Findings) -> dict[str, object]:
@@ -90,6 +92,10 @@ def as_details(findings: Findings) -> dict[str, object]:
     return {
         "evidence": verdict.evidence,
         "hosts": list(verdict.hosts),
+        "failure_text": verdict.text,
+        "only": verdict.only,
+        "ranks": list(verdict.ranks),
+        "waiting": list(verdict.waiting),
         "record": asdict(findings.cause) if findings.cause else None,
         "followers": [{"ranks": ranks, "what": what} for what, ranks in _groups(findings).items()],
         "absent": list(findings.evidence.absent),
@@ -122,10 +128,15 @@ def _of_the_cause(findings: Findings, with_lines: bool) -> list[str]:
         return lines
     lines = []
     if cause.exception is not None:
-        lines.append(f"  {_short(cause.exception.line)}" + (f"  ({cause.exception.where})" if cause.exception.where
-                                                            else ""))
+        lines.append(f"  {_short(_own_words(cause, cause.exception, verdict))}"
+                     + (f"  ({cause.exception.where})" if cause.exception.where else ""))
         if cause.exception.caused_by:
             lines.append(f"  caused by {_short(cause.exception.caused_by)}")
+    elif verdict.evidence and verdict.evidence not in (cause.signal, cause.oom_killed):
+        words = "" if verdict.cause else "last words: "
+        lines.append(f"  {words}{_short(verdict.evidence)}")
+    if verdict.evidence in (cause.signal, cause.exception and cause.exception.line):
+        lines += [f"  before that it said: {_short(before)}" for before in words_before_a_crash(cause)]
     if cause.oom_killed:
         lines.append(f"  {cause.oom_killed}")
     if with_lines:
@@ -196,7 +207,7 @@ def _told(failure: Failure, finding: Finding) -> str:
 
 def _absent(findings: Findings) -> list[str]:
     """Ranks that left no record, by host, with what was last heard of them."""
-    if any(found.kind == log_patterns.ABORTED and found.text == findings.verdict.evidence
+    if any(found.kind == log_kinds.ABORTED and found.text == findings.verdict.evidence
            for found in findings.evidence.log_matches):
         # MPI_Abort ends all ranks before they can leave a record: that none did says nothing.
         return []
@@ -229,20 +240,29 @@ def _to_show(findings: Findings) -> list[log_patterns.LogMatch]:
     """The scheduler's and the launcher's words; what they say of single ranks only where no record does."""
     recorded = bool(findings.evidence.failures)
     shown = [found for found in findings.evidence.log_matches
-             if not (recorded and found.kind == log_patterns.ENDED)
-             and found.kind != log_patterns.STEP_CANCELLED
+             if not (recorded and found.kind == log_kinds.ENDED)
+             and found.kind != log_kinds.STEP_CANCELLED
              and found.text != findings.verdict.evidence]
     return shown[:_SAYINGS_SHOWN]
 
 
 def _kind(verdict: Verdict) -> str:
-    return "" if verdict.kind in _PLAIN else f"{verdict.kind.value}: "
+    words = verdict.cause or ("" if verdict.kind in _PLAIN else verdict.kind.value)
+    told = ", ".join(part for part in (words, verdict.only) if part)
+    return f"{told}: " if told else ""
 
 
 def _what(cause: Failure, verdict: Verdict) -> str:
     if cause.exception is not None and verdict.kind is not Kind.OOM_KILLED:
-        return f"{_short(cause.exception.line)} ({cause.how})"
-    return cause.how
+        return f"{_short(_own_words(cause, cause.exception, verdict))} ({cause.how})"
+    return f"{_short(verdict.evidence)} ({cause.how})" if verdict.cause and verdict.evidence else cause.how
+
+
+def _own_words(cause: Failure, raised: Raised, verdict: Verdict) -> str:
+    """What the rank raised; of a crash, which Python's fault handler only reports, what it said before, if that
+    told the cause."""
+    is_said_before = has_crashed(cause) and verdict.evidence not in ("", cause.signal)
+    return verdict.evidence if is_said_before else raised.line
 
 
 def _doing(phase: str | None, step: int | None) -> str:

@@ -1,4 +1,4 @@
-"""What ended a program, read from the end of its own output: Python's traceback (chained, grouped, or of a file
+"""Last exception of a program, read from the end of its output: Python's traceback (chained, grouped, or of a file
 that does not parse), C++'s last words, faulthandler's report."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ezpz_llm.launch.failures.facts import Raised
+from ezpz_llm.launch.failures.texts import find_text, shipped_texts, without_asides
 
 NEAR_THE_END = 200
 """An uncaught exception is followed by no more lines than this (destructors and threads complain after it)."""
@@ -21,6 +22,7 @@ _CHAINED = ("The above exception was the direct cause of the following exception
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 _FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?$")
+_RAISED_ALONE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Group|Iteration|Timeout|Warning)$")
 _PARSE_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): ")
 _CPP = re.compile(r"terminate called after throwing an instance of '(?P<type>[^']+)'"
                   r"|libc\+\+abi: terminating due to uncaught exception of type (?P<apple>[^:]+)(?:: (?P<what>.*))?"
@@ -28,11 +30,12 @@ _CPP = re.compile(r"terminate called after throwing an instance of '(?P<type>[^'
 _FATAL = re.compile(r"^(?P<type>Fatal Python error): (?P<message>.*)$")
 _BY_SIGNAL = ("Segmentation fault", "Bus error", "Floating point exception", "Illegal instruction", "Aborted")
 """What faulthandler calls the signals whose handler it is: where the program was, never why."""
+_LOST_A_CHILD = ("EOFError", "BrokenPipeError", "ConnectionResetError", "ConnectionRefusedError")
+"""What a process raises whose child has ended: the child's own error is the cause."""
 _OF_ABORT = re.compile(
-    # The C library, assert(), glog and LLVM, MPI, torch's watchdog.
-    r"^(?:free|malloc|realloc|munmap_chunk|calloc)\w*\(\):? |^double free or corruption|^corrupted "
-    r"|^malloc_consolidate|\*\*\* stack smashing detected|Assertion [`'\"].* failed|Check failed: |LLVM ERROR: "
-    r"|Abort\(\d+\) on node|Watchdog caught collective operation timeout|HeartbeatMonitor|CUDA error: |NCCL error")
+    # assert(), glog and LLVM, MPI, torch; of others the known texts of failures tell.
+    r"Assertion [`'\"].* failed|Check failed: |LLVM ERROR: |Abort\(\d+\) on node|CUDA error: |NCCL error")
+_NEAR_AN_ABORT = 20
 _CPP_FRAME = re.compile(r"^\s*frame #(\d+): ")
 _CPP_FRAMES = 3
 _LOG_LINE = re.compile(r"^(?:\[|\d{4}-\d\d-\d\d|[WEIF]\d{4} |Exception ignored in|terminate called)")
@@ -49,6 +52,8 @@ class _Found:
     is_aside: bool = False
     is_last: bool = False
     """Nothing but its own stack follows it, which may be long: C++ ends the program there."""
+    is_of_child: bool = False
+    """A process that multiprocessing started has printed it."""
 
 
 def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
@@ -67,10 +72,16 @@ def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
         return fault.raised
     said = _last([one for one in found if one.start < fault.start], fault.start - within)
     if said is None:
-        words = next((line.strip() for line in reversed(lines[max(0, fault.start - within):fault.start])
-                      if _OF_ABORT.search(line)), "abort() was called")
-        said = Raised("", words)
+        said = Raised("", _before_an_abort(lines[max(0, fault.start - max(within, _NEAR_AN_ABORT)):fault.start]))
     return replace(said, where=said.where or fault.raised.where)
+
+
+def _before_an_abort(lines: Sequence[str]) -> str:
+    """The last line that says why abort() is called."""
+    for number, line in enumerate(reversed(without_asides(lines))):
+        if _OF_ABORT.search(line) or (number < _NEAR_AN_ABORT and find_text(shipped_texts(), [line])):
+            return line.strip()
+    return "abort() was called"
 
 
 def last_words(text: str, most: int) -> list[str]:
@@ -88,11 +99,23 @@ def last_words(text: str, most: int) -> list[str]:
     return [*lines[:start + 1][-(most - len(frames)):], *frames]
 
 
+def before_the_report(lines: Sequence[str]) -> Sequence[str]:
+    """The lines before faulthandler's last report; all of them where there is none."""
+    start = next((number for number in reversed(range(len(lines))) if _FATAL.match(lines[number])), len(lines))
+    return lines[:start]
+
+
 def _last(found: Sequence[_Found], after: int) -> Raised | None:
     """Of the reports that do not end before the line `after`, the one that begins last."""
     near = [one for one in found if one.end >= after or one.is_last]
     own = [one for one in near if not one.is_aside]
-    return max(own or near, key=lambda one: one.start).raised if near else None
+    if not near:
+        return None
+    last = max(own or near, key=lambda one: one.start)
+    children = [one.raised for one in found if one.is_of_child and one.end <= last.start]
+    if children and last.raised.type in _LOST_A_CHILD and not last.raised.caused_by:
+        return replace(last.raised, caused_by=children[-1].caused_by or children[-1].line)
+    return last.raised
 
 
 def _all(lines: Sequence[str]) -> Iterator[_Found]:
@@ -123,20 +146,26 @@ def _tracebacks(lines: Sequence[str]) -> Iterator[_Found]:
         elif lead and lead[-1].startswith("Exception ignored in"):
             continue
         elif lead and lead[-1].startswith(("Exception in thread", "Process ")):
-            found = replace(found, is_aside=True)
+            found = replace(found, is_aside=True, is_of_child=lead[-1].startswith("Process "))
         yield found
         before = found
 
 
 def _traceback(lines: Sequence[str], start: int) -> _Found | None:
     end = start + 1
-    while end < len(lines) and (lines[end].startswith("  ") or not lines[end]):
+    while end < len(lines) and (lines[end].startswith("  ") or not lines[end] or _is_wrapped(lines, end)):
         end += 1
     if end == len(lines):
         return None
     frames = _frames(lines[start + 1:end])
     name, message, after = _exception(lines, end)
     return _Found(start, after, Raised(name, message, _own(frames[::-1])))
+
+
+def _is_wrapped(lines: Sequence[str], number: int) -> bool:
+    """Is this the rest of a frame's line, which a terminal or rich broke at its width? More frames follow it."""
+    return (number + 1 < len(lines) and lines[number + 1].startswith("  ") and ":" not in lines[number]
+            and _EXCEPTION.match(lines[number]) is not None and _RAISED_ALONE.search(lines[number]) is None)
 
 
 def _exception(lines: Sequence[str], start: int) -> tuple[str, str, int]:

@@ -15,13 +15,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from ezpz_llm.base.private import PrivateFolder, open_private, remove_private
+from ezpz_llm.base import PrivateFolder, open_private, remove_private
 from ezpz_llm.launch.cleanup import detach, end_marked, kill
 from ezpz_llm.launch.mpi_world import MpiWatch
 from ezpz_llm.launch.node import folder as files
 from ezpz_llm.launch.node.builds import BuildWatch
 from ezpz_llm.launch.node.folder import remove_stale
 from ezpz_llm.launch.node.gather import Gatherer, describe
+from ezpz_llm.launch.node.groups import end_group
 from ezpz_llm.launch.node.messages import (
     ENDED,
     KEEPALIVE_S,
@@ -42,7 +43,7 @@ from ezpz_llm.launch.node.messages import (
 from ezpz_llm.launch.node.processes import Kin, Process, below, catches, everyone, marked
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.schedulers import scheduler_here
-from ezpz_llm.rundir.files import RunDir, write_atomic
+from ezpz_llm.rundir import RunDir, write_atomic
 
 _TICK_S = 1.0
 """How often the agent looks whether the shims still live; local, so that it costs nobody else anything."""
@@ -208,6 +209,7 @@ class _Node:
     def _finish(self) -> None:
         """End what ranks left behind. Where the run itself is ended, end the launcher's helpers on this node too,
         but after the shims, which wait for the folder to go."""
+        self._guarded(self._end_groups)
         left = end_marked(self.run_id, chosen=lambda process: process.rank is not None, roots=self.strays.roots)
         self._guarded(self.builds.clear)
         self._guarded(self._look_once_more)
@@ -220,6 +222,10 @@ class _Node:
             while any(marked(self.run_id)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             self._write(ENDED, ranks, end_marked(self.run_id))
+
+    def _end_groups(self) -> None:
+        for group in files.groups(self.folder):
+            end_group(group)
 
     def _look_once_more(self) -> None:
         self.ranks, _ = self.gatherer.look([])

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.outside import system_link
+from ezpz_llm.base import system_link
 from ezpz_llm.launch.node.processes import Process
 from ezpz_llm.launch.variables import EXTENSIONS_VARIABLE
 
 _BUILDER = "ninja"
 """What torch has compile an extension, in the extension's own folder."""
 _LOCK = "lock"
+_FOLDER = re.compile(r"\bUsing (/.+) as PyTorch extensions root")
+"""torch.utils.cpp_extension's words, where it is to be verbose, as for DeepSpeed's ops."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Lock:
         if self.worker is not None:
             return f"{name} has been compiling for {minutes:.0f} min (process {self.worker}); others wait for it"
         return (f"{name}: the lock of a build is {minutes:.0f} min old, and no process of this host works on it;"
-                f" where none does on another, remove it: rm {self.path}")
+                f" where none does on another, remove it: rm {shlex.quote(str(self.path))}")
 
 
 class BuildWatch:
@@ -64,11 +68,13 @@ class BuildWatch:
                     lock.unlink()
 
 
-def locks_of(env: Mapping[str, str]) -> list[Lock]:
-    """The locks of all extensions where ranks compile them, by what launch set for them (`env`) or the user did."""
-    folder = env.get(EXTENSIONS_VARIABLE) or os.environ.get(EXTENSIONS_VARIABLE)
+def locks_of(env: Mapping[str, str], output: Iterable[str] = ()) -> list[Lock]:
+    """The locks of all extensions where ranks compile them: by what launch set for them (`env`) or the user did,
+    and by what torch says of it in lines of their `output`."""
+    named = env.get(EXTENSIONS_VARIABLE) or os.environ.get(EXTENSIONS_VARIABLE)
+    folders = {*([named] if named else []), *(match[1] for line in output if (match := _FOLDER.search(line)))}
     found = []
-    for path in sorted(Path(folder).glob(f"*/{_LOCK}")) if folder else ():
+    for path in sorted(path for folder in folders for path in Path(folder).glob(f"*/{_LOCK}")):
         with contextlib.suppress(OSError):
             found.append(Lock(path, max(0.0, time.time() - path.stat().st_mtime), _worker_in(path.parent)))
     return found

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base.private import (
+from ezpz_llm.base import (
     SECRET_VARIABLE,
     NotPrivate,
     PrivateFolder,
@@ -55,9 +55,10 @@ def prefix() -> str:
     return f"ezpz_llm-node-{os.getuid()}-"
 
 
-HEARTBEAT, LOG, STACKS, MARK, SHIM = "", ".log", ".stacks", ".ended", ".shim"
+HEARTBEAT, LOG, STACKS, MARK, SHIM, GROUP = "", ".log", ".stacks", ".ended", ".shim", ".group"
 """A rank's files: what it beats into; its log, where logs are kept on the node; what its fault handler writes; the
-mark of its end, with its exit code and the seconds that it lived; and the identity of its shim."""
+mark of its end, with its exit code and the seconds that it lived; the identity of its shim; and the path of its
+control group, where it has one."""
 
 
 def file_of(rank: int, kind: str) -> str:
@@ -123,6 +124,11 @@ def registered(folder: PrivateFolder) -> dict[int, str]:
     """The ranks that have come to this node, with the identities of their shims."""
     return {int(name[4:-len(SHIM)]): folder.read(name).decode()
             for name in folder.names("rank") if name.endswith(SHIM)}
+
+
+def groups(folder: PrivateFolder) -> list[Path]:
+    """The control groups of the node's ranks."""
+    return [Path(os.fsdecode(folder.read(name))) for name in folder.names("rank") if name.endswith(GROUP)]
 
 
 def running(folder: PrivateFolder) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What one node's ranks are doing, from their heartbeats, their logs and their processor time."""
+"""Report of one node's ranks, from their heartbeats, logs and processor time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ezpz_llm.base.outside import ask_command, command_line, system_link, system_text
-from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.base import PrivateFolder, ask_command, command_line, system_link, system_text
 from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, read_beat, registered
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, catches, first_of
 from ezpz_llm.launch.variables import STACKS_SIGNAL
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 BUSY_SHARE = 0.02
 """Less than this share of one core, over all of a rank's processes, is no work: timers tick in a hang, too."""

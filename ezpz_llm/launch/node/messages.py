@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from ezpz_llm.base.private import make_private, open_private, read_records
-from ezpz_llm.base.schema import Range
+from ezpz_llm.base import Range, make_private, open_private, read_records
 from ezpz_llm.launch.node.folder import wake
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 _LOGS = "logs"
 _MOST_BYTES = 1 << 20
@@ -29,11 +28,13 @@ Order = TypeVar("Order", bound="StopOrder | StacksOrder | SignalOrder")
 @dataclass(frozen=True)
 class StopOrder:
     """End all processes of the run: SIGTERM, and SIGKILL after `grace_s`. `launch_host` is where launch itself
-    ends its launcher, which agents leave alone there."""
+    ends its launcher, which agents leave alone there. `is_hang`: nobody knows where the ranks stand, and those that
+    can say it in place of SIGTERM are to."""
 
     run_id: str
     grace_s: Annotated[float, Range(0, 86_400)]
     launch_host: str
+    is_hang: bool = False
 
 
 @dataclass(frozen=True)

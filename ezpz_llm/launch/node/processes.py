@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import grouped
-from ezpz_llm.base.outside import system_text
+from ezpz_llm.base import grouped, system_text
 from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -129,6 +128,7 @@ class Kin(NamedTuple):
         return cls(int(pid), int(start))
 
     def is_there(self) -> bool:
+        """True while the process lives; another one with its number does not count."""
         try:
             return started_at(self.pid) == self.start
         except OSError:

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.launch.ranks import RankInfo, find_rank, leftovers
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, by_hand, job_of
 
 NAME, STARTED = "none", "started"
 """Names of an allocation without a scheduler, and of one in which a launcher such as srun has started this very
@@ -63,34 +63,30 @@ def has_terminal() -> bool:
 # Schedulers that launch does not speak: their jobs are recognised, and refused with what to type.
 @dataclass(frozen=True)
 class Foreign:
-    """One scheduler. All of `variables` are set in its jobs; the first has the job's number. `hosts_file` is the
-    shell command that writes the job's hosts into the file `hosts`, by the scheduler's documentation."""
+    """One scheduler. Each of `variables` is set in its jobs alone; the first has the job's number. `hosts_lines`
+    are by the scheduler's documentation."""
 
     name: str
     variables: tuple[str, ...]
-    hosts_file: str
+    hosts_lines: tuple[HostsLine, ...]
 
 
 FOREIGN = (
-    Foreign("LSF", ("LSB_JOBID",), "echo $LSB_MCPU_HOSTS | xargs -n 2 printf '%s slots=%s\\n' > hosts"),
-    Foreign("Flux", ("FLUX_JOB_ID",), "flux hostlist --expand local | tr ' ' '\\n' > hosts"),
-    Foreign("Cobalt", ("COBALT_JOBID",), 'cp "$COBALT_NODEFILE" hosts'),
-    Foreign("Grid Engine", ("JOB_ID", "PE_HOSTFILE"), "awk '{print $1\" slots=\"$2}' \"$PE_HOSTFILE\" > hosts"),
-    # Its file has a line for each core.
-    Foreign("OAR", ("OAR_JOBID",), 'uniq "$OAR_NODEFILE" > hosts'),
-    Foreign("PJM", ("PJM_JOBID",), 'cp "$PJM_O_NODEINF" hosts'),
+    # https://www.ibm.com/docs/en/tllm/5.1.0, "LoadLeveler variables for setting up the job environment".
+    Foreign("LoadLeveler", ("LOADL_STEP_ID", "LOADL_PROCESSOR_LIST"),
+            (HostsLine("LOADL_PROCESSOR_LIST", "printf '%s\\n' $LOADL_PROCESSOR_LIST > hosts"),)),
 )
 
 
-def find(env: Mapping[str, str]) -> Foreign | None:
-    """The scheduler in whose job this is."""
-    return next((one for one in FOREIGN if all(env.get(name) for name in one.variables)), None)
+def find(env: Mapping[str, str]) -> tuple[Foreign, str] | None:
+    """The scheduler in whose job this is, and the variable that says so."""
+    return next(((one, name) for one in FOREIGN for name in one.variables if env.get(name)), None)
 
 
 def left_aside(env: Mapping[str, str], why: str) -> tuple[str, ...]:
     """A note for a job that an option of the user's overrides."""
     found = find(env)
-    return (f"{found.variables[0]}={env[found.variables[0]]} left aside ({why})",) if found else ()
+    return (f"{found[1]}={env[found[1]]} left aside ({why})",) if found else ()
 
 
 def refuse(env: Mapping[str, str]) -> None:
@@ -100,8 +96,7 @@ def refuse(env: Mapping[str, str]) -> None:
         UserError: this is a job of one of these schedulers.
     """
     if found := find(env):
-        name = found.variables[0]
-        raise UserError(f"this is {found.name} job {env[name]}, and launch does not speak {found.name}: it cannot"
-                        " tell the job's hosts", where=f"{name}={env[name]}",
-                        instead=f"{found.hosts_file}; launch --hostfile hosts …   (--hosts LIST names them on the"
-                                " line; --scheduler none keeps to this host)")
+        foreign, name = found
+        job = f"{foreign.name} job {env[name]}" if name == foreign.variables[0] else job_of(foreign.name)
+        raise UserError(f"this is {job}, and launch does not speak {foreign.name}: it cannot tell the job's hosts",
+                        where=f"{name}={env[name][:80]}", instead=by_hand(foreign.hosts_lines, env))

@@ -13,18 +13,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import ask_command, parse_json, read_text
-from ezpz_llm.base.schema import MOST_HOSTS, epoch, whole_number
+from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, epoch, parse_json, read_text, whole_number
+from ezpz_llm.launch.failures.log_kinds import MEMORY, NODE_FAILED, TIME_LIMIT
 from ezpz_llm.launch.hostlist import count_repeats, short_name
-from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, Request, clock, local_time
+from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, Request, by_hand, clock, local_time
 
 NAME = "pbs"
 TITLE = "PBS"
 JOB_VARIABLE = "PBS_JOBID"
+TRACES = ("PBS_NODEFILE", "PBS_ENVIRONMENT", "PBS_NODENUM")
+HOSTS_LINES = (
+    HostsLine("PBS_NODEFILE", 'cp "$PBS_NODEFILE" hosts', is_file=True),
+    # qstat breaks its lines, and writes "exec_host = n1/0*2+n2/0*2".
+    HostsLine(JOB_VARIABLE, """qstat -f "$PBS_JOBID" | tr -d '\\n\\t' | sed 's/.* exec_host = \\([^ ]*\\).*/\\1/'"""
+              """ | tr + '\\n' | sed 's|/.*||' | uniq > hosts""", "qstat"),
+)
 JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
 SITE_CORES_COUNT = True
 """NCPUS is the chunk's, which few ask for where nodes are given whole."""
+
+PATTERNS = (
+    (TIME_LIMIT, r"^=>> PBS: job killed: walltime .*"),
+    (MEMORY, r"^=>> PBS: job killed: v?mem .*"),
+    (NODE_FAILED, r"^=>> PBS: job killed: node .*"),
+)
 
 _CLOCK_SLACK_S = 120.0
 _FIELDS = ("stime", "exec_host", "exec_vnode", "run_count", "walltime", "timestamp")
@@ -40,7 +52,8 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     if not job_id:
         return None
     path = env.get("PBS_NODEFILE")
-    here = "start launch in the job script or in the interactive job's own shell"
+    here = ("start launch in the job script or in the interactive job's own shell; elsewhere "
+            + by_hand(HOSTS_LINES, env, failed="PBS_NODEFILE"))
     if not path:
         raise UserError(f"PBS job {job_id} has no PBS_NODEFILE", where="the environment", instead=here)
     try:
@@ -104,7 +117,7 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     where it contradicts the node file."""
     answer = ask_command(["qstat", "-f", "-F", "json", str(allocation.job_id)], env, limit_s, tries)
     if answer.text is None:
-        return allocation.noting(f"the end of the job is not known: {answer.complaint}")
+        return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
     job = read_job(answer.text, str(allocation.job_id))
     notes = []
     ends_at = job.ends_at
@@ -125,7 +138,7 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     hosts = allocation.hosts
     if in_file == job.cores.keys():
         hosts = tuple(replace(host, cores=job.cores[short_name(host.name)]) for host in hosts)
-    return replace(allocation, ends_at=ends_at, hosts=hosts).noting(*notes)
+    return replace(allocation, ends_at=ends_at, hosts=hosts).with_notes(*notes)
 
 
 def read_job(text: str, job_id: str) -> Job:

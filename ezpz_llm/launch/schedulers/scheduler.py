@@ -1,17 +1,22 @@
-"""What launch and submit ask of a scheduler, and the reservation that it tells of.
+"""Protocol of a scheduler, as launch and submit use it, and the reservation that it tells of.
 
 A scheduler is a module of ours (in `SCHEDULERS`), or an object that derives from `Scheduler`, which an installed
 package names in its entry points under "ezpz_llm.schedulers"."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
+
+from ezpz_llm.base import UserError
+from ezpz_llm.launch.ranks import Family
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Allocation:
     step_id: str | None = None
     notes: tuple[str, ...] = ()
 
-    def noting(self, *notes: str) -> Allocation:
+    def with_notes(self, *notes: str) -> Allocation:
         """The same, with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
@@ -70,6 +75,43 @@ class Request:
     reservation: str | None
     requeue: bool
     devices: int | None
+
+
+@dataclass(frozen=True)
+class HostsLine:
+    """A shell command that writes a job's hosts into the file `hosts`, for who has to name them. It reads
+    `variable` alone, which names a file where `is_file`, and needs `program` on PATH."""
+
+    variable: str
+    command: str
+    program: str = "sh"
+    is_file: bool = False
+
+    def works(self, env: Mapping[str, str]) -> bool:
+        """Can it be typed in `env`?"""
+        value = env.get(self.variable)
+        return (bool(value) and (not self.is_file or os.access(str(value), os.R_OK))
+                and shutil.which(self.program, path=env.get("PATH", os.defpath)) is not None)
+
+
+def by_hand(lines: Sequence[HostsLine], env: Mapping[str, str], failed: str = "") -> str:
+    """What to type in `env`, a job whose hosts launch cannot tell: the first of `lines` that works there. That of
+    the variable `failed` does not, whatever it holds."""
+    first = next((line.command for line in lines if line.variable != failed and line.works(env)),
+                 "write the job's hosts into a file named hosts, one a line")
+    return (f"{first}; launch --hostfile hosts …   (--hosts LIST names them on the line; --scheduler none keeps to"
+            " this host)")
+
+
+def unspoken(title: str, job: str, why: str, where: str, instead: str) -> UserError:
+    """A job whose hosts cannot be told is refused with its scheduler's name: never one rank in silence."""
+    return UserError(f"this is {title} job {job}, and its hosts cannot be told: {why}", where=where,
+                     instead=instead)
+
+
+def job_of(title: str) -> str:
+    """"a PBS job", "an LSF job"."""
+    return f"{'an' if title[0] in ('AEFHILMNORSX' if title.isupper() else 'AEIOU') else 'a'} {title} job"
 
 
 # Times as the schedulers write them.
@@ -96,11 +138,19 @@ def clock_with_days(seconds: int) -> str:
 @dataclass(frozen=True)
 class StepLauncher:
     """A scheduler's own program that starts ranks: its name on PATH, which is also the launcher's kind, and `build`
-    from that program and `launch.dialects.work.Work` to a `Built` command line."""
+    from that program and `launch.dialects.work.Work` to a `Built` command line. Where it is `optional`, an mpiexec
+    starts the ranks of a job that has no such program. `ranks` are the variables by which it tells a rank its
+    place, None where `launch.ranks.FAMILIES` has them."""
 
     program: str
     dialect: str
     build: Callable[[str, Any], Any]
+    optional: bool = False
+    ranks: Family | None = None
+
+
+def _no_scripts(title: str) -> UserError:
+    return UserError(f"submit writes no job scripts for {title}", instead="write one with a line of launch in it")
 
 
 class Scheduler(Protocol):
@@ -111,30 +161,48 @@ class Scheduler(Protocol):
         NAME: by which --scheduler and site files name it.
         TITLE: its name in messages.
         JOB_VARIABLE: set in its jobs, to the job's id.
+        ALIASES: other variables that are set in its jobs, in the place of that one or beside it.
+        TRACES: variables that only its jobs have, which say whose job it is even where none of those above is set.
+        HOSTS_LINES: shell commands that write the job's hosts into the file `hosts`, the best first.
         JOB_QUERY: words that ask for the job whose id is appended, and what is answered of one that is over.
         KEEPS_HOST_ORDER: its step launcher numbers nodes in the job's order, whatever order it is told.
         STARTS_MPI_DAEMONS: mpiexec's daemons are started by srun in its jobs.
+        REMOTE_SHELL: the words that start a command on a host of the job, where mpiexec's daemons need it: ssh may
+            be forbidden there.
         SITE_CORES_COUNT: where a site lists its cores, a job has them all, whatever number of CPUs it states.
         COPIER: the program that `copy_to_nodes` needs on PATH; None where there is none.
         PROGRAM, TEMPLATE, DIRECTIVE: what queues a script, the script's template (of `jobs/`, or an absolute path),
-            and how its directive lines begin.
+            and how its directive lines begin; empty where submit writes no scripts for it.
+        TAKES_STDIN: PROGRAM reads the script from its standard input.
         AGAIN: words by which a running job asks to be queued again, and what stands for them in the script.
+        PATTERNS: what it writes about a run's end: kinds (failures/log_kinds.py), each with a regular expression
+            whose groups `host`, `ranks`, `code`, `number` (of a signal) and `signal` (by name) say more.
         HINTS: patterns of what PROGRAM complains of, each with the option of ours that it is about.
     """
 
     NAME: str
     TITLE: str
     JOB_VARIABLE: str
-    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]]
+    JOB_QUERY: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    ALIASES: tuple[str, ...] = ()
+    TRACES: tuple[str, ...] = ()
+    HOSTS_LINES: tuple[HostsLine, ...] = ()
     KEEPS_HOST_ORDER: bool = False
     STARTS_MPI_DAEMONS: bool = False
+    REMOTE_SHELL: tuple[str, ...] = ()
     SITE_CORES_COUNT: bool = False
     COPIER: str | None = None
-    PROGRAM: str
-    TEMPLATE: str
-    DIRECTIVE: str
+    PROGRAM: str = ""
+    TEMPLATE: str = ""
+    DIRECTIVE: str = ""
+    TAKES_STDIN: bool = False
     AGAIN: Mapping[str, str] = MappingProxyType({})
+    PATTERNS: tuple[tuple[str, str], ...] = ()
     HINTS: tuple[tuple[str, str], ...] = ()
+
+    def mark(self, env: Mapping[str, str]) -> str | None:
+        """The variable that says that `env` is in a job of this scheduler; None outside one."""
+        return next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
 
     def detect(self, env: Mapping[str, str]) -> Allocation | None:
         """The job that `env` is in, from the environment and files it names alone; None outside one.
@@ -161,6 +229,7 @@ class Scheduler(Protocol):
 
     def kill_steps(self, steps: Sequence[str]) -> None:
         """Send SIGKILL to all processes of these steps."""
+        assert not steps, "no step has an id"
 
     def steps_are_over(self, steps: Sequence[str]) -> bool:
         """Has the last process of each of these steps gone, for certain?"""
@@ -178,26 +247,34 @@ class Scheduler(Protocol):
         """A job's limit as its directives take it: H:MM:SS, unless it has a way of its own."""
         return clock(seconds)
 
+    # Asked for only where PROGRAM is not empty.
     def directives(self, request: Request) -> list[str]:
         """The lines of a job that no site has anything to add to."""
+        raise _no_scripts(self.TITLE)
 
     def subjects(self, line: str) -> set[str]:
         """What a directive line decides: of two lines with the same subject only one may stay."""
+        raise _no_scripts(self.TITLE)
 
     def submission(self, script: str, after: str | None) -> list[str]:
         """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+        raise _no_scripts(self.TITLE)
 
     def job_id(self, line: str) -> str | None:
         """The id in a line that `submission` printed; None where it is none."""
+        raise _no_scripts(self.TITLE)
 
     def watch(self, ids: list[str]) -> str:
         """The command that shows these jobs."""
+        raise _no_scripts(self.TITLE)
 
     def cancel(self, ids: list[str]) -> str:
         """The command that ends these jobs."""
+        raise _no_scripts(self.TITLE)
 
     def output_file(self, request: Request, job: str) -> str:
         """Where that job's output goes."""
+        raise _no_scripts(self.TITLE)
 
     def hint(self, words: str) -> str | None:
         """The option of ours that a complaint is about, where it can be told."""

@@ -11,15 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.outside import ask_command, system_text
-from ezpz_llm.base.schema import epoch, whole_number
+from ezpz_llm.base import UserError, ask_command, epoch, system_text, whole_number
+from ezpz_llm.launch.failures.log_kinds import (
+    CANCELLED,
+    ENDED,
+    MEMORY,
+    NODE_FAILED,
+    NOT_STARTED,
+    PREEMPTED,
+    REQUEUED,
+    STEP_CANCELLED,
+    TIME_LIMIT,
+)
 from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, short_name
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     Host,
+    HostsLine,
     Request,
     StepLauncher,
+    by_hand,
     clock_with_days,
     local_time,
 )
@@ -27,10 +38,39 @@ from ezpz_llm.launch.schedulers.scheduler import (
 NAME = "slurm"
 TITLE = "Slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
+TRACES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_JOBID", "SLURM_STEP_NODELIST", "SLURM_JOB_NUM_NODES",
+          "SLURM_TASKS_PER_NODE", "SLURM_HET_SIZE")
+HOSTS_LINES = (
+    *(HostsLine(name, f'scontrol show hostnames "$(squeue -h -j ${name} -o %N)" > hosts', "squeue")
+      for name in (JOB_VARIABLE, "SLURM_JOBID")),
+    *(HostsLine(name, f'scontrol show hostnames "${name}" > hosts', "scontrol")
+      for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")),
+)
 _NOTHING_LISTED = "code 0,"
 JOB_QUERY = (("squeue", "--noheader", "--format=%T", "--jobs"), ("Invalid job id", _NOTHING_LISTED))
 KEEPS_HOST_ORDER = STARTS_MPI_DAEMONS = True
 COPIER = "sbcast"
+
+PATTERNS = (
+    (TIME_LIMIT, r"\*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO TIME LIMIT"),
+    (NODE_FAILED, r"\*\*\* (?:JOB|STEP) .* DUE TO NODE FAILURE"),
+    (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
+    (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
+    (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
+    # A step is cancelled like this by srun itself, too, when a task has failed: only a job's end is an order.
+    (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
+    (MEMORY, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): Out Of Memory"),
+    (ENDED, r"^srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,-]+): "
+            r"(?:Exited with exit code (?P<code>\d+)|(?P<signal>[A-Z][A-Za-z ]+?))"
+            r"(?: \(core dumped\))?$"),
+    (NOT_STARTED, r"^srun: error: (?:Unable to create step|Unable to confirm allocation"
+                  r"|Couldn't load specified plugin).*"),
+    (NOT_STARTED, r"^srun: error: Task launch for \S+ failed on node (?P<host>[^:\s]+): .*"),
+    (NOT_STARTED, r"^slurmstepd(?:-(?P<host>[^:\s]+))?: error: execve\(\): .*"),
+)
+"""Made from captured output; those of the memory limit and of preemption come from Slurm's sources."""
 
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
 
@@ -72,7 +112,8 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     hosts = expand_hosts(env.get(names.hosts, ""))
     if not hosts:
         raise UserError(f"Slurm job {job_id} names no host", where=names.hosts,
-                        instead="start launch inside sbatch, salloc or srun")
+                        instead="start launch inside sbatch, salloc or srun; elsewhere "
+                        + by_hand(HOSTS_LINES, env))
     cores = _cores(env)
     least = min(cores.values(), default=None)
     devices = _count(env.get("SLURM_GPUS_PER_NODE", ""))
@@ -160,13 +201,13 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
     answer = ask_command(["squeue", "--noheader", "--jobs", str(allocation.job_id), "--format", "%A|%e|%N"],
                          plain | {"SLURM_TIME_FORMAT": "standard"}, limit_s, tries)
     if answer.text is None:
-        return allocation.noting(f"the end of the job is not known: {answer.complaint}")
+        return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
     ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
     notes = [] if ends_at is not None else ["the job has no end that squeue knows of"]
     known = {short_name(host.name) for host in allocation.hosts}
     if hosts and allocation.step_id is None and known != {short_name(host) for host in _told(hosts)}:
         notes.append(f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts")
-    return replace(allocation, ends_at=ends_at).noting(*notes)
+    return replace(allocation, ends_at=ends_at).with_notes(*notes)
 
 
 def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
@@ -181,8 +222,9 @@ def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float
     hosts = tuple(replace(host, devices=counts[host.name]) for host in allocation.hosts)
     if len({host.devices for host in hosts}) > 1:
         # Slurm 22.05: of 2 devices on the first host and 1 on the second, such a step saw 1 and 1.
-        allocation = allocation.noting("the job's devices are unequal from host to host, and a step that shares the"
-                                       " job (--overlap) may see fewer: ask for --gpus-per-node instead of -G")
+        allocation = allocation.with_notes("the job's devices are unequal from host to host, and a step that "
+                                           "shares the job (--overlap) may see fewer: ask for --gpus-per-node "
+                                           "instead of -G")
     return replace(allocation, hosts=hosts, devices_source="scontrol show job")
 
 

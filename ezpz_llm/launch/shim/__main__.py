@@ -9,21 +9,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
-from ezpz_llm.base.private import PrivateFolder, make_private
+from ezpz_llm.base import EXIT_PREFLIGHT, PrivateFolder, UserError, make_private, run_command
 from ezpz_llm.launch.cleanup import die_with_parent
 from ezpz_llm.launch.node.folder import enter
 from ezpz_llm.launch.ranks import RankInfo, find_rank
 from ezpz_llm.launch.shim.output import Output, most_log_bytes, open_log
 from ezpz_llm.launch.shim.rank import Rank, keep_to_cores
 from ezpz_llm.launch.variables import (
+    IN_COLOUR,
     RUN_ID_VARIABLE,
     TEE_VARIABLE,
+    TERMINAL_VARIABLE,
     TORCHELASTIC_VARIABLE,
     TORCHS_OWN,
     WORLD_SIZE_VARIABLE,
 )
-from ezpz_llm.rundir.files import RUN_DIR_VARIABLE, RunDir
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,8 +53,10 @@ def main(argv: Sequence[str]) -> int:
         from ezpz_llm.launch.node.agent import start_agent
 
         agent = start_agent(info, run_dir, os.environ[RUN_ID_VARIABLE], folder)
+    # Other ranks are told of the terminal, too, and their output does not reach it.
+    is_coloured = info.rank == 0 and os.environ.get(TERMINAL_VARIABLE, "").endswith(IN_COLOUR)
     output = Output(info.rank, handle, os.environ.get(TEE_VARIABLE, "0"),
-                    most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ))
+                    most_log_bytes(info, log != run_dir.rank_log(info.rank), os.environ), is_coloured=is_coloured)
     return Rank(info, run_dir, folder, list(argv[1:]), log, output, agent).run()
 
 

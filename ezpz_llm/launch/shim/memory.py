@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ezpz_llm.base.outside import ask_command, system_text
+from ezpz_llm.base import ask_command, system_text
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _KERNEL_LOG = "/dev/kmsg"

@@ -1,19 +1,20 @@
-"""Where one rank's output goes: its log, the console if the user wants it there, and the last of it to memory."""
+"""Output of one rank: to its log, to the console if the user wants it there, and the last of it to memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.node.folder import LOG, file_of
 from ezpz_llm.launch.ranks import RankInfo
-from ezpz_llm.launch.variables import LOG_BYTES_VARIABLE
-from ezpz_llm.rundir.files import RunDir, ours
+from ezpz_llm.launch.variables import LIVE_LINE, LOG_BYTES_VARIABLE
+from ezpz_llm.rundir import RunDir, ours
 
 MANY_RANKS = 256
 """In a larger world the logs of ranks other than 0 stay on their nodes, and one rank a node speaks for those
@@ -26,6 +27,12 @@ _KEPT_BYTES = 1 << 17
 _LONGEST_LINE = 1 << 16
 _TOUCH_S = 1.0
 _LAST_WORDS_S = 0.5
+_LONGEST_LIVE_LINE = 1 << 12
+_MARK = LIVE_LINE.encode()
+_LIVE_LINE = re.compile(re.escape(_MARK) + rb"[^\r\n\x1b]{,%d}\r" % _LONGEST_LIVE_LINE)
+_COLOUR = re.compile(rb"\x1b\[[0-9;]{,32}m")
+_BEGUN = re.compile(rb"(?:%s[^\r\n\x1b]*|\x1b\[[0-9;]{,32}|%s)\Z" % (
+    re.escape(_MARK), b"|".join(re.escape(_MARK[:length]) for length in range(len(_MARK) - 1, 0, -1))))
 _LINE_ENDS = (b"\n", b"\r")
 
 
@@ -53,16 +60,20 @@ def most_log_bytes(info: RankInfo, is_on_node: bool, env: Mapping[str, str]) -> 
 
 class Output:
     """One rank's output. `log` is an open descriptor; `tee` is launch's --tee. Once the log has taken `most` bytes
-    it takes no more, but for the last of what comes: a program that prints without end must not fill the disk."""
+    it takes no more, but for the last of what comes: a program that prints without end must not fill the disk.
+    `is_coloured` where launch told the rank that a terminal shows its colours, which are not for the log."""
 
-    def __init__(self, rank: int, log: int, tee: str, most: int = _MOST_LOG_BYTES) -> None:
+    def __init__(self, rank: int, log: int, tee: str, most: int = _MOST_LOG_BYTES, *,
+                 is_coloured: bool = False) -> None:
         self.rank = rank
         self.is_split = tee == "all" or (tee == "0" and rank == 0)
         """Whether standard output and standard error go different ways."""
         self._log = log
+        self._is_coloured = is_coloured
         self._prefix = f"[{rank}] ".encode() if tee == "all" else None
         self._kept = bytearray()
         self._begun = {1: b"", 2: b""}
+        self._begun_live = {1: b"", 2: b""}
         self._has_console = True
         self._is_within_a_line = False
         self._has_log = True
@@ -72,10 +83,8 @@ class Output:
 
     def write(self, stream: int, data: bytes) -> None:
         """Take what the rank wrote to `stream` (1 or 2)."""
-        self._kept += data
-        if len(self._kept) > 2 * _KEPT_BYTES:
-            del self._kept[:-_KEPT_BYTES]
-        self._keep(data)
+        lasting, self._begun_live[stream] = _without_live_lines(self._begun_live[stream] + data)
+        self._keep(self._without_colours(lasting))
         if self.is_split and self._prefix is None:
             self._to_console(stream, data)
         elif self.is_split:
@@ -84,6 +93,9 @@ class Output:
 
     def close(self) -> None:
         """Show what was begun as a line and never ended, and add the last of it to a log that left some out."""
+        for begun in self._begun_live.values():
+            self._keep(begun)
+        self._begun_live = {1: b"", 2: b""}
         for stream, rest in self._begun.items():
             if rest:
                 self._to_console(stream, (self._prefix or b"") + rest + b"\n")
@@ -106,11 +118,12 @@ class Output:
         them from the `pipes`, and the descriptors that this needs. MPI_Abort kills like that."""
 
         def save() -> None:
+            """Read what is still in the pipes, and write it to the log."""
             deadline, unread = time.monotonic() + _LAST_WORDS_S, set(pipes)
             while unread and (left := deadline - time.monotonic()) > 0:
                 for pipe in select.select(unread, (), (), left)[0]:
                     data = os.read(pipe, 65536)
-                    self._to_log(data)
+                    self._to_log(self._without_colours(data))
                     if not data:
                         unread.remove(pipe)
 
@@ -128,7 +141,13 @@ class Output:
         self._begun[stream] = rest
         return [(self._prefix or b"") + line.rstrip(b"\r\n") + b"\n" for line in lines]
 
+    def _without_colours(self, data: bytes) -> bytes:
+        return _COLOUR.sub(b"", data) if self._is_coloured else data
+
     def _keep(self, data: bytes) -> None:
+        self._kept += data
+        if len(self._kept) > 2 * _KEPT_BYTES:
+            del self._kept[:-_KEPT_BYTES]
         begin = data[:self._room]
         self._room -= len(begin)
         if begin:
@@ -165,6 +184,15 @@ class Output:
         # A console that has gone (`launch … | head`) does not end the rank: the log goes on.
         self._has_console = self._has_console and _write(stream, data)
         self._is_within_a_line = not data.endswith(b"\n")
+
+
+def _without_live_lines(data: bytes) -> tuple[bytes, bytes]:
+    """`data` without our live lines, which are for terminals, and the begin of one, or of a colour's code, at its
+    end, which the next read may complete. All else stays as it is."""
+    kept = _LIVE_LINE.sub(b"", data)
+    begun = _BEGUN.search(kept, max(0, len(kept) - _LONGEST_LIVE_LINE))
+    at = len(kept) if begun is None else begun.start()
+    return kept[:at], kept[at:]
 
 
 def _batches(lines: list[bytes]) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -12,12 +13,13 @@ import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from ezpz_llm.base.private import PrivateFolder
+from ezpz_llm.base import PrivateFolder
 from ezpz_llm.launch.cleanup import adopt_orphans, descendants, die_with_parent, start_janitor
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.hostlist import expand_numbers
-from ezpz_llm.launch.node.folder import HEARTBEAT, STACKS, are_all_over, await_agent, file_of, mark_end
-from ezpz_llm.launch.node.processes import Kin, end_all
+from ezpz_llm.launch.node.folder import GROUP, HEARTBEAT, STACKS, are_all_over, await_agent, file_of, mark_end
+from ezpz_llm.launch.node.groups import end_group, enter_group, make_group
+from ezpz_llm.launch.node.processes import Kin, catches, end_all
 from ezpz_llm.launch.ranks import RankInfo, rank_variables
 from ezpz_llm.launch.shim.memory import count_kills
 from ezpz_llm.launch.shim.output import MANY_RANKS, Output
@@ -30,7 +32,7 @@ from ezpz_llm.launch.variables import (
     STACKS_VARIABLE,
     TORCHELASTIC_VARIABLE,
 )
-from ezpz_llm.rundir.files import RunDir
+from ezpz_llm.rundir import RunDir
 
 EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127
 
@@ -65,13 +67,19 @@ class Rank:
         self.kills_before = count_kills()
         self.kill_at: float | None = None
         self.told: signal.Signals | None = None
+        self.says_where = False
         self.selector = selectors.DefaultSelector()
+        self.group = make_group(f"ezpz_llm-{self.run_id}-rank{info.rank}")
 
     def run(self) -> int:
         """Start the rank, stay with it to its end, write its record; the exit code."""
         # Only streams that go different ways need pipes of their own; one pipe keeps their order.
         pipes = {stream: os.pipe() for stream in ((1, 2) if self.output.is_split else (1,))}
-        self.janitor = start_janitor(self.run_id, 0.5, *self.output.left_to([out for out, _ in pipes.values()]))
+        if self.group is not None and self.folder is not None:
+            with contextlib.suppress(OSError):
+                self.folder.write(file_of(self.info.rank, GROUP), os.fsencode(self.group))
+        self.janitor = start_janitor(self.run_id, 0.5, *self.output.left_to([out for out, _ in pipes.values()]),
+                                     last=self._end_group)
         adopt_orphans()
         wake = _wake_on_signals()
         self.selector.register(wake, selectors.EVENT_READ, None)
@@ -93,6 +101,7 @@ class Rank:
             mark_end(self.folder, self.info.rank, code, self.lived_s)
             if code == 0:
                 self._await_others(wake, self.folder)
+        self._end_group()
         self._end_descendants()
         if self.folder is not None:
             await_agent(self.folder, self.info.local_size)
@@ -103,6 +112,8 @@ class Rank:
         def in_child() -> None:
             os.setpgid(0, 0)
             die_with_parent(signal.SIGKILL)
+            if self.group is not None:
+                enter_group(self.group)
 
         # MPICH never closes the standard input of the other ranks: one that reads it would wait for ever.
         try:
@@ -175,6 +186,10 @@ class Rank:
         if left := end_all(self._descendants, _END_WITHIN_S):
             self.output.say(f"processes {left} of rank {self.info.rank} on {os.uname().nodename} cannot be ended")
 
+    def _end_group(self) -> None:
+        if self.group is not None:
+            end_group(self.group)
+
     def _descendants(self) -> set[Kin]:
         self._reap()
         return descendants({self.janitor.pid, *([self.agent] if self.agent else [])})
@@ -184,9 +199,29 @@ class Rank:
             if number == signal.SIGCHLD or child.poll() is not None:
                 continue
             self._note(number)
-            _signal_group(child, signal.Signals(number))
+            if number != signal.SIGTERM or not self._has_to_say_where(child):
+                _signal_group(child, signal.Signals(number))
             if os.getppid() != self.parent and self.kill_at is None:
                 self.kill_at = time.monotonic() + _ORPHAN_GRACE_S
+
+    def _has_to_say_where(self, child: subprocess.Popen[bytes]) -> bool:
+        """Have a rank that hangs, and is ended for that, say where it stands, if it can. SIGTERM ends a program
+        that has no handler for it at once and without a word; for SIGABRT Python has one (PYTHONFAULTHANDLER),
+        which prints its stacks."""
+        # Imported here: ranks that end well, nearly all, do without.
+        from ezpz_llm.launch.node.messages import stop_ordered
+
+        if self.says_where:
+            return True
+        stop = stop_ordered(self.run_dir, self.run_id)
+        if (stop is not None and stop.is_hang and not catches(child.pid, signal.SIGTERM)
+                and catches(child.pid, signal.SIGABRT)):
+            with contextlib.suppress(OSError):
+                # Nobody asked for an image of its memory.
+                resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))
+                os.kill(child.pid, signal.SIGABRT)
+                self.says_where = True
+        return self.says_where
 
     def _note(self, number: int) -> None:
         if self.told is None and number in _TO_END:

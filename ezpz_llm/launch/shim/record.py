@@ -9,16 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ezpz_llm.base.outside import system_text
-from ezpz_llm.base.private import make_private
+from ezpz_llm.base import make_private, system_text
 from ezpz_llm.launch.failures.facts import Failure
 from ezpz_llm.launch.failures.tracebacks import NEAR_THE_END, NEAR_THE_END_IF_CAUGHT, last_exception, last_words
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.node.folder import read_beat
 from ezpz_llm.launch.node.messages import logs_ordered, stop_ordered
 from ezpz_llm.launch.shim.memory import evidence
-from ezpz_llm.rundir.files import RunDir, write_atomic
-from ezpz_llm.rundir.secrets import redact_words, without_secrets
+from ezpz_llm.rundir import RunDir, redact_words, without_secrets, write_atomic
 
 if TYPE_CHECKING:
     from ezpz_llm.launch.shim.rank import Rank

@@ -18,7 +18,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 
 MANIFEST = "staging.json"
 """The archive's first member: where its folders came from, and which of its files name them."""
@@ -122,6 +122,7 @@ def _remove_old(folder: Path, archives: Sequence[Archive]) -> None:
     for path in found[_KEPT:]:
         if path not in [archive.path for archive in archives]:
             path.unlink()
+            path.with_suffix(".sqsh").unlink(missing_ok=True)
 
 
 # What the running Python environment is made of: the folders that its imports come from.

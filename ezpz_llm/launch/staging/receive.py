@@ -1,8 +1,11 @@
 """A host's part in staging: one process a host receives the archives and unpacks them on the host's own disk.
 
-`python3 -m ezpz_llm.launch.staging.receive WAY TO ARCHIVE…`, started by launch. WAY says how the archives come:
-`file` (they can be read here), `sbcast` (the same, and they are removed when they have been read) or `mpi` (rank 0
-reads them, and broadcasts them). `room TO BYTES` only looks whether there is room for so much.
+`python3 -m ezpz_llm.launch.staging.receive WAY BEGIN ARCHIVE…`, started by launch. WAY says how the archives come:
+`file` (they can be read here), `mpi` (rank 0 reads them, and broadcasts them) or `squashfs` (they are images, which
+are only mounted). The copy is a new folder whose name begins so and ends with a word that follows from the step's
+secret: other users see what is on a command line, and could make it first. sbcast needs a folder that is there
+already: `make BEGIN BYTES` makes it, if there is room for so much, and `sbcast FOLDER ARCHIVE…` unpacks into it the
+archives that lie there.
 """
 
 from __future__ import annotations
@@ -16,15 +19,22 @@ import socket
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError, run_command
-from ezpz_llm.base.outside import parse_json
-from ezpz_llm.base.private import NotPrivate
-from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.base import (
+    EXIT_PREFLIGHT,
+    SECRET_VARIABLE,
+    NotPrivate,
+    UserError,
+    as_dataclass,
+    derived,
+    parse_json,
+    run_command,
+    run_secret,
+)
 from ezpz_llm.launch.node.processes import marked
 from ezpz_llm.launch.staging.archive import MANIFEST
 from ezpz_llm.launch.variables import WORLD_SIZE_VARIABLE
@@ -43,14 +53,22 @@ def main(argv: Sequence[str]) -> int:
         UserError: what failed, and on which host.
     """
     way, to, *archives = argv
-    if way == "room":
-        return _check_room(Path(to).parent, int(archives[0]))
     open_archive = _over_mpi() if way == "mpi" else _as_sent if way == "sbcast" else _as_it_lies
-    folder = Path(to)
+    folder = Path(to) if way == "sbcast" else copy_of(to, os.environ)
     remove_stale(folder)
     try:
-        # The folder's name is the run's own: what may be there is not ours.
-        folder.mkdir(mode=0o700)
+        if way == "make":
+            _check_room(folder.parent, int(archives[0]))
+        if way != "sbcast":
+            # What may be there is not ours.
+            folder.mkdir(mode=0o700)
+        if way == "make":
+            return 0
+        if way == "squashfs":
+            from ezpz_llm.launch.staging.image import graft
+
+            graft(archives, folder)
+            return 0
         for archive in archives:
             with open_archive(archive) as source:
                 unpack(source, folder)
@@ -58,8 +76,12 @@ def main(argv: Sequence[str]) -> int:
                 os.unlink(archive)
         if way == "mpi":
             _finalize()
-    except (OSError, tarfile.TarError) as error:
+    except UserError:
         shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except (OSError, tarfile.TarError) as error:
+        if not isinstance(error, FileExistsError):
+            shutil.rmtree(folder, ignore_errors=True)
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{socket.gethostname()} cannot take its copy of the environment: {why}",
                         where=getattr(error, "filename", None) or to, exit_code=EXIT_PREFLIGHT,
@@ -67,13 +89,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_room(folder: Path, needed: int) -> int:
+def copy_of(begin: str, env: Mapping[str, str]) -> Path:
+    """The copy's folder, by the step's secret."""
+    secret = run_secret(env)
+    if secret is None:
+        raise UserError(f"the launcher did not hand {SECRET_VARIABLE} on", where=socket.gethostname(),
+                        exit_code=EXIT_PREFLIGHT)
+    return Path(begin + derived(secret, "staging")[:16])
+
+
+def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(f"{socket.gethostname()} has no room for a copy of the environment, which takes"
                         f" {needed / 1e6:.0f} MB: {free / 1e6:.0f} MB are free", where=str(folder),
                         exit_code=EXIT_PREFLIGHT)
-    return 0
 
 
 def remove_stale(folder: Path) -> None:
@@ -90,7 +120,10 @@ def remove_stale(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Manifest:
+class Manifest:
+    """What an archive says of itself: the copies' names by the folders they were made of, and the files that name
+    these folders."""
+
     roots: dict[str, str]
     rewrite: tuple[str, ...]
 
@@ -107,7 +140,7 @@ def unpack(source: BinaryIO, to: Path) -> None:
         text = beginning.read() if beginning else b""
         if not text:
             raise tarfile.ReadError(f"no {MANIFEST} at its beginning")
-        manifest = as_dataclass(_Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
+        manifest = as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST)
         moved = mover(manifest.roots, to)
         # Our own archive, from our own cache, is taken as it is.
         tar.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
@@ -119,7 +152,7 @@ def unpack(source: BinaryIO, to: Path) -> None:
                 member.mode |= 0o700
             tar.extract(member, to)
     for name in manifest.rewrite:
-        _rewrite(to / name, moved)
+        rewrite(to / name, moved)
 
 
 def mover(roots: dict[str, str], to: Path) -> Callable[[str], str]:
@@ -130,7 +163,8 @@ def mover(roots: dict[str, str], to: Path) -> Callable[[str], str]:
     return lambda text: mention.sub(lambda match: str(to / roots[match[1]]), text)
 
 
-def _rewrite(path: Path, moved: Callable[[str], str]) -> None:
+def rewrite(path: Path, moved: Callable[[str], str]) -> None:
+    """Let a file name the new folders."""
     old = path.read_text(errors="surrogateescape")
     if (new := moved(old)) != old:
         path.chmod(path.stat().st_mode | 0o200)
@@ -165,6 +199,7 @@ def _over_mpi() -> Callable[[str], contextlib.AbstractContextManager[BinaryIO]]:
 
     @contextlib.contextmanager
     def open_archive(path: str) -> Iterator[BinaryIO]:
+        """An archive that rank 0 can read, on every rank."""
         if world.rank == 0:
             with open(path, "rb") as file:
                 yield io.BufferedReader(_Broadcast(world, file), CHUNK_BYTES)
@@ -193,6 +228,7 @@ class _Broadcast(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with what rank 0 reads next."""
         if not self._left:
             size = self._file.readinto(self._chunk) if self._file else 0
             size = self._world.bcast(size)

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base.errors import EXIT_PREFLIGHT, UserError
-from ezpz_llm.base.package_data import cache_dir
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
 from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
 from ezpz_llm.launch.staging.archive import Archive, Root, find_roots, make_archives
-from ezpz_llm.launch.staging.receive import mover
+from ezpz_llm.launch.staging.image import MOUNT, UNMOUNT, make_images
+from ezpz_llm.launch.staging.receive import copy_of, mover
 from ezpz_llm.launch.supervise import INTERRUPTED, run
 from ezpz_llm.rundir import update_record
 
@@ -39,25 +39,36 @@ def staged(plan: LaunchPlan, options: Options, env: Mapping[str, str]) -> Iterat
     roots = find_roots()
     archives = make_archives(roots, cache_dir(env) / "staging")
     way = choose_way(plan, env)
+    place = local_folder(plan, env)
+    print(_told(archives, way, plan, place), file=sys.stderr, flush=True)
+    begin = f"{place}/ezpz_llm-{os.getuid()}-{plan.run_id}-"
+    if way == "sbcast":
+        first = _step(plan, options, (*_RECEIVE, "make", begin, str(sum(archive.bytes for archive in archives))),
+                      "make")
+    else:
+        paths = _images(archives) if way == "squashfs" else [str(archive.path) for archive in archives]
+        first = _step(plan, options, (*_RECEIVE, way, begin, *paths), "copy")
     # A name that nobody can take before it is there: the run's id stands in its record.
-    folder = local_folder(plan, env) / f"ezpz_llm-{os.getuid()}-{plan.run_id}-{os.urandom(8).hex()}"
-    print(_told(archives, way, plan, folder), file=sys.stderr, flush=True)
+    folder = copy_of(begin, {name: setting.value for name, setting in first.env.items()})
     try:
-        _bring(plan, options, archives, way, folder)
+        _run(first)
+        if way == "sbcast":
+            _send(plan, options, archives, folder)
         seconds = time.monotonic() - began
         print(f"staged     in {seconds:.1f} s", file=sys.stderr, flush=True)
         update_record(plan.run_dir, staging={
             "folder": str(folder), "way": way, "seconds": round(seconds, 3), "archives": [
                 {**vars(archive), "path": str(archive.path)} for archive in archives]})
-        yield relocate(plan, roots, folder, env)
+        moved = relocate(plan, roots, folder, env)
+        yield _mounting(moved, folder, _images(archives)) if way == "squashfs" else moved
     finally:
-        _on_every_host(plan, options, ("rm", "-rf", str(folder), *_local_archives(archives, folder)), "remove")
+        run(_step(plan, options, ("bash", "-c", UNMOUNT, "unmount", str(folder)), "remove"), None, _LIMIT_S)
 
 
 def choose_way(plan: LaunchPlan, env: Mapping[str, str]) -> str:
     """How the archives come to the hosts: the site's way, else sbcast in a Slurm job, else MPI where mpi4py is
     installed and MPI starts the ranks; on one host, and where there is none of these, each reads them itself."""
-    if len(plan.hosts) == 1:
+    if len(plan.hosts) == 1 and plan.site.stage != "squashfs":
         return "file"
     if plan.site.stage:
         return plan.site.stage
@@ -77,34 +88,37 @@ def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
     return Path("/local") if is_host and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
 
 
-def _told(archives: Sequence[Archive], way: str, plan: LaunchPlan, folder: Path) -> str:
+def _told(archives: Sequence[Archive], way: str, plan: LaunchPlan, place: Path) -> str:
     files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
     made = "made now" if any(archive.is_new for archive in archives) else "as it was archived"
-    return (f"staging    {files} files, {size / 1e6:.0f} MB ({made}) to {folder} on {len(plan.hosts)} host(s) by"
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({made}) to {place} on {len(plan.hosts)} host(s) by"
             f" {way}")
 
 
-def _bring(plan: LaunchPlan, options: Options, archives: Sequence[Archive], way: str, folder: Path) -> None:
-    paths = [str(archive.path) for archive in archives]
-    if way == "sbcast":
-        paths = _local_archives(archives, folder)
-        for archive, path in zip(archives, paths, strict=True):
-            if not _copied(plan, archive.path, path):
-                # Slurm names the host, but not always what is wrong with it.
-                needed = str(sum(archive.bytes for archive in archives))
-                _on_every_host(plan, options, (*_RECEIVE, "room", str(folder), needed), "room")
-                raise _not_staged(EXIT_PREFLIGHT)
-    if code := _on_every_host(plan, options, (*_RECEIVE, way, str(folder), *paths), "copy"):
-        raise _not_staged(code if code in INTERRUPTED else EXIT_PREFLIGHT)
+def _send(plan: LaunchPlan, options: Options, archives: Sequence[Archive], folder: Path) -> None:
+    """Bring the archives by Slurm into the folder, which is private: beside it a link of another user's, in an
+    archive's place, would be written through."""
+    paths = [f"{folder}/.{number}.tar" for number, _ in enumerate(archives)]
+    for archive, path in zip(archives, paths, strict=True):
+        if not _copied(plan, archive.path, path):
+            raise _not_staged(EXIT_PREFLIGHT)
+    _run(_step(plan, options, (*_RECEIVE, "sbcast", str(folder), *paths), "copy"))
+
+
+def _images(archives: Sequence[Archive]) -> list[str]:
+    return [str(image) for image in make_images(archives)]
+
+
+def _mounting(plan: LaunchPlan, folder: Path, images: Sequence[str]) -> LaunchPlan:
+    """The plan whose hosts mount the images before the first program that is in the copy."""
+    first = next(place for place, word in enumerate(plan.argv) if word.startswith(f"{folder}/"))
+    mount = ("bash", "-c", MOUNT, "mount", str(folder), *images, "--")
+    return replace(plan, argv=(*plan.argv[:first], *mount, *plan.argv[first:]))
 
 
 def _not_staged(code: int) -> UserError:
     return UserError("the environment could not be copied to every host (see above); nothing was started",
                      where="--stage-env", instead="make room there, or leave --stage-env out", exit_code=code)
-
-
-def _local_archives(archives: Sequence[Archive], folder: Path) -> list[str]:
-    return [f"{folder}.{number}.tar" for number, _ in enumerate(archives)]
 
 
 def _copied(plan: LaunchPlan, source: Path, target: str) -> bool:
@@ -113,11 +127,15 @@ def _copied(plan: LaunchPlan, source: Path, target: str) -> bool:
     return scheduler is not None and scheduler.copy_to_nodes(source, target)
 
 
-def _on_every_host(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> int:
-    """Run `command` once on each host of the plan, by the same launcher; the exit code."""
-    step = prepare_step(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, tee="none",
+def _step(plan: LaunchPlan, options: Options, command: tuple[str, ...], name: str) -> LaunchPlan:
+    """The plan that runs `command` once on each host of the plan, by the same launcher."""
+    return prepare_step(options, command=command, ranks=None, per_host=1, nodes=None, hostfile=None, tee="none",
                         hosts=",".join(plan.hosts), run_dir=plan.run_dir.path / "staging" / name)
-    return run(step, None, _LIMIT_S).code
+
+
+def _run(step: LaunchPlan) -> None:
+    if code := run(step, None, _LIMIT_S).code:
+        raise _not_staged(code if code in INTERRUPTED else EXIT_PREFLIGHT)
 
 
 # A plan that runs from the copies instead of from the environment itself.

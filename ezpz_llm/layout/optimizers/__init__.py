@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.package_data import entry_points
+from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.layout.layout import Layout
 
 if TYPE_CHECKING:

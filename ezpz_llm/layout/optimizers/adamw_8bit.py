@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ezpz_llm.base.errors import UserError
+from ezpz_llm.base import UserError
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.optimizers import Optimizer
 
@@ -31,8 +31,9 @@ class _AdamW8bit(Optimizer):
     def build(self, groups: list[dict[str, Any]], settings: dict[str, Any], fused: bool) -> torch.optim.Optimizer:
         import bitsandbytes
 
+        # "meta": what ZeRO-3 shards has no values yet. DeepSpeed gives it some before the first step.
         kind = groups[0]["params"][0].device.type
-        if kind not in ("cuda", "xpu", "cpu"):
+        if kind not in ("cuda", "xpu", "cpu", "meta"):
             raise UserError(f"bitsandbytes has no 8-bit AdamW for {kind}", where=f"--optimizer {self.name}",
                             instead="--optimizer adamw")
         return bitsandbytes.optim.AdamW8bit(groups, **settings)

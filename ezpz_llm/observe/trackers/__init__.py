@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ezpz_llm.base.errors import UserError, unknown
+from ezpz_llm.base import UserError, unknown
 from ezpz_llm.rundir import RunDir, SideFiles, read_layout, read_record
 
 
@@ -62,7 +62,7 @@ class Tracker(Protocol):
     def write(self, rows: Sequence[Row]) -> None:
         """Take the rows of a flush, in order of their steps."""
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """The run goes on after an earlier `step`: what was taken of later ones counts no more."""
 
     def close(self, failed: bool) -> None:
@@ -128,10 +128,10 @@ class Tracking:
             rows = _rows(lines, time.time())
             self._waiting.put(lambda tracker: tracker.write(rows))
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """The run goes on after an earlier step; returns at once."""
         if self._thread.is_alive():
-            self._waiting.put(lambda tracker: tracker.go_back(step))
+            self._waiting.put(lambda tracker: tracker.rewind(step))
 
     def close(self, failed: bool) -> None:
         """Hand on what waits, then finish every tracker.
@@ -154,7 +154,7 @@ class Tracking:
                     order(tracker)
                 except Exception as error:  # of any package: the run goes on without that tracker
                     del self._open[name]
-                    _warn(f"{name} gets no more numbers, metrics.jsonl goes on: {_words(error)}")
+                    _warn(f"{name} gets no more numbers, metrics.jsonl continues: {_words(error)}")
         for name, tracker in list(self._open.items()):
             try:
                 tracker.close(self._failed)

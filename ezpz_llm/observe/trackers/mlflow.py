@@ -49,7 +49,7 @@ class MLflow:
         while some := list(islice(metrics, _METRICS_AT_ONCE)):
             self._client.log_batch(self.run_id, metrics=some)
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Nothing can be taken back: steps that come again stand beside the earlier ones."""
 
     def close(self, failed: bool) -> None:

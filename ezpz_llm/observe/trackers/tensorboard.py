@@ -29,7 +29,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._writer.flush()
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Begin another file."""
         self._writer.close()
         self._begin(step)

@@ -38,7 +38,7 @@ class WeightsAndBiases:
         for row in rows:
             self._run.log({"step": row.step, **row.values})
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Nothing can be taken back: steps that come again stand beside the earlier ones."""
 
     def close(self, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""What PBS's commands print, byte for byte as captured."""
+"""Output of PBS's commands, byte for byte as captured."""
 
 from __future__ import annotations
 

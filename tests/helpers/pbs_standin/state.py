@@ -1,4 +1,4 @@
-"""What the stand-in knows: its hosts, and one file a job that holds what `qstat -f` shows."""
+"""State of the stand-in: its hosts, and one file a job with what `qstat -f` shows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,110 @@
+"""How fast other libraries' tokenizers prepare a corpus: python3 benchmarks/data_tokenizers.py
+
+Trains a tokenizer of each of three families (tests/helpers/small_tokenizers.py) and writes --megabytes of documents
+of about 5 kB in many scripts as jsonl. Then, in one process and turn by turn, --repeats times each:
+  alone     the library encodes the texts, which are in memory, to lists of ids;
+  prepare   the corpus becomes shards: read, JSON, encoded, counted, written, hashed.
+The best of each counts, in processor seconds. Exit code 0 only if the ids are the same and each family's ratio is
+at least --bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+from small_tokenizers import FAMILIES, mixed_text, trained
+
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizers import choose
+from ezpz_llm.rundir import write_json
+
+DOCUMENT_BYTES = 5000
+
+
+def library(file: Path) -> Callable[[str], list[int]]:
+    """The library's own way from a text to ids, the fastest that it has."""
+    if file.suffix == ".json":
+        import tokenizers
+
+        inner = tokenizers.Tokenizer.from_file(str(file))
+        inner.encode_special_tokens = True
+        return lambda text: inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(file)).encode
+
+
+def measure(family: str, texts: list[str], corpus: Path, work: Path, tokens: int, repeats: int) -> dict[str, Any]:
+    file, size = trained(family, tokens), sum(len(text.encode()) for text in texts)
+    alone, prepared, same = [], [], True
+    for number in range(repeats):
+        encode = library(file)  # anew, since it remembers words
+        began = time.process_time()
+        ids = [encode(text) for text in texts]
+        alone.append(time.process_time() - began)
+        began = time.process_time()
+        folder = prepare(str(corpus), str(file), out=work / f"{file.parent.name}-{number}", workers=1,
+                         progress=False)
+        prepared.append(time.process_time() - began)
+        data = TokenData.open(folder)
+        end = data.manifest["end_of_text"]
+        expected = np.concatenate([[end, *found] for found in ids])
+        same &= np.array_equal(np.concatenate([data.split("train")[:], data.split("val")[:]]), expected)
+    found = {"family": family, "vocabulary": choose(str(file)).entry["vocab_size"], "text_mb": size / 1e6,
+             "tokens": int(expected.size), "ids_equal": bool(same), "alone_mb_per_cpu_s": size / min(alone) / 1e6,
+             "prepare_mb_per_cpu_s": size / min(prepared) / 1e6, "ratio": min(alone) / min(prepared)}
+    print(f"{family}: alone {found['alone_mb_per_cpu_s']:.2f} MB a processor second, prepared "
+          f"{found['prepare_mb_per_cpu_s']:.2f}, a ratio of {found['ratio']:.2f}; ids equal: {same}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=2000, help="vocabulary to train")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bar", type=float, default=0.85)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    work = Path(tempfile.mkdtemp())
+    os.environ["EZPZ_LLM_CACHE"] = str(work / "cache")
+    try:
+        texts = [mixed_text(DOCUMENT_BYTES, seed)
+                 for seed in range(arguments.megabytes * 1_000_000 // DOCUMENT_BYTES)]
+        corpus = work / "corpus.jsonl"
+        with corpus.open("w") as file:
+            for text in texts:
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        found = [measure(family, texts, corpus, work, arguments.tokens, arguments.repeats) for family in FAMILIES]
+    finally:
+        shutil.rmtree(work)
+    passed = all(one["ids_equal"] and one["ratio"] >= arguments.bar for one in found)
+    if arguments.out:
+        write_json(arguments.out, {
+            "command": f"python3 benchmarks/data_tokenizers.py --megabytes {arguments.megabytes} --repeats "
+                       f"{arguments.repeats} --out {arguments.out}",
+            "date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0)),
+            "versions": {"python": platform.python_version(),
+                         **{name: version(name) for name in ("ezpz_llm", "tokenizers", "sentencepiece", "numpy")}},
+            "bar": arguments.bar, "passed": passed, "families": found})
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""The faults that benchmarks/mutations.py plants: each has been somebody's, or would be easily."""
+
+from __future__ import annotations
+
+from mutation_table import layouts, step, training
+
+FAULTS = (*step.FAULTS, *training.FAULTS, *layouts.FAULTS)
+
+EQUIVALENT = {
+    "rotary positions that begin at 1": "scores depend on the distance of two positions alone",
+    "`x.float()` left out of `rotate`": "torch promotes to the fp32 of the angles",
+    "wsd's `left >= decay` as `left > decay`": "at that step the straight line is at the peak",
+    "DDP that reduces in every micro-step": "averages are linear, and what is averaged already stays as it is: the "
+                                            "same step, with more traffic",
+    "RMSNorm of bf16 left to torch": "torch 2.13 computes it in fp32 on CPUs, with the same result",
+    "fp32 products set to \"high\"": "a CPU has no TF32",
+}
+"""Changes that are none, each with the argument; they are not among the faults."""

@@ -1,0 +1,320 @@
+"""Plant faults one at a time in a copy of the code: does certify, or a unit test, see each of them?
+
+    python3 benchmarks/mutations.py                      # all faults of benchmarks/mutation_table/: an hour or two
+    python3 benchmarks/mutations.py --resume             # those that the results file has not
+    python3 benchmarks/mutations.py --only clip-scales-up,rope-pairs
+    python3 benchmarks/mutations.py --class tp,pp
+
+For each fault the checkout is copied, one piece of text of it is replaced, and what should see the fault is run
+on the copy: a cell of certify, the definitions that it checks first, or a test. A fault is seen if that fails.
+Before, the same is run without a fault, and must pass. A layout's cell is compared with a reference that clean
+code made; a fault in what all layouts share has one process of its own, which certify holds to the definition
+of the step.
+
+Results: benchmarks/results/mutations.json, written after each fault. Exit code 0 if all faults that were run were
+seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mutation_table import EQUIVALENT, FAULTS
+from mutation_table.row import Cell, Definitions, Fault, options
+
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
+WORK = ROOT / "runs" / "mutations"
+LIMIT_S = 1500
+"""Seconds for each cell or test. Clean ones take a tenth: one that does not end has been stopped by its fault."""
+
+Verdict = dict[str, Any]
+"""`seen`, `how` (the first line that says so) and `seconds`."""
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the checkout as it is now, without what git ignores."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=True).stdout
+    WORK.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK, ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        yield folder
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Replace the fault's text in a copy.
+
+    Raises:
+        SystemExit: the text is not there exactly once.
+    """
+    file = folder / fault.file
+    text = file.read_text()
+    if text.count(fault.right) != 1:
+        raise SystemExit(f"{fault.name}: {fault.file} has this {text.count(fault.right)} times:\n{fault.right}")
+    file.write_text(text.replace(fault.right, fault.wrong))
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """That in which the copy's code is the one that runs."""
+    return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **more}
+
+
+def run(words: Sequence[str], folder: Path, env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Exit code, None for a run that did not end in time, and the output."""
+    with (folder / "output.txt").open("w+") as output:
+        begun = subprocess.Popen(words, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT,
+                                 start_new_session=True)
+        try:
+            code: int | None = begun.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            begun.terminate()  # certify ends its ranks by itself
+            time.sleep(15)
+        finally:
+            if begun.poll() is None:
+                os.killpg(begun.pid, signal.SIGKILL)
+        output.seek(0)
+        return code, output.read()
+
+
+def certified(cells: Sequence[Cell], folder: Path, references: Path | None) -> Verdict:
+    """Run cells that differ in their layout alone, in a copy.
+
+    Args:
+        references: of clean code, to be compared with; what is missing of them is made here, by this copy's code.
+    """
+    run_dir = folder / "run"
+    if references is not None and references.is_dir():
+        shutil.copytree(references, run_dir / "reference")
+    words = [sys.executable, "-m", "ezpz_llm.certify", "--device", "cpu", *shlex.split(options(cells))]
+    # One process needs no launch: it takes the place of the one rank.
+    is_alone = cells[0].world == 1
+    env = environment(folder, **{RUN_DIR_VARIABLE: str(run_dir)} if is_alone else {})
+    code, said = run(words if is_alone else [*words, "--run-dir", str(run_dir)], folder, env, LIMIT_S * len(cells))
+    if code is None:
+        return {"seen": True, "how": f"no end in {LIMIT_S} s"}
+    if code == 0:
+        return {"seen": False, "how": "certified"}
+    found = run_dir / "certify.json"
+    kept = json.loads(found.read_text()) if found.is_file() else {}
+    lines = [kept["refused"]["why"]] if kept.get("refused") else [
+        line for result in kept.get("results", ()) for line in result["failures"]]
+    if code != 1:
+        raise SystemExit(f"{' '.join(words)}\nended with code {code}:\n{said[-4000:]}")
+    # One process that crashes has no record: its last words are.
+    return {"seen": True, "how": (lines or said.strip().splitlines()[-1:])[0][:400]}
+
+
+def defined(folder: Path, topic: str | None = None) -> Verdict:
+    """Let certify check its definitions, or one topic of them, in a copy, as it does before its first step.
+
+    In a fork of this process, which has imported torch once for all of them: that is most of what they take.
+    """
+    for name in ("torch", "torch._dynamo", "safetensors.torch"):
+        importlib.import_module(name)
+    found = folder / "definitions.json"
+    child = multiprocessing.get_context("fork").Process(target=_define, args=(folder, found, topic))
+    child.start()
+    child.join(LIMIT_S)
+    if child.is_alive():
+        child.kill()
+        return {"seen": True, "how": f"no end in {LIMIT_S} s"}
+    if child.exitcode not in (0, 1):
+        raise SystemExit(f"the definitions\nended with code {child.exitcode}:\n"
+                         f"{(folder / 'output.txt').read_text()[-4000:]}")
+    if child.exitcode == 0:
+        return {"seen": False, "how": "certified"}
+    if not found.is_file():
+        return {"seen": True, "how": (folder / "output.txt").read_text().strip().splitlines()[-1][:400]}
+    held = json.loads(found.read_text())[-1]
+    return {"seen": True, "how": f"{held['what']}: {held['wrong']}"[:400]}
+
+
+def _define(folder: Path, found: Path, topic: str | None) -> None:
+    """Check the definitions with the copy's code in the place of this checkout's; ends the process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ezpz_llm"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    os.chdir(folder)
+    os.environ.update(environment(folder))
+    with (folder / "output.txt").open("w") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    importlib.import_module("torch").set_num_threads(1)
+    definitions = importlib.import_module("ezpz_llm.certify.definitions")
+    assert Path(definitions.__file__ or "").is_relative_to(folder)
+    if topic is not None:
+        definitions.TOPICS = {topic: definitions.TOPICS[topic]}
+    raise SystemExit(definitions.main([str(found)]))
+
+
+def tested(tests: Sequence[str], folder: Path) -> Verdict:
+    """Run tests in a copy."""
+    words = [sys.executable, "-m", "pytest", "-n0", "-x", "-p", "no:cacheprovider", "-m",
+             "full or slow or not full", *tests]
+    code, said = run(words, folder, environment(folder), LIMIT_S * len(tests))
+    if code is None:
+        return {"seen": True, "how": f"no end in {LIMIT_S} s"}
+    if code not in (0, 1) or (code == 0 and " passed" not in said):
+        raise SystemExit(f"pytest {' '.join(tests)}\nended with code {code}:\n{said[-4000:]}")
+    failed = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return {"seen": code == 1, "how": failed[0][:400] if failed else "passed"}
+
+
+def planted(fault: Fault, references: Path) -> Verdict:
+    """What should see a fault says of a copy that has it."""
+    with copied() as folder:
+        plant(fault, folder)
+        began = time.monotonic()
+        if isinstance(fault.sees, Cell):
+            verdict = certified([fault.sees], folder, references if fault.is_of_a_layout else None)
+        else:
+            verdict = (defined(folder, fault.sees.topic) if isinstance(fault.sees, Definitions)
+                       else tested([fault.sees], folder))
+        return {**verdict, "seconds": round(time.monotonic() - began, 1)}
+
+
+def control(sees: Sequence[Any], references: Path) -> Verdict:
+    """What clean code gives. The references that it makes are kept."""
+    with copied() as folder:
+        began = time.monotonic()
+        if isinstance(sees[0], Cell):
+            verdict = certified(sees, folder, references)
+            shutil.copytree(folder / "run" / "reference", references, dirs_exist_ok=True)
+        else:
+            verdict = defined(folder) if isinstance(sees[0], Definitions) else tested(sees, folder)
+        return {"passed": not verdict["seen"], "how": verdict["how"],
+                "seconds": round(time.monotonic() - began, 1)}
+
+
+def with_it(sees: Cell | Definitions | str) -> list[Any]:
+    """All that can be run in one go with a cell or a test: cells of one launch, tests of one file."""
+    def place(one: Cell | Definitions | str) -> tuple[Any, ...]:
+        """What they have in common."""
+        return (one.world, one.model, one.dtype) if isinstance(one, Cell) else (str(one).partition("::")[0],)
+
+    return [one for one in dict.fromkeys(fault.sees for fault in FAULTS) if place(one) == place(sees)]
+
+
+def git(*words: str) -> str:
+    """What git says."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def score(found: dict[str, Verdict]) -> dict[str, dict[str, int]]:
+    """By class, and in all: faults that were run, those seen, and those seen by certify."""
+    table: dict[str, dict[str, int]] = {}
+    for fault in FAULTS:
+        if fault.name in found:
+            for row in (fault.kind, "all"):
+                entry = table.setdefault(row, {"faults": 0, "seen": 0, "by certify": 0})
+                seen, by = (found[fault.name][key] for key in ("seen", "sees"))
+                entry["faults"] += 1
+                entry["seen"] += seen
+                entry["by certify"] += seen and by.startswith("certify")
+    return {**{kind: row for kind, row in table.items() if kind != "all"}, **{"all": table["all"]}} if table else {}
+
+
+def show(table: dict[str, dict[str, int]]) -> None:
+    """Print a score."""
+    print(f"\n{'class':<20}{'faults':>8}{'seen':>8}{'by certify':>12}")
+    for kind, row in table.items():
+        print(f"{kind:<20}{row['faults']:>8}{row['seen']:>8}{row['by certify']:>12}")
+
+
+def chosen(only: str | None, kinds: str | None) -> list[Fault]:
+    """The faults of these names and classes.
+
+    Raises:
+        SystemExit: there is none of that name or class.
+    """
+    def words(text: str, known: set[str]) -> set[str]:
+        """The words of a list, all of them known."""
+        found = set(text.split(","))
+        if found - known:
+            raise SystemExit(f"unknown: {', '.join(sorted(found - known))}; known are {', '.join(sorted(known))}")
+        return found
+
+    names = words(only, {fault.name for fault in FAULTS}) if only else None
+    classes = words(kinds, {fault.kind for fault in FAULTS}) if kinds else None
+    return [fault for fault in FAULTS
+            if (names is None or fault.name in names) and (classes is None or fault.kind in classes)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME,…", help="these faults")
+    parser.add_argument("--class", dest="kinds", metavar="NAME,…", help="the faults of these classes")
+    parser.add_argument("--resume", action="store_true", help="leave out those that the results file has")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is running ends with this
+    faults = chosen(given.only, given.kinds)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    known = {fault.name for fault in FAULTS}
+    found: dict[str, Verdict] = {name: one for name, one in kept.get("faults", {}).items() if name in known}
+    commit, package = git("rev-parse", "--short", "HEAD"), git("rev-parse", "--short", "HEAD:ezpz_llm")
+    controls: dict[str, Verdict] = kept.get("controls", {})
+    references = WORK / f"reference-{package}"
+    todo = [fault for fault in faults if not (given.resume and fault.name in found)]
+
+    def write() -> None:
+        """What is known so far."""
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "numpy")}
+        write_json(RESULTS, {
+            "command": "python3 benchmarks/mutations.py", "date": datetime.date.today().isoformat(),
+            "commit": commit, "versions": {"python": platform.python_version(), **versions},
+            "score": score(found), "equivalent": EQUIVALENT, "controls": controls,
+            "faults": {fault.name: found[fault.name] for fault in FAULTS if fault.name in found}})
+
+    def is_controlled(sees: Cell | Definitions | str) -> bool:
+        """True if clean code has passed, and the reference that it was compared with is kept."""
+        is_kept = not isinstance(sees, Cell) or (references / sees.reference / "reference.json").is_file()
+        return is_kept and controls.get(str(sees), {}).get("package") == package
+
+    for fault in todo:
+        if not is_controlled(fault.sees):
+            group = with_it(fault.sees)
+            clean = control(group, references)
+            print(f"no fault: {fault.sees}, {len(group)} at once: {clean['how']}, {clean['seconds']} s", flush=True)
+            if not clean["passed"]:
+                return 1
+            controls.update({str(sees): {"passed": True, "package": package} for sees in group})
+            write()
+        verdict = planted(fault, references)
+        found[fault.name] = {"class": fault.kind, "file": fault.file, "sees": str(fault.sees), **verdict,
+                             "commit": commit}
+        print(f"{fault.name} ({fault.kind}): {'seen' if verdict['seen'] else 'NOT SEEN'}, {verdict['seconds']} s: "
+              f"{verdict['how']}", flush=True)
+        write()
+    show(score({fault.name: found[fault.name] for fault in faults}))
+    return 0 if all(found[fault.name]["seen"] for fault in faults) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The parser of a command: the name that was typed in its usage lines, examples, and the option that was meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from ezpz_llm.base.errors import UserError, nearest
+
+_WIDEST = 110
+SYNONYMS = {
+    "--run": "the run directory, without an option before it", "--max-new-tokens": "--tokens",
+    "--run-dir": "the run directory, without an option before it", "--max-tokens": "--tokens",
+    "--checkpoint": "the checkpoint, without an option before it", "--num-samples": "--samples",
+    "--output": "--out", "--gpus": "--world", "--world-size": "--world", "--layout": "--ds-config",
+}
+"""Options that other programs have, and what to type here; only where a command has what is offered."""
+
+
+def help_width() -> int:
+    """Columns that a help page takes: the terminal's, at most 110."""
+    return min(shutil.get_terminal_size().columns, _WIDEST) - 2
+
+
+def wrapped(text: str, begin: str = "", indent: int = 0) -> str:
+    """Return a paragraph in lines of `help_width`, the first after `begin`, the others after `indent` spaces."""
+    return textwrap.fill(" ".join(text.split()), help_width(), initial_indent=begin, subsequent_indent=" " * indent,
+                         break_on_hyphens=False, break_long_words=False)
+
+
+def typed_name(command: str) -> str:
+    """Return how a command was typed: `ezpz-llm report`, or `python3 -m ezpz_llm.report`."""
+    return sys.argv[0] if sys.argv[0] == f"ezpz-llm {command}" else f"python3 -m ezpz_llm.{command}"
+
+
+def examples(lines: Sequence[str]) -> str:
+    """Return the examples at the end of a help page, each a line to copy; two spaces begin its explanation."""
+    shown = []
+    for line in lines:
+        command, _, why = line.partition("  ")
+        one = f"  {command}   # {why.strip()}" if why else f"  {command}"
+        shown += [one] if not why or len(one) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
+    return "\n".join(["examples:", *shown])
+
+
+def synonym(word: str, known: Iterable[str], synonyms: Mapping[str, str]) -> str | None:
+    """What to type instead of an option that other programs have, or a slip of the pen in one: None where the
+    command has nothing like it."""
+    meant = next((synonyms[near] for near in get_close_matches(word.replace("_", "-"), synonyms, 1, 0.9)), None)
+    options = re.findall(r"--[a-z][a-z-]*", meant or "")
+    return meant if meant and all(option in known for option in options) else None
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps the paragraphs of a text; as wide as the terminal, 110 columns at most."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, **{"width": help_width(), **settings})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return "\n\n".join(map(wrapped, text.strip().split("\n\n")))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser whose mistakes are `UserError`s that name the option or word that was meant.
+
+    Args:
+        command: its name after `ezpz-llm`; None for a subcommand, whose name argparse makes.
+        shown: lines for `examples`.
+    """
+
+    def __init__(self, command: str | None = None, *, shown: Sequence[str] = (), **settings: Any) -> None:
+        if command is not None:
+            settings["prog"] = typed_name(command)
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter,
+                            "epilog": examples(shown) if shown else None, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print.
+
+        Raises:
+            UserError: always.
+        """
+        if message.startswith("unrecognized arguments: "):
+            words = message.partition(": ")[2].split()
+            option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+            if option is not None:
+                raise UserError(f"unknown option {option!r}", where=self.prog, instead=self._instead(option))
+        found = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
+        if found:
+            choices = found[4].replace("'", "").split(", ")
+            near = nearest(found[3], choices)
+            instead = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(choices)}"
+            raise UserError(f"{found[1]}: {found[2]}", where=self.prog, instead=instead)
+        raise UserError(message, where=self.prog, instead=f"{self.prog} --help lists what there is")
+
+    def _instead(self, option: str) -> str:
+        known = self._options()
+        near = nearest(option, known)
+        return (synonym(option, known, SYNONYMS)
+                or (f"did you mean {' or '.join(near)}?" if near else f"{self.prog} --help lists what there is"))
+
+    def _options(self) -> set[str]:
+        """The options of this parser and of its subcommands: argparse lets the outer one refuse both's."""
+        known: set[str] = set()
+        for action in self._actions:
+            known.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                known.update(*(below._options() for below in action.choices.values()))
+        return known

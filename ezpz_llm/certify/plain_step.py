@@ -1,0 +1,314 @@
+"""One training step by definition, in plain torch: what one process is held to.
+
+Nothing of the model, the engines or the trainer is imported: a mistake there cannot be here too. The values are
+dictionaries of tensors under the names that checkpoints have. All is computed in fp64; what a precision recipe
+rounds is rounded where the recipe says so, by `Arithmetic`.
+
+Shapes: B sequences, T tokens, C width, H heads, H_kv key/value heads, D = C/H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+"""By a parameter's name in checkpoints: "transformer.h.0.attn.c_attn.weight"."""
+MicroBatch = tuple[Tensor, Tensor]
+"""Tokens and targets, (B, T) each; targets of -100 are ignored."""
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything of a step that is not in the tensors.
+
+    What the tensors show is not repeated: layers, widths, biases; learned positions (a table of them), a gate
+    (`c_gate`: SwiGLU, else GELU in its tanh form), a head of its own (`lm_head`, else the embedding's table).
+
+    Attributes:
+        norm: "layernorm" or "rmsnorm".
+        rope_theta: base of the rotary angles, used where no positions are learned.
+        clip: the largest global gradient norm; 0 for any.
+        weight_decay: of matrices and tables; vectors have none.
+        z_loss: factor of the squared log-sum-exp that the gradient has and the reported loss has not.
+    """
+
+    n_head: int
+    n_kv_head: int
+    norm: str
+    norm_eps: float
+    rope_theta: float
+    clip: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    z_loss: float = 0.0
+
+
+# What a precision recipe rounds.
+@dataclass(frozen=True)
+class Arithmetic:
+    """Where values are rounded, and by how much the same sum may differ in another order.
+
+    Attributes:
+        kept: the dtype of the parameters that the forward pass reads, and of a micro batch's gradients of them.
+        products: factors and results of matrix products, with what is made of them elementwise.
+        between: the sum that layers add to, and what their norms give.
+        errors: relative size of the error that another order leaves on a result, before it is rounded.
+        seed: of such errors, uniform in [-errors, errors]; None for none.
+    """
+
+    kept: torch.dtype
+    products: torch.dtype
+    between: torch.dtype
+    errors: float = 0.0
+    seed: int | None = None
+
+    def reordered(self, seed: int) -> Arithmetic:
+        """The same arithmetic with its sums in another order."""
+        return replace(self, seed=seed)
+
+
+EXACT = Arithmetic(torch.float64, torch.float64, torch.float64)
+"""No rounding but fp64's own."""
+ARITHMETIC = {
+    # Sums of 64 to 256 terms that are rounded on each addition, to 2^-24: a random walk of half of them.
+    "fp32": Arithmetic(torch.float32, torch.float32, torch.float32, errors=2.0 ** -22),
+    # torch.autocast over fp32 parameters. Sums are fp32 and rounded once, to 2^-8; halves of a sum that are rounded
+    # apart, or a kernel that rounds where another does not, are one more such rounding.
+    "bf16_autocast": Arithmetic(torch.float32, torch.bfloat16, torch.float32, errors=2.0 ** -8),
+    # Parameters of two bytes under fp32 master weights: what layers add to, and each micro batch's gradients, are
+    # rounded as well.
+    "bf16": Arithmetic(torch.bfloat16, torch.bfloat16, torch.bfloat16, errors=2.0 ** -8),
+}
+"""By recipe. Accumulated gradients, moments, weights and the loss of logits are fp32 in each."""
+
+
+class _Rounding:
+    """The roundings of one step, with errors of its own on each."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self.arithmetic = arithmetic
+        self._noise = None if arithmetic.seed is None else torch.Generator().manual_seed(arithmetic.seed)
+
+    def kept(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.arithmetic.kept, self)
+
+    def product(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.arithmetic.products, self)
+
+    def between(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.arithmetic.between, self)
+
+    def of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The value as a number of `dtype`, in fp64."""
+        if self._noise is not None:
+            # What is kept in fp32 beside bf16 products has fp32's own errors.
+            errors = min(self.arithmetic.errors, 2 * torch.finfo(dtype).eps)
+            x = x * (1 + errors * (2 * torch.rand(x.shape, generator=self._noise).double() - 1))
+        return x if dtype == torch.float64 else x.to(dtype).double()
+
+
+class _Rounded(torch.autograd.Function):
+    """Round a value on the way forward and its gradient on the way back: both are tensors of one dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, rounding: _Rounding) -> Tensor:
+        ctx.dtype, ctx.rounding = dtype, rounding
+        return rounding.of(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.rounding.of(grad, ctx.dtype), None, None
+
+
+# Forward.
+def _linear(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
+    y = r.product(x) @ r.product(weights[f"{name}.weight"]).T
+    if (bias := weights.get(f"{name}.bias")) is not None:
+        y = y + r.product(bias)
+    return r.product(y)
+
+
+def _normalised(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
+    if settings.norm == "layernorm":  # Ba et al. 2016, arXiv:1607.06450
+        x = x - x.mean(-1, keepdim=True)
+    # Without the mean's subtraction: Zhang and Sennrich 2019, arXiv:1910.07467.
+    y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + settings.norm_eps) * weights[f"{name}.weight"]
+    if (bias := weights.get(f"{name}.bias")) is not None:
+        y = y + bias
+    return r.between(y)
+
+
+def _rotated(x: Tensor, theta: float) -> Tensor:
+    """(B, H, T, D): the pair (i, i + D/2) at position t turned by t theta^(-2i/D) (arXiv:2104.09864)."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    angles = (torch.arange(length, dtype=torch.float64)[:, None]
+              * theta ** (-torch.arange(half, dtype=torch.float64) / half))
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+
+
+def _attention(x: Tensor, weights: Tensors, name: str, settings: Settings, r: _Rounding) -> Tensor:
+    batch, length, width = x.shape
+    heads, kv_heads, dim = settings.n_head, settings.n_kv_head, width // settings.n_head
+    parts = _linear(x, weights, f"{name}.c_attn", r).view(batch, length, heads + 2 * kv_heads, dim).transpose(1, 2)
+    q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    if "transformer.wpe.weight" not in weights:
+        q, k = (r.product(_rotated(one, settings.rope_theta)) for one in (q, k))
+    # Query head h reads key/value head h H_kv/H (Ainslie et al. 2023, arXiv:2305.13245).
+    k, v = (one.repeat_interleave(heads // kv_heads, dim=1) for one in (k, v))
+    scores = r.product(r.product(q @ k.transpose(-1, -2)) / math.sqrt(dim))
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    probabilities = r.product(torch.softmax(scores.masked_fill(future, -math.inf), dim=-1))
+    mixed = r.product(probabilities @ v).transpose(1, 2).reshape(batch, length, width)
+    return _linear(mixed, weights, f"{name}.c_proj", r)
+
+
+def _mlp(x: Tensor, weights: Tensors, name: str, r: _Rounding) -> Tensor:
+    hidden = _linear(x, weights, f"{name}.c_fc", r)
+    if f"{name}.c_gate.weight" in weights:  # Shazeer 2020, arXiv:2002.05202
+        gate = _linear(x, weights, f"{name}.c_gate", r)
+        hidden = r.product(r.product(gate * torch.sigmoid(gate)) * hidden)
+    else:  # Hendrycks and Gimpel 2016, arXiv:1606.08415, the tanh form
+        inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden ** 3)
+        hidden = r.product(hidden * (1 + torch.tanh(inner)) / 2)
+    return _linear(hidden, weights, f"{name}.c_proj", r)
+
+
+def _logits(weights: Tensors, tokens: Tensor, settings: Settings, r: _Rounding) -> Tensor:
+    """Tokens (B, T) to logits (B, T, V)."""
+    weights = {name: r.kept(value.double()) for name, value in weights.items()}
+    x = weights["transformer.wte.weight"][tokens]
+    if "transformer.wpe.weight" in weights:
+        x = r.between(x + weights["transformer.wpe.weight"][:tokens.shape[1]])
+    for layer in range(len({name.split(".")[2] for name in weights if name.startswith("transformer.h.")})):
+        block = f"transformer.h.{layer}"
+        x = r.between(x + _attention(_normalised(x, weights, f"{block}.ln_1", settings, r), weights,
+                                     f"{block}.attn", settings, r))
+        x = r.between(x + _mlp(_normalised(x, weights, f"{block}.ln_2", settings, r), weights, f"{block}.mlp", r))
+    x = _normalised(x, weights, "transformer.ln_f", settings, r)
+    head = weights.get("lm_head.weight", weights["transformer.wte.weight"])
+    return r.product(r.product(x) @ r.product(head).T)
+
+
+def _losses(found: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """The mean negative log-likelihood of the targets that count, and what its gradient is taken of."""
+    counts = targets != IGNORED
+    normaliser = torch.logsumexp(found, dim=-1)
+    chosen = found.gather(-1, targets.where(counts, 0)[..., None])[..., 0]
+    loss = ((normaliser - chosen) * counts).sum() / counts.sum()
+    return loss, loss + z_loss * (normaliser.square() * counts).sum() / counts.sum()
+
+
+# Backward, over the micro batches of a step.
+def gradients(weights: Tensors, micro_batches: Sequence[MicroBatch], settings: Settings,
+              arithmetic: Arithmetic = EXACT) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a step, the mean of its micro batches' means, and its gradient by parameter, fp64."""
+    rounding = _Rounding(arithmetic)
+    leaves = {name: value.detach().double().clone().requires_grad_() for name, value in weights.items()}
+    total = 0.0
+    for tokens, targets in micro_batches:
+        loss, differentiated = _losses(_logits(leaves, tokens, settings, rounding), targets, settings.z_loss)
+        (differentiated / len(micro_batches)).backward()
+        total += loss.item() / len(micro_batches)
+    return total, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def loss_of(weights: Tensors, batches: Sequence[MicroBatch], settings: Settings,
+            arithmetic: Arithmetic = EXACT) -> float:
+    """The loss of an evaluation: the mean over the targets that count of all batches together. Forward only."""
+    rounding = _Rounding(arithmetic)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for tokens, targets in batches:
+            number = int((targets != IGNORED).sum())
+            total += _losses(_logits(weights, tokens, settings, rounding), targets, 0.0)[0].item() * number
+            count += number
+    return total / count
+
+
+def global_norm(found: Tensors) -> float:
+    """The 2-norm of all gradients as one vector."""
+    return math.sqrt(sum(value.double().square().sum().item() for value in found.values()))
+
+
+def clip_factor(norm: float, clip: float) -> float:
+    """What clipping multiplies gradients of this norm by: never more than 1 (Pascanu et al. 2013, arXiv:1211.5063).
+
+    The small term is that of torch.nn.utils.clip_grad_norm_.
+    """
+    return min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+
+
+# Optimizer: AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
+@dataclass(frozen=True)
+class State:
+    """What a step starts from and ends with; `step` counts those that were made."""
+
+    weights: Tensors
+    first: Tensors
+    second: Tensors
+    step: int
+
+    def to(self, dtype: torch.dtype) -> State:
+        """The same in another dtype."""
+        weights, first, second = ({name: value.to(dtype) for name, value in each.items()}
+                                  for each in (self.weights, self.first, self.second))
+        return State(weights, first, second, self.step)
+
+
+def fresh(weights: Tensors) -> State:
+    """The state before the first step."""
+    zeros = {name: torch.zeros_like(value) for name, value in weights.items()}
+    return State(weights, zeros, zeros, 0)
+
+
+def averaged(state: State, clipped: Tensors, settings: Settings) -> State:
+    """The state with its moments moved by clipped gradients, and its weights as they were."""
+    beta1, beta2 = settings.betas
+    return replace(
+        state, step=state.step + 1,
+        first={name: beta1 * old + (1 - beta1) * clipped[name] for name, old in state.first.items()},
+        second={name: beta2 * old + (1 - beta2) * clipped[name].square() for name, old in state.second.items()})
+
+
+def moved(state: State, rate: float, settings: Settings) -> State:
+    """The state with its weights moved by its moments, which have this step's gradients already."""
+    beta1, beta2 = settings.betas
+    found = {}
+    for name, weight in state.weights.items():
+        decay = settings.weight_decay if weight.dim() >= 2 else 0.0
+        first = state.first[name] / (1 - beta1 ** state.step)
+        second = state.second[name] / (1 - beta2 ** state.step)
+        found[name] = weight * (1 - rate * decay) - rate * first / (second.sqrt() + settings.eps)
+    return replace(state, weights=found)
+
+
+def updated(state: State, clipped: Tensors, rate: float, settings: Settings) -> State:
+    """The state after an optimizer step with clipped gradients."""
+    return moved(averaged(state, clipped, settings), rate, settings)
+
+
+def cosine_rate(step: int, peak: float, floor: float, warmup: int, decay: int) -> float:
+    """The rate of a step (from 0): up to the peak in `warmup` steps, then half a cosine to the floor at `decay`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / (decay - warmup))
+    return floor + (peak - floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+def train_step(state: State, micro_batches: Sequence[MicroBatch], rate: float, settings: Settings,
+               arithmetic: Arithmetic = EXACT) -> tuple[float, float, State]:
+    """One whole step in fp64: the loss, the gradient norm before clipping, and the state after it."""
+    loss, found = gradients(state.weights, micro_batches, settings, arithmetic)
+    norm = global_norm(found)
+    factor = clip_factor(norm, settings.clip)
+    return loss, norm, updated(state.to(torch.float64), {name: value * factor for name, value in found.items()},
+                               rate, settings)

@@ -1,0 +1,84 @@
+"""Learning rates of the trainer's schedules, held to their definition: every step, by every name.
+
+The trainer's own: a warm-up of W steps whose last one has the peak, then the schedule's curve to the floor at step
+D, and the floor from there on. DeepSpeed's: what its classes of these names set after each step, so that a step has
+the rate of the iteration before it, and the first one that which the warm-up begins with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from ezpz_llm.trainer.config import RunConfig
+from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
+
+PEAK, FLOOR, BEGIN = 4e-3, 5e-4, 1e-4
+DECAY, LAST = 40, 9
+"""D, and the steps of wsd's decay before it."""
+WARMUPS = (0, 1, 7)
+STEPS = DECAY + 5
+
+
+def complaints() -> Iterator[str]:
+    """What is wrong with the rates of `ezpz_llm/trainer/schedule.py`."""
+    if unknown := SCHEDULES.keys() - _CURVES.keys() - _DEEPSPEEDS.keys():
+        yield f"{', '.join(sorted(unknown))}: certify has no definition of this schedule"
+    names: tuple[Any, ...] = (*_CURVES, *_DEEPSPEEDS)
+    shapes: tuple[Literal["linear", "log"], ...] = ("linear", "log")
+    for name, warmup, shape, begin in itertools.product(names, WARMUPS, shapes, (0.0, BEGIN)):
+        if name in _DEEPSPEEDS and not warmup:
+            continue  # which DeepSpeed does not have
+        config = RunConfig(schedule=name, lr=PEAK, min_lr=FLOOR, warmup_steps=warmup, decay_steps=DECAY,
+                           wsd_decay_steps=LAST, warmup_type=shape, warmup_min_lr=begin)
+        rate = _deepspeeds if name in _DEEPSPEEDS else _own
+        for step in range(STEPS):
+            ours, theirs = learning_rate(step, config), rate(name, step, warmup, shape, begin)
+            if not math.isclose(ours, theirs, rel_tol=1e-12):
+                yield (f"{name}, a {shape} warm-up of {warmup} steps from {begin:g}: the rate of step {step + 1} "
+                       f"is {ours:.7g}, not {theirs:.7g}")
+                break
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
+
+
+_CURVES = {
+    # (1 + cos(pi x)) / 2 is the squared cosine of half the angle.
+    "cosine": lambda step, gone: math.cos(math.pi / 2 * gone) ** 2,
+    "linear": lambda step, gone: 1 - gone,
+    "constant": lambda step, gone: 1.0,
+    "wsd": lambda step, gone: min(1.0, max(0.0, (DECAY - step) / LAST)),
+}
+"""By name: how far above the floor a step is, where the share `gone` of the decay has passed."""
+
+
+def _own(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
+    """The rate of a step, from 0, under one of the trainer's own schedules."""
+    number = step + 1
+    if number <= warmup:
+        return _between(begin, PEAK, number / warmup if shape == "linear" else math.log(number + 1, warmup + 1))
+    return _between(FLOOR, PEAK, _CURVES[name](step, min(1.0, (step - warmup) / (DECAY - warmup))))
+
+
+_DEEPSPEEDS = {
+    "WarmupLR": lambda iteration, warmup, begin: PEAK,
+    "WarmupDecayLR": lambda iteration, warmup, begin: _between(
+        begin, PEAK, max(0.0, (DECAY - iteration) / (DECAY - warmup))),
+    "WarmupCosineLR": lambda iteration, warmup, begin: _between(
+        FLOOR, PEAK, (1 + math.cos(math.pi * min(1.0, (iteration - warmup + 1) / (DECAY - warmup)))) / 2),
+}
+"""By name: the rate after the warm-up."""
+
+
+def _deepspeeds(name: str, step: int, warmup: int, shape: str, begin: float) -> float:
+    """The rate of a step, from 0, under one of DeepSpeed's schedulers."""
+    iteration, warmup = step - 1, max(2, warmup)
+    if iteration < 0:
+        return 0.0 if name == "WarmupCosineLR" else begin
+    if iteration < warmup:
+        return _between(begin, PEAK, iteration / warmup if shape == "linear" else math.log(iteration + 1, warmup))
+    return _DEEPSPEEDS[name](iteration, warmup, begin)

@@ -1,0 +1,118 @@
+"""A target that goes on from a checkpoint of the middle of its steps, as if nothing had been."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ezpz_llm import checkpoint
+from ezpz_llm.certify import recipe, verdict
+from ezpz_llm.certify.cases import Case
+from ezpz_llm.certify.lead import Job
+from ezpz_llm.certify.reference import Reference
+from ezpz_llm.certify.target_file import ACCUMULATION, RESUMED, load
+from ezpz_llm.certify.target_run import Batches, Seen, half, mean_held_out, mean_losses, train, wrapped
+from ezpz_llm.certify.verdict import Finding
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import all_gather, broadcast
+from ezpz_llm.library.wrapping import Wrapped
+from ezpz_llm.rundir import RunDir
+
+Held = list[tuple[str, Tensor]]
+"""What a rank holds of the weights: the slices, each after its parameter's name."""
+
+
+class Middle:
+    """The checkpoints of a case and of the one before it that passed, with the same precision and ranks.
+
+    `loaded` is the layout whose checkpoint was loaded.
+    """
+
+    def __init__(self, case: Case, job: Job, dist: Dist) -> None:
+        folder = job.root / "middle" / f"{case.dtype}-{case.world}"
+        self.own, self.passed, self.step = folder / "own", folder / "passed", half(job.steps)
+        self.loaded = ""
+        self._dist, self._layout = dist, case.layout
+        self._remove(self.own)
+
+    def save(self, model: Wrapped) -> None:
+        """Write the case's own. Collective."""
+        checkpoint.save(model.engine, self._dist, RunDir(self.own), {"step": self.step, "case": self._layout})
+
+    def load(self, model: Wrapped) -> None:
+        """Load the one of the case before, or the case's own where there is none. Collective."""
+        where = self.passed if broadcast(self._dist, self.passed.is_dir()) else self.own
+        self.loaded = checkpoint.load(checkpoint.find(where), model.engine, self._dist)["case"]
+
+    def close(self, *, passed: bool) -> None:
+        """Leave the case's own to the next case, unless it is wrong. Collective."""
+        self._dist.barrier()
+        if self._dist.is_main and passed:
+            shutil.rmtree(self.passed, ignore_errors=True)
+            self.own.rename(self.passed)
+        self._remove(self.own)
+
+    def _remove(self, folder: Path) -> None:
+        if self._dist.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._dist.barrier()
+
+
+def held_weights(model: Wrapped) -> Held:
+    """A copy of this rank's slices of the weights, on CPU."""
+    return [(piece.name, piece.tensors["weight"].detach().cpu().clone())
+            for piece in model.engine.training_state().slices()]
+
+
+def resume(case: Case, job: Job, dist: Dist, ds_config: Path, clip: float,
+           middle: Middle) -> tuple[Seen, Held]:
+    """Load the checkpoint into a module with other initial weights and make the steps that are left. Collective.
+
+    Returns:
+        What this rank saw, and its weights of the end.
+    """
+    assert job.target is not None
+    target = load(job.target)
+    model = wrapped(target, dist, ds_config, ACCUMULATION, clip, seed=recipe.SEED + 1)
+    middle.load(model)
+    batches = Batches(target, job.steps, dist.device, (dist.mesh.dp_rank,), dist.mesh.dp_size)
+    seen = train(model, batches, own=True, first=middle.step)
+    return seen, held_weights(model)
+
+
+def compare_resumed(dist: Dist, reference: Reference, whole: tuple[Seen, Held],
+                    resumed: tuple[Seen, Held]) -> list[Finding]:
+    """The run that was resumed beside the one that was not, of this layout. Collective."""
+    noise = reference.noise
+    ours, theirs = (all_gather(dist, seen) for seen, _ in (resumed, whole))
+    first = len(theirs[0].losses) - len(ours[0].losses)
+
+    def found(what: str, apart: float, size: float, noise: float) -> Finding:
+        """A difference relative to the size of what it is of; rounding has moved one process by `noise`."""
+        size = size or 1.0
+        bound = max(RESUMED, verdict.FACTOR * noise / size)
+        return Finding(f"{what} after a resume", apart / size, bound, " (relative)")
+
+    def steps() -> Iterator[Finding]:
+        """Of losses and norms."""
+        for step, (a, b) in enumerate(zip(mean_losses(ours), mean_losses(theirs)[first:], strict=True), first):
+            yield found(f"loss at step {step + 1}", abs(a - b), abs(b), noise["loss"])
+            a, b = ours[0].norms[step - first], theirs[0].norms[step]
+            yield found(f"gradient norm at step {step + 1}", abs(a - b), b, noise["norm"][step])
+        a, b = mean_held_out(ours), mean_held_out(theirs)
+        yield found("loss after the last step", abs(a - b), abs(b), noise["loss"])
+
+    sums: dict[str, Any] = {}
+    for (name, a), (_, b) in zip(resumed[1], whole[1], strict=True):
+        apart, size = sums.get(name, (0.0, 0.0))
+        sums[name] = apart + (a - b).double().square().sum().item(), size + b.double().square().sum().item()
+    everyone = all_gather(dist, sums)
+    weights = []
+    for name in dict.fromkeys(name for rank in everyone for name in rank):
+        apart, size = (sum(rank.get(name, (0.0, 0.0))[place] for rank in everyone) ** 0.5 for place in (0, 1))
+        weights.append(found(f"weights of {name}", apart, size, noise["weight"][name]))
+    return [*steps(), *weights]

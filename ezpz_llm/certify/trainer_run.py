@@ -1,0 +1,227 @@
+"""The trainer's own loop, held to the definition of its steps: a run, its resume, and both with dropout.
+
+Every step that the loop makes is judged as those of the reference are, from the state before it: on the samples
+that are its own, at the rate of the schedule, with the loss and the gradient norm of the run's log. One of them
+overflows first, and is to be made on the same samples. In the middle there are an evaluation on the validation
+split and a checkpoint, from which another run goes on. With dropout the losses of both are the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ezpz_llm.certify import one_process, plain_step, recipe
+from ezpz_llm.certify.one_process import Evaluated, Observed, settings_of, state_of
+from ezpz_llm.certify.plain_step import EXACT, MicroBatch, State, cosine_rate
+from ezpz_llm.data.prepare import prepare
+from ezpz_llm.data.samples import sample_windows
+from ezpz_llm.data.shards import TokenStream
+from ezpz_llm.dist import Degrees, Dist, Heartbeat, Mesh
+from ezpz_llm.engine.precision import LossScale
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.ds_config_blocks import DynamicScale
+from ezpz_llm.model.init import initial_values
+from ezpz_llm.model.parameters import whole
+from ezpz_llm.observe import WallClock
+from ezpz_llm.rundir import RunDir, read_lines
+from ezpz_llm.trainer.loop import train
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.run import broadcast_resume_point, dropout_seed, start
+from ezpz_llm.trainer.session import Session
+
+LENGTH, MICRO, GLOBAL, EVALUATED, SEED = 32, 2, 4, 64, 11
+STEPS, SAVED, WARMUP, OVERFLOWS = 5, 3, 2, 1
+"""Steps in all; after how many there are a checkpoint and an evaluation; and the step, from 0, that overflows."""
+CLIP, SPIKE_LIMIT, CHUNK = 0.5, 50.0, 24
+TOO_LARGE = 2.0 ** 70
+"""A loss scale whose gradients have squares beyond fp32."""
+_OPTIONS = {
+    "model": "tiny-gpt2", "n_layer": 1, "n_head": 2, "n_kv_head": 2, "n_embd": 32, "block_size": LENGTH,
+    "tokenizer": "bytes", "precision": "fp32", "device": "cpu", "ds_config": "ddp", "profile": "false",
+    "sample_tokens": 0, "log_every": 100, "eval_every": SAVED, "eval_tokens": EVALUATED, "save_every": SAVED,
+    "steps": STEPS, "micro_batch_size": MICRO, "global_batch_size": GLOBAL, "seed": SEED, "lr": recipe.PEAK_LR,
+    "min_lr": recipe.FLOOR_LR, "warmup_steps": WARMUP, "grad_clip": CLIP, "weight_decay": recipe.WEIGHT_DECAY,
+    "eps": recipe.EPS, "beta1": recipe.BETAS[0], "beta2": recipe.BETAS[1], "spike_norm": 1e6,
+    "loss_chunk": CHUNK, "z_loss": recipe.Z_LOSS}
+
+
+def complaints() -> Iterator[str]:
+    """What is wrong with the loop."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        text = folder / "text.txt"
+        text.write_text("".join(map(chr, np.random.default_rng(SEED).integers(97, 123, 20_000))))
+        tokens = prepare(str(text), "bytes", out=folder / "tokens", workers=1, progress=False)
+        first = _made(folder / "first", tokens, 0.0, _overflowing)
+        yield from _of_the_start(first)
+        yield from _of_steps(first, 0, None)
+        resumed = _made(folder / "resumed", tokens, 0.0, resume=first.checkpoint)
+        yield from _of_steps(resumed, SAVED, first.after[SAVED - 1])
+        if resumed.limit != SPIKE_LIMIT:
+            yield f"a resumed run skips steps of a norm above {resumed.limit:g}, not {SPIKE_LIMIT:g} as before"
+        yield from _of_masks(folder, tokens)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that was made: its log's lines by step, from 0, the states around its steps, what it began with."""
+
+    session: Session
+    lines: dict[int, dict[str, Any]]
+    before: dict[int, State]
+    after: dict[int, State]
+    limit: float
+    seed: int
+    is_training: bool
+
+    def split(self, name: str) -> TokenStream:
+        """The tokens of a split."""
+        found = self.session.data.split(name)
+        assert isinstance(found, TokenStream)
+        return found
+
+    @property
+    def checkpoint(self) -> Path:
+        """That of the middle."""
+        return self.session.dist.run_dir.checkpoints / f"step-{SAVED:08d}"
+
+
+class _Recorder:
+    """Keeps the states before and after each step."""
+
+    def __init__(self, session: Session, at: Callable[[Session, int], None]) -> None:
+        self._session, self._at = session, at
+        self.before: dict[int, State] = {}
+        self.after: dict[int, State] = {}
+        self.is_training = True
+
+    def before_step(self, step: int) -> None:
+        """Keep the state, and whether all modules are in training mode."""
+        self._at(self._session, step)
+        self.before[step] = state_of(self._session.engine)
+        self.is_training &= all(module.training for module in self._session.engine.module.modules())
+
+    def after_step(self, step: int) -> None:
+        """Keep the state."""
+        self.after[step] = state_of(self._session.engine)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _overflowing(session: Session, step: int) -> None:
+    """A loss scale for one step, as fp16 has; and from the start a limit of the norm, as --spike-norm gives one."""
+    scale = LossScale(DynamicScale(start=TOO_LARGE)) if step == OVERFLOWS else None
+    session.engine._scale = scale
+    if step == 0:
+        session.spikes.restore({**session.spikes.state(), "limit": SPIKE_LIMIT})
+
+
+def _made(folder: Path, tokens: Path, dropout: float, at: Callable[[Session, int], None] = lambda *_: None,
+          resume: Path | None = None) -> _Run:
+    """A run of one process, as `ezpz_llm.trainer.run` makes it, without a summary at its end.
+
+    Args:
+        at: called with the session and the number of each step that follows.
+        resume: the checkpoint to go on from.
+    """
+    given = {**_OPTIONS, "dropout": dropout, "corpus": tokens, **({} if resume is None else {"resume": resume})}
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    dist = Dist(RankInfo(0, 1, 0, 1, 0, "certify"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
+                RunDir(folder).create())
+    with contextlib.redirect_stdout(io.StringIO()):
+        options = broadcast_resume_point(parse(words), dist).options
+        session = start(options, dist, WallClock(), Heartbeat({}))
+        seed, limit = torch.initial_seed(), session.engine.step_skip.limit
+        recorder = _Recorder(session, at)
+        session.profiles.append(recorder)
+        train(session)
+        dist.side.close()
+    lines = {line["step"] - 1: line for line in read_lines(dist.run_dir.metrics)}
+    return _Run(session, lines, recorder.before, recorder.after, limit, seed, recorder.is_training)
+
+
+def _pairs(windows: np.ndarray) -> list[MicroBatch]:
+    """Windows (n, T + 1) as micro batches."""
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+            for part in torch.from_numpy(windows.astype(np.int64)).split(MICRO)]
+
+
+def _evaluated(run: _Run, line: dict[str, Any]) -> Evaluated | None:
+    """The first predictions of the validation split, where a line has their loss."""
+    if "val_loss" not in line:
+        return None
+    held_out = run.split("val")
+    windows = np.stack([held_out[place:place + LENGTH + 1] for place in range(0, EVALUATED, LENGTH)])
+    return Evaluated(_pairs(windows), line["val_loss"])
+
+
+def _of_the_start(run: _Run) -> Iterator[str]:
+    """A run begins with the weights of its seed, and without moments."""
+    values, state = initial_values(run.session.plan.model, SEED), run.before[0]
+    for name, weight in state.weights.items():
+        if not torch.equal(weight, values(name, whole(weight.shape))):
+            yield f"a run does not begin with the {name} of its seed"
+    if state.step or any(value.any() for kind in (state.first, state.second) for value in kind.values()):
+        yield "a run begins with moments, or a count of steps"
+
+
+def _of_steps(run: _Run, first: int, saved: State | None) -> Iterator[str]:
+    """Every step from `first` on, judged as a step of one process is; `saved` is the state it was resumed from."""
+    text, config = run.split("train"), run.session.plan.model
+    made = []
+    for step in range(first, STEPS):
+        if step not in run.lines or step not in run.after:
+            yield f"a run of {STEPS} steps from step {first} has no step {step + 1}"
+            return
+        line, rate = run.lines[step], cosine_rate(step, recipe.PEAK_LR, recipe.FLOOR_LR, WARMUP, STEPS)
+        if not math.isclose(line["lr"], rate, rel_tol=1e-9):
+            yield f"step {step + 1} of a run has the rate {line['lr']:.7g}, not {rate:.7g}"
+        numbers = np.arange(GLOBAL * step, GLOBAL * (step + 1))
+        windows = text.windows(sample_windows(len(text), LENGTH, SEED, numbers), LENGTH + 1)
+        loss, norm = (math.inf if line[name] is None else line[name] for name in ("loss", "grad_norm"))
+        title = f"step {step + 1} of a {'run' if saved is None else 'resumed run'}"
+        made.append(Observed(title, run.before[step], run.after[step], _pairs(windows), rate,
+                             settings_of(config, CLIP, recipe.Z_LOSS), loss, norm, saved if step == first else None,
+                             _evaluated(run, line)))
+    if (why := one_process.complaint(one_process.judge(made, "fp32")[0])) is not None:
+        yield why
+    if [step for step in range(first, STEPS) if made[step - first].evaluated] != [
+            step - 1 for step in (SAVED, STEPS) if step > first]:
+        yield f"evaluations come after other steps than {SAVED} and {STEPS}"
+    if first == 0 and not run.session.engine.skipped_steps:
+        yield f"no gradient overflows under a loss scale of {TOO_LARGE:g}"
+    if run.session.position.consumed != GLOBAL * STEPS:
+        yield f"{STEPS} steps of {GLOBAL} samples have consumed {run.session.position.consumed}"
+
+
+def _of_masks(folder: Path, tokens: Path) -> Iterator[str]:
+    """Dropout is on in every step and off in evaluations, and a resumed run goes on with its random numbers."""
+    unbroken = _made(folder / "masks", tokens, 0.2)
+    if unbroken.seed != dropout_seed(unbroken.session.config, unbroken.session.dist):
+        yield "a run does not begin with the seed of its masks"
+    resumed = _made(folder / "masks-resumed", tokens, 0.2, resume=unbroken.checkpoint)
+    for run in (unbroken, resumed):
+        if not run.is_training:
+            yield "a step after an evaluation has no dropout"
+        for step, line in run.lines.items():
+            if (found := _evaluated(run, line)) is None:
+                continue
+            due = plain_step.loss_of(run.after[step].weights, found.batches,
+                                     settings_of(run.session.plan.model, CLIP), EXACT)
+            if not math.isclose(found.loss, due, rel_tol=1e-5):
+                yield f"an evaluation of a run with dropout gives {found.loss:.7g}, not {due:.7g}"
+    ours, theirs = ([run.lines[step]["loss"] if step in run.lines else None for step in range(SAVED, STEPS)]
+                    for run in (resumed, unbroken))
+    if ours != theirs:
+        yield f"a resumed run with dropout has the losses {ours}, an unbroken one {theirs}"

@@ -1,0 +1,113 @@
+"""Causes in rank 0's step times alone, without traces: slow first steps, pauses, drift, an unsteady machine.
+
+Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ezpz_llm.explain.causes import AGAINST_DATA, Cause
+from ezpz_llm.observe.history import PHASES, History, steady
+
+_ENOUGH = 8
+"""Steady steps; of fewer nothing is said."""
+_PAUSE = 3.0
+"""A step this many times the median one is a pause."""
+_DRIFT = 1.1
+"""The last quarter's mean over the first's."""
+_UNSTEADY = 1.25
+"""The 90 % point over the 10 % point. Idle machines have 1.1 or less."""
+_LOW = 0.2
+"""Share of the matmul peak below which most of a step is something else."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a steady step, and the share of the matmul peak that steps reached; None where it is not known."""
+
+    median: float
+    low: float
+    high: float
+    peak_share: float | None
+
+    def sentence(self, *, is_traced: bool) -> str:
+        """The first thing to know of a run."""
+        spread = f"{self.low * 1e3:.3g} to {self.high * 1e3:.3g} ms for the middle 80 %"
+        text = f"A step takes {self.median * 1e3:.3g} ms (median); {spread}."
+        if self.peak_share is None:
+            return text
+        text += f" Steps reach {self.peak_share:.1%} of the matmul peak measured here."
+        if self.peak_share < _LOW:
+            text += " So most of a step is not matrix products: a larger --micro-batch-size, --compile true" + (
+                "." if is_traced else ", or --trace-steps 10 to see what it is.")
+        return text
+
+
+def step_times(rows: History, peak_share: float | None) -> StepTimes | None:
+    """Summarise the steady steps; None where there is none with a time."""
+    times = steady(rows).column("step_time_s")
+    times = times[np.isfinite(times)]
+    if not len(times):
+        return None
+    low, median, high = np.quantile(times, (0.1, 0.5, 0.9))
+    return StepTimes(float(median), float(low), float(high), peak_share)
+
+
+def step_time_causes(rows: History, whole_s: float) -> list[Cause]:
+    """Causes that rank 0's step times show, by what they took beyond quick steps.
+
+    Args:
+        whole_s: seconds of the run without its set-up.
+    """
+    kept = steady(rows)
+    kept = kept[np.isfinite(kept.column("step_time_s"))]
+    if len(kept) < _ENOUGH or whole_s <= 0:
+        return []
+    return [Cause(kind, what, seconds, seconds / whole_s, advice)
+            for kind, what, seconds, advice in _found(rows, kept) if seconds > 0]
+
+
+def _found(rows: History, kept: History) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
+    times = kept.column("step_time_s")
+    median = float(np.median(times))
+    first = rows[rows.steps < kept.steps[0]].column("step_time_s")
+    first = first[np.isfinite(first)]
+    yield ("first_steps", f"the first {len(first)} steps are slower than the median one",
+           float(np.sum(first - median)) if len(first) else 0.0,
+           ("nothing in a long run: libraries, kernels and caches are set up; compare runs without them",))
+    paused = times > _PAUSE * median
+    if count := int(paused.sum()):
+        yield ("pauses", f"{count} steps took more than {_PAUSE:g} times the median one",
+               float(np.sum(times[paused] - median)),
+               ("whether a checkpoint or an evaluation came before: metrics.jsonl has each step's time",
+                "other jobs on the nodes, file systems that stall: ezpz-llm doctor, launch --preflight"))
+    calm = kept[~paused]
+    times = calm.column("step_time_s")
+    quarters = np.array_split(times, 4)
+    begin, end = float(np.mean(quarters[0])), float(np.mean(quarters[-1]))
+    drifted = 0.0
+    if end > _DRIFT * begin:
+        drifted = sum(max(0.0, float(np.mean(part)) - begin) * len(part) for part in quarters)
+        yield ("drift", f"steps become slower: {begin * 1e3:.3g} ms in the first quarter of the run, "
+               f"{end * 1e3:.3g} ms in the last", drifted,
+               ("clocks and temperature of the devices, and memory in use (metrics.jsonl, the site's tools)",
+                "what was started on the nodes meanwhile"))
+    low, high = np.quantile(times, (0.1, 0.9))
+    if high > _UNSTEADY * low:
+        by_phase = {phase: _beyond(calm.column(f"{phase}_s")) for phase in PHASES}
+        phase = max(by_phase, key=by_phase.__getitem__)
+        advice = AGAINST_DATA if phase == "data" else (
+            "whether other programs run on the nodes (ezpz-llm doctor), and cores of its own for each rank "
+            "(launch --explain shows the binding)", "--trace-steps 10, which names a slow rank or link")
+        yield ("unsteady", f"steps vary by a factor of {high / low:.2g} ({low * 1e3:.3g} to {high * 1e3:.3g} ms), "
+               f"most of it in {phase}: the machine is shared, or ranks wait for a slow one",
+               _beyond(times) - drifted, advice)
+
+
+def _beyond(seconds: np.ndarray) -> float:
+    """Seconds beyond those of a quick step, the 10 % point."""
+    seconds = seconds[np.isfinite(seconds)]
+    return float(np.sum(np.maximum(0.0, seconds - np.quantile(seconds, 0.1)))) if len(seconds) else 0.0

@@ -1,0 +1,212 @@
+"""Flux: the instance that a batch script or an `flux alloc` shell runs in, as its broker describes it.
+
+Flux sets no variable that names hosts ("Flux deliberately avoids setting many environment variables for the initial
+program", flux-environment(7)): the resources of the instance are asked of its broker, which answers from this host.
+Sources, of flux-core 0.88: https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html,
+man1/flux-batch.html, man1/flux-run.html, man7/flux-shell-options.html; the form of resources is RFC 20:
+https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_20.html.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ezpz_llm.base import UserError, ask_command, parse_json
+from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
+from ezpz_llm.launch.hostlist import expand_hosts, expand_numbers, short_name
+from ezpz_llm.launch.schedulers.scheduler import (
+    Allocation,
+    Host,
+    HostsLine,
+    Request,
+    StepLauncher,
+    by_hand,
+    unspoken,
+)
+
+NAME = "flux"
+TITLE = "Flux"
+JOB_VARIABLE = "FLUX_ENCLOSING_ID"
+# A task of a job has its id, and an instance that another scheduler started has neither.
+ALIASES = ("FLUX_JOB_ID", "FLUX_URI")
+TRACES = ("FLUX_JOB_SIZE",)
+HOSTS_LINES = tuple(HostsLine(name, f"flux hostlist --expand --delimiter=$'\\n' {source} > hosts", "flux")
+                    for name, source in (("FLUX_JOB_ID", "local"), (JOB_VARIABLE, "instance"),
+                                         ("FLUX_URI", "instance")))
+KEEPS_HOST_ORDER = SITE_CORES_COUNT = True
+
+PATTERNS = (
+    # launch cancels a job of Flux itself, too, where its ranks resist.
+    (TIME_LIMIT, r"job\.exception \S+ type=timeout severity=0 .*"),
+    (STEP_CANCELLED, r"job\.exception \S+ type=cancel severity=0.*"),
+    (NOT_STARTED, r"flux-shell\[\d+\]: FATAL: task (?P<ranks>\d+) \(host (?P<host>\S+?)\): start"
+                  r" failed: .*"),
+    (NOT_STARTED, r"job\.exception \S+ type=alloc severity=0 .*|^flux-run: ERROR: .*"),
+)
+
+_ASK_S, _TRIES = 5.0, 2
+_STEP_TIMEOUT_S = 10.0
+_RESOURCES = ("flux", "kvs", "get", "resource.R")
+_NO_END = 0.0
+
+
+def detect(env: Mapping[str, str]) -> Allocation | None:
+    """The instance that we are in: that of a batch script, of a shell of `flux alloc`, or one that `flux start` or
+    `flux proxy` began.
+
+    Raises:
+        UserError: a task of a job, which has no resources to start ranks on; the broker does not answer, or several
+            brokers are on one host.
+    """
+    name = next((name for name in (JOB_VARIABLE, *ALIASES) if env.get(name)), None)
+    if name is None:
+        return None
+    if task := env.get("FLUX_JOB_ID"):
+        why = ("this is a task of that job, and ranks are started in an instance of Flux: run launch in a script"
+               " of `flux batch` or a shell of `flux alloc`")
+        raise unspoken(TITLE, task, why, f"FLUX_JOB_ID={task}", by_hand(HOSTS_LINES, env))
+    where = f"{name}={env[name]}"
+    answer = ask_command(_RESOURCES, env, _ASK_S, _TRIES)
+    if answer.text is None:
+        raise unspoken(TITLE, env[name], answer.complaint, where, by_hand(HOSTS_LINES, env))
+    try:
+        hosts, ends_at = read_resources(answer.text)
+    except UserError as error:
+        raise unspoken(TITLE, env[name], error.found, where, by_hand(HOSTS_LINES, env)) from error
+    return Allocation(scheduler=NAME, job_id=env[name], hosts=hosts, ends_at=ends_at, source=shlex.join(_RESOURCES),
+                      devices_source="Flux" if any(host.devices for host in hosts) else "")
+
+
+def read_resources(text: str) -> tuple[tuple[Host, ...], float | None]:
+    """The hosts of an instance, by the ranks of its brokers, and when it ends (None where it does not), in a
+    resource set as RFC 20 writes it.
+
+    Raises:
+        UserError: it is none, or names a host twice.
+    """
+    found = parse_json(text, TITLE)
+    execution = found.get("execution") if isinstance(found, dict) else None
+    if not isinstance(execution, dict):
+        raise UserError("its resources are not as RFC 20 writes them")
+    names = expand_hosts(",".join(map(str, execution.get("nodelist") or ())))
+    ranks = [(rank, entry["children"]) for entry in execution.get("R_lite") or () for rank in _ids(entry["rank"])]
+    ranks.sort(key=lambda one: one[0])
+    if not names or len(names) != len(ranks):
+        raise UserError(f"its resources have {len(ranks)} broker(s) on {len(names)} host(s)")
+    if len({short_name(name) for name in names}) < len(names):
+        raise UserError(f"several of its brokers are on one host: {', '.join(names[:4])}")
+    # Its cores are none of the CPUs that a rank is bound to, where these are hardware threads.
+    hosts = tuple(Host(name, devices=len(_ids(children.get("gpu", ""))) or None)
+                  for name, (_, children) in zip(names, ranks, strict=True))
+    ends_at = execution.get("expiration")
+    return hosts, float(ends_at) if isinstance(ends_at, int | float) and ends_at > _NO_END else None
+
+
+def _ids(text: Any) -> tuple[int, ...]:
+    try:
+        return expand_numbers(text.strip("[]")) if text else ()
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"its resources have no set of numbers but {text!r}") from error
+
+
+# Steps: `flux run` starts them, and each is a job of the instance.
+def step_launcher() -> StepLauncher | None:
+    """`flux run`."""
+    from ezpz_llm.launch.dialects import flux
+
+    return StepLauncher("flux", TITLE, flux.build)
+
+
+def own_step(env: Mapping[str, str]) -> str | None:
+    """The job that this process is a task of."""
+    return env.get("FLUX_JOB_ID")
+
+
+def kill_steps(steps: Sequence[str]) -> None:
+    """Send SIGKILL to all tasks of these jobs, and cancel them."""
+    for step in steps:
+        ask_command(("flux", "job", "kill", "--signal=KILL", step), os.environ, _STEP_TIMEOUT_S)
+        ask_command(("flux", "cancel", step), os.environ, _STEP_TIMEOUT_S)
+
+
+def steps_are_over(steps: Sequence[str]) -> bool:
+    """A job is inactive once its last task has gone and its resources are free."""
+    answer = ask_command(("flux", "jobs", "--no-header", "--format={state}", *steps), os.environ, _STEP_TIMEOUT_S)
+    states = (answer.text or "").split()
+    return len(states) == len(steps) and set(states) == {"INACTIVE"}
+
+
+# For submit: the lines that ask for an instance of its own, and the words that queue it.
+PROGRAM, TEMPLATE, DIRECTIVE = "flux", "flux.sh", "#flux:"
+
+HINTS = ((r"bank|account", "--account"), (r"queue", "--queue"), (r"duration|time", "--time"),
+         (r"unsatisfiable|nodes|resources", "--nodes"))
+
+_SHORT = {"-B": "--bank", "-N": "--nodes", "-q": "--queue", "-t": "--time-limit", "-x": "--exclusive"}
+
+
+def time_limit(seconds: int) -> str:
+    """The limit in minutes or seconds, as Flux's durations are written."""
+    return f"{seconds // 60}m" if seconds % 60 == 0 else f"{seconds}s"
+
+
+def directives(request: Request) -> list[str]:
+    """The lines of a job that no site has anything to add to, as RFC 36 has them.
+
+    Raises:
+        UserError: a reservation, which Flux does not know by a name; a name or folder that a line cannot hold.
+    """
+    if request.reservation:
+        raise UserError(f"reservation {request.reservation}, and Flux has none by name", where="--reservation",
+                        instead="--queue or --account, as the site gave them")
+    for value in (request.name, str(request.output)):
+        if not value.isprintable() or "{{" in value:
+            raise UserError(f"Flux cannot take {value!r} in a job's name or output", where="--name, --run-dir",
+                            instead="printable characters, and no {{")
+    words = [f"--job-name={shlex.quote(request.name)}", f"--nodes={request.nodes}", "--exclusive",
+             f"--time-limit={time_limit(request.time_s)}",
+             f"--output={shlex.quote(str(request.output) + '/job-{{id.dec}}.log')}"]
+    words += [f"--{option}={value}"
+              for option, value in (("bank", request.account), ("queue", request.queue)) if value]
+    return [f"{DIRECTIVE} {word}" for word in words]
+
+
+def subjects(line: str) -> set[str]:
+    """What a directive line decides: of two lines with the same subject only one may stay."""
+    word = re.split(r"[=\s]", line.removeprefix(DIRECTIVE).strip())[0]
+    return {_SHORT.get(word, word)}
+
+
+def submission(script: str, after: str | None) -> list[str]:
+    """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+    return [PROGRAM, "batch", *([f"--dependency=afterany:{after}"] if after else []), script]
+
+
+def job_id(line: str) -> str | None:
+    """The id in what `flux batch` printed, in base 58; None where it is none."""
+    return line if re.fullmatch(r"[ƒf][1-9A-HJ-NP-Za-km-z]+", line) else None
+
+
+def watch(ids: list[str]) -> str:
+    """How to look at the jobs."""
+    return f"flux jobs {' '.join(ids)}"
+
+
+def cancel(ids: list[str]) -> str:
+    """How to end the jobs."""
+    return f"flux cancel {' '.join(ids)}"
+
+
+_BASE_58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def output_file(request: Request, job: str) -> str:
+    """Where that job's output goes: named by the number that its id stands for, which is plain ASCII."""
+    number = 0
+    for character in job[1:]:
+        number = number * len(_BASE_58) + _BASE_58.index(character)
+    return str(request.output / f"job-{number}.log")

@@ -1,0 +1,208 @@
+"""LSF: hosts from the job's environment; the end of the job from bjobs.
+
+A job's slots are its MPI tasks, as its own integrations take them. Where IBM's Job Step Manager starts ranks (jsrun
+of Summit, Sierra and their like), slots are cores, and the first host is the launch node, which gets no rank.
+Sources: IBM Spectrum LSF 10.1, "Environment variables set for job execution"
+(https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html), bsub and
+bjobs in its command reference, https://docs.olcf.ornl.gov/systems/summit_user_guide.html (launch nodes, jsrun).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, read_text, whole_number
+from ezpz_llm.launch.hostlist import count_repeats
+from ezpz_llm.launch.schedulers.scheduler import (
+    Allocation,
+    Host,
+    HostsLine,
+    Request,
+    StepLauncher,
+    by_hand,
+    unspoken,
+)
+
+NAME = "lsf"
+TITLE = "LSF"
+JOB_VARIABLE = "LSB_JOBID"
+JOB_QUERY = (("bjobs", "-noheader", "-o", "stat"), ("is not found",))
+TRACES = ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "LSB_BATCH_JID", "LSB_DJOB_NUMPROC",
+          "LSB_AFFINITY_HOSTFILE", "LSB_DJOB_RANKFILE")
+HOSTS_LINES = (
+    HostsLine("LSB_MCPU_HOSTS", "echo $LSB_MCPU_HOSTS | xargs -n 2 printf '%s slots=%s\\n' > hosts"),
+    HostsLine("LSB_HOSTS", "printf '%s\\n' $LSB_HOSTS > hosts"),
+    HostsLine("LSB_DJOB_HOSTFILE", 'cp "$LSB_DJOB_HOSTFILE" hosts', is_file=True),
+    # bjobs writes "2*h1:h2".
+    HostsLine(JOB_VARIABLE, "bjobs -noheader -o exec_host $LSB_JOBID | tr ':' '\\n' | sed 's/.*[*]//' > hosts",
+              "bjobs"),
+)
+REMOTE_SHELL = ("blaunch",)
+SITE_CORES_COUNT = True
+
+_STEPS = "jsrun"
+
+
+def detect(env: Mapping[str, str]) -> Allocation | None:
+    """The job that we are in; None outside one.
+
+    Raises:
+        UserError: no variable names its hosts.
+    """
+    job_id = env.get(JOB_VARIABLE)
+    if not job_id:
+        return None
+    counts, source = _counts(env, job_id)
+    if not counts or len(counts) > MOST_HOSTS:
+        raise unspoken(TITLE, job_id, f"{source} names {len(counts):,} hosts", source,
+                       by_hand(HOSTS_LINES, env, failed=source))
+    if index := env.get("LSB_JOBINDEX", "0").strip("0"):
+        job_id = f"{job_id}[{index}]"
+    if shutil.which(_STEPS, path=env.get("PATH", os.defpath)):
+        return _by_steps(job_id, counts, source)
+    # With one slot on each host nobody has said how many ranks it should get.
+    asked = any(count > 1 for count in counts.values())
+    hosts = tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
+    return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source)
+
+
+def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
+    """The slots of each host. LSB_HOSTS is left out of jobs with very many."""
+    if text := env.get("LSB_MCPU_HOSTS"):
+        words = text.split()
+        numbers = [whole_number(word) for word in words[1::2]]
+        if len(words) % 2 or None in numbers:
+            raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS is no list of hosts, each with a number",
+                           f"LSB_MCPU_HOSTS={text[:80]}", by_hand(HOSTS_LINES, env, failed="LSB_MCPU_HOSTS"))
+        counts: dict[str, int] = {}
+        for name, number in zip(words[::2], numbers, strict=True):
+            counts[name] = counts.get(name, 0) + (number or 0)
+        return counts, "LSB_MCPU_HOSTS"
+    if text := env.get("LSB_HOSTS"):
+        return count_repeats(text.split()), "LSB_HOSTS"
+    path = env.get("LSB_DJOB_HOSTFILE")
+    if not path:
+        raise unspoken(TITLE, job_id, "none of LSB_MCPU_HOSTS, LSB_HOSTS and LSB_DJOB_HOSTFILE is set",
+                       f"LSB_JOBID={job_id}", by_hand(HOSTS_LINES, env))
+    try:
+        return count_repeats(read_text(Path(path)).split()), "LSB_DJOB_HOSTFILE"
+    except UserError as error:
+        raise unspoken(TITLE, job_id, error.found, f"LSB_DJOB_HOSTFILE={path}",
+                       by_hand(HOSTS_LINES, env, failed="LSB_DJOB_HOSTFILE")) from error
+
+
+def _by_steps(job_id: str, counts: Mapping[str, int], source: str) -> Allocation:
+    """The hosts that jsrun starts ranks on. Summit's guide sorts them to find rank 0's."""
+    first, *others = counts
+    notes: tuple[str, ...] = ()
+    if others and counts[first] == 1 < min(counts[name] for name in others):
+        notes = (f"{first} is the launch node: ranks run on the {len(others)} other host(s)",)
+    else:
+        others = [first, *others]
+    hosts = tuple(Host(name, cores=counts[name]) for name in sorted(others))
+    return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source, notes=notes)
+
+
+def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
+    """`allocation` with the end of the job by its run limit, which only bjobs knows; with a note where it does not
+    say."""
+    words = ["bjobs", "-noheader", "-o", "time_left", str(allocation.job_id)]
+    answer = ask_command(words, env, limit_s, tries)
+    if answer.text is None:
+        return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
+    left = read_time_left(answer.text)
+    if left is None:
+        return allocation.with_notes("the end of the job is not known: bjobs gives no run limit")
+    return replace(allocation, ends_at=time.time() + left)
+
+
+def read_time_left(text: str) -> float | None:
+    """Seconds of "1:05 L", hours and minutes until the run limit; None of "-", and of the E and X that bjobs writes
+    behind an estimate."""
+    match = re.fullmatch(r"([0-9]{1,6}):([0-5][0-9]) L", text.strip())
+    return float(3600 * int(match[1]) + 60 * int(match[2])) if match else None
+
+
+def step_launcher() -> StepLauncher | None:
+    """jsrun, where there is one; elsewhere mpiexec, whose daemons blaunch starts."""
+    from ezpz_llm.launch.dialects import jsrun
+
+    return StepLauncher(_STEPS, "IBM JSM", jsrun.build, optional=True)
+
+
+# For submit: the lines that ask for a job, and the words that queue it. bsub reads them on its standard input; only
+# where LSB_BSUB_PARSE_SCRIPT is set it reads them in a file as well.
+PROGRAM, TEMPLATE, DIRECTIVE, TAKES_STDIN = "bsub", "lsf.sh", "#BSUB", True
+
+HINTS = ((r"project|account", "--account"), (r"queue", "--queue"), (r"run ?limit|RUNLIMIT", "--time"),
+         (r"reservation", "--reservation"), (r"host|processor|slot", "--nodes"))
+
+
+_SPREAD = "-R span"
+
+
+def time_limit(seconds: int) -> str:
+    """The limit as `-W` takes it: hours and minutes, rounded up."""
+    minutes = -(-seconds // 60)
+    return f"{minutes // 60}:{minutes % 60:02d}"
+
+
+def directives(request: Request) -> list[str]:
+    """The lines of a job that no site has anything to add to: one slot on each of so many hosts, all its own.
+
+    Raises:
+        UserError: a name or folder that a line cannot hold.
+    """
+    for value in (request.name, str(request.output)):
+        if not re.fullmatch(r"[A-Za-z0-9_./@+=~-]+", value):
+            raise UserError(f"LSF cannot take {value!r} in a job's name or output", where="--name, --run-dir",
+                            instead="letters, digits and _ . / @ + = ~ - only")
+    words = [f"-J {request.name}", f"-n {request.nodes}", '-R "span[ptile=1]"', "-x",
+             f"-W {time_limit(request.time_s)}", f"-o {request.output}/job-%J.log",
+             "-r" if request.requeue else "-rn"]
+    words += [f"{option} {value}" for option, value in (
+        ("-P", request.account), ("-q", request.queue), ("-U", request.reservation)) if value]
+    return [f"{DIRECTIVE} {word}" for word in words]
+
+
+def subjects(line: str) -> set[str]:
+    """What a directive line decides: of two lines with the same subject only one may stay."""
+    _, word, *rest = line.split(maxsplit=2)
+    if word == "-R":
+        # bsub combines several, of which one may say how ranks are spread.
+        return {_SPREAD if "span[" in line else f"-R {''.join(rest)}"}
+    return {"-r", "-rn"} if word in ("-r", "-rn") else {"-n", "-nnodes", _SPREAD} if word == "-nnodes" else {word}
+
+
+def submission(script: str, after: str | None) -> list[str]:
+    """The command that queues `script`, which it reads on its standard input, to begin after the job `after` has
+    ended in whatever way."""
+    return [PROGRAM, *(["-w", f"ended({after})"] if after else []), script]
+
+
+def job_id(line: str) -> str | None:
+    """The id in `Job <7> is submitted to queue <normal>.`; None where it is none."""
+    match = re.match(r"Job <(\d+)> is submitted to (?:default )?queue <", line, re.ASCII)
+    return match[1] if match else None
+
+
+def watch(ids: list[str]) -> str:
+    """How to look at the jobs."""
+    return f"bjobs {shlex.join(ids)}"
+
+
+def cancel(ids: list[str]) -> str:
+    """How to end the jobs."""
+    return f"bkill {shlex.join(ids)}"
+
+
+def output_file(request: Request, job: str) -> str:
+    """Where that job's output goes."""
+    return str(request.output / f"job-{job}.log")

@@ -1,0 +1,131 @@
+"""An environment as squashfs images, which hosts mount instead of unpacking: few large reads of the shared file
+system in the place of many small ones, and nothing on the hosts' own disks but links.
+
+A copy is links into the mounted images, but for the folders whose files name the environment's old place: these
+are made anew. Images are mounted by the ranks' own step, before Python starts: a scheduler ends what an earlier
+step left behind. Sources: sqfstar(1) and mksquashfs(1) of squashfs-tools 4.5, squashfuse(1), fusermount(1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ezpz_llm.base import EXIT_PREFLIGHT, SECRET_VARIABLE, UserError, parse_json
+from ezpz_llm.base.schema import as_dataclass
+from ezpz_llm.launch.staging.archive import MANIFEST, Archive
+from ezpz_llm.launch.staging.receive import Manifest, mover, rewrite
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+
+_LEAVE = "leave out stage = \"squashfs\" of the site's file, or --stage-env"
+# An open descriptor of the launcher's would tell it that the rank still runs, and the run's marker that the rank
+# left a process behind.
+_ALONE = "for fd in /proc/self/fd/*; do fd=${fd##*/}; ((fd > 2)) && eval \"exec $fd>&-\"; done 2>/dev/null"
+MOUNT = f"""to=$1; shift
+if mkdir "$to/.lock" 2>/dev/null; then
+  for ((n = 0; ; n++)); do
+    image=$1; shift
+    [[ $image == -- ]] && break
+    if ! ({_ALONE}; exec env -u {RUN_ID_VARIABLE} -u {SECRET_VARIABLE} squashfuse "$image" "$to/.image$n"); then
+      echo "launch: $HOSTNAME cannot mount $image" >&2
+      mkdir "$to/.failed"; exit {EXIT_PREFLIGHT}
+    fi
+  done
+  mkdir "$to/.ready"
+else
+  while [[ $1 != -- ]]; do shift; done
+  shift
+  until [[ -e $to/.ready ]]; do [[ -e $to/.failed ]] && exit {EXIT_PREFLIGHT}; sleep 0.05; done
+fi
+exec "$@"
+"""
+"""Shell: a host's first rank mounts the images `$2…` in the copy `$1`, others wait; then what is after `--`."""
+
+UNMOUNT = """for mount in "$1"/.image*; do
+  fusermount3 -u -z "$mount" || fusermount -u -z "$mount" || umount -l "$mount"
+done 2>/dev/null
+rm -rf "$1"
+"""
+"""Shell: take a copy `$1` away, mounted or not."""
+
+
+def make_images(archives: Sequence[Archive]) -> list[Path]:
+    """The image of each archive, beside it: made once.
+
+    Raises:
+        UserError: sqfstar is not here, or fails.
+    """
+    program = shutil.which("sqfstar")
+    images = [archive.path.with_suffix(".sqsh") for archive in archives]
+    for archive, image in zip(archives, images, strict=True):
+        if image.exists():
+            continue
+        if program is None:
+            raise UserError("sqfstar, which makes squashfs images, is not on PATH", where="--stage-env",
+                            instead=f"load or install squashfs-tools (4.5 or newer); else {_LEAVE}")
+        part = image.with_name(f".{image.name}.{os.getpid()}")
+        with open(archive.path, "rb") as tar:
+            done = subprocess.run([program, "-comp", "gzip", str(part)], stdin=tar, capture_output=True, text=True,
+                                  errors="replace", check=False)
+        if done.returncode:
+            part.unlink(missing_ok=True)
+            raise UserError(f"sqfstar ended with code {done.returncode}: {done.stderr.strip()[-300:]}",
+                            where=str(image), instead=_LEAVE)
+        os.replace(part, image)
+    return images
+
+
+def graft(images: Sequence[str], to: Path) -> None:
+    """Make the copy `to`, whose links lead into the images, once these are mounted below it.
+
+    Raises:
+        OSError, UserError: one cannot be mounted or read here.
+    """
+    for number, image in enumerate(images):
+        mount = to / f".image{number}"
+        mount.mkdir()
+        with _mounted(image, mount):
+            text = (mount / MANIFEST).read_bytes()
+            _link(mount, to, as_dataclass(Manifest, parse_json(text, MANIFEST, len(text)), MANIFEST))
+
+
+@contextlib.contextmanager
+def _mounted(image: str, mount: Path) -> Iterator[None]:
+    if shutil.which("squashfuse") is None:
+        raise UserError(f"{socket.gethostname()} has no squashfuse on PATH, which mounts the environment's image",
+                        where=image, instead=f"load or install squashfuse; else {_LEAVE}", exit_code=EXIT_PREFLIGHT)
+    done = subprocess.run(["squashfuse", image, str(mount)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(done.returncode, f"squashfuse failed: {done.stderr.strip()[-300:]}", image)
+    try:
+        yield
+    finally:
+        programs = (("fusermount3", "-u", "-z"), ("fusermount", "-u", "-z"), ("umount", "-l"))
+        for words in programs:
+            with contextlib.suppress(OSError):
+                if subprocess.run([*words, str(mount)], capture_output=True, check=False).returncode == 0:
+                    break
+
+
+def _link(mount: Path, to: Path, manifest: Manifest) -> None:
+    moved: Callable[[str], str] = mover(manifest.roots, to)
+    anew = set(manifest.rewrite)
+    folders = {Path("."), *(parent for name in anew for parent in Path(name).parents)}
+    for folder in sorted(folders):
+        (to / folder).mkdir(exist_ok=True)
+        for entry in os.scandir(mount / folder):
+            relative = folder / entry.name
+            if relative in folders or str(relative) == MANIFEST:
+                continue
+            if str(relative) in anew:
+                shutil.copy(entry.path, to / relative)
+                rewrite(to / relative, moved)
+            elif entry.is_symlink():
+                os.symlink(moved(os.readlink(entry.path)), to / relative)
+            else:
+                os.symlink(entry.path, to / relative)

@@ -1,0 +1,133 @@
+"""Status of a run at one moment, read from its directory alone: the run is asked nothing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ezpz_llm.base import UserError, parse_json, system_text
+from ezpz_llm.launch.liveness import Live, RankLife, look
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
+from ezpz_llm.rundir import RunDir, read_record
+
+_TAIL_BYTES = 1 << 16
+_MOST_LINES = 50
+_READ_BY_LOOK = {"env", "world_size", "started"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """One run. `state` is "starting", "running", "ended" or, where launch was killed, "lost". Times are in seconds;
+    None stands for what is not known (yet).
+
+    `step` is that of the rank that has come furthest, `loss` and `tokens_per_second` those of the last line of
+    metrics.jsonl, which may be some steps behind (`loss_step`). `slowest` is a rank that is behind the others.
+    """
+
+    state: str
+    elapsed_s: float | None = None
+    phase: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    left_s: float | None = None
+    loss: float | None = None
+    loss_step: int | None = None
+    val_loss: float | None = None
+    tokens_per_second: float | None = None
+    step_s: float | None = None
+    ranks: int | None = None
+    slowest: dict[str, Any] | None = None
+    silent: tuple[int, ...] = ()
+    last_words: str | None = None
+    code: int | None = None
+    cause: str | None = None
+    run_id: str | None = None
+    """Which start of the run this is of: a restart in the same directory has another."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All members by name."""
+        return asdict(self)
+
+
+def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
+    """The status of a run.
+
+    Raises:
+        UserError: run.json cannot be read.
+    """
+    record = read_record(run_dir)
+    launch = record.get("launch") or {}
+    run_id = (launch.get("env") or {}).get(RUN_ID_VARIABLE)
+    lines = last_lines(run_dir)
+    steps = (record.get("config") or {}).get("steps")
+    last = lines[-1] if lines else {}
+    times = [value for line in lines if (value := _number(line, "step_time_s")) is not None]
+    step_s = statistics.median(times) if times else None
+    common: dict[str, Any] = {
+        "steps": steps, "loss": _number(last, "loss"), "loss_step": last.get("step"), "step_s": step_s,
+        "tokens_per_second": _number(last, "tokens_per_second"), "run_id": run_id,
+        "ranks": launch.get("world_size"),
+        "val_loss": next((_number(line, "val_loss") for line in reversed(lines) if "val_loss" in line), None),
+        "last_words": _last_words(run_dir)}
+    step, started = last.get("step"), launch.get("started")
+    if (ended := record.get("exit")) is not None:
+        elapsed = None if started is None or "ended" not in ended else ended["ended"] - started
+        return Status("ended", elapsed, step=step, code=ended.get("code"), cause=ended.get("cause"), **common)
+    live = look(run_dir, record, silent_after_s) if run_id and launch.keys() >= _READ_BY_LOOK else None
+    if live is None:
+        return Status("lost" if run_id else "running", None, step=step, **common)
+    return _running(live, step, started, common)
+
+
+def _running(live: Live, written: int | None, started: float | None, common: Mapping[str, Any]) -> Status:
+    known = [one for one in live.ranks if one.step is not None]
+    first = max(known, key=lambda one: one.step or 0, default=None)
+    reached = [step for step in (written, first.step if first else None) if step is not None]
+    step, steps, step_s = max(reached, default=None), common["steps"], common["step_s"]
+    left_s = None if None in (step, steps, step_s) else max(0, steps - step) * step_s
+    doing = first or next(iter(live.ranks), None)
+    return Status("running" if known else "starting", None if started is None else time.time() - started,
+                  doing.phase if doing else None, step, left_s=left_s, slowest=_slowest(known),
+                  silent=tuple(one.rank for one in live.silent), **common)
+
+
+def _slowest(ranks: list[RankLife]) -> dict[str, Any] | None:
+    """The rank that is behind the others, None where all are at the same step or next to it.
+
+    Ranks report within a second of each other, so that fast steps differ by more than one: what counts is a rank
+    behind the median.
+    """
+    if len(ranks) < 2:
+        return None
+    middle = statistics.median_low(one.step or 0 for one in ranks)
+    last = min(ranks, key=lambda one: one.step or 0)
+    behind = middle - (last.step or 0)
+    return {"rank": last.rank, "host": last.host, "steps_behind": behind} if behind > 1 else None
+
+
+def last_lines(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The last lines of metrics.jsonl, those of at most 64 KB; a line that is being written is left out."""
+    found = []
+    for text in system_text(run_dir.metrics, _TAIL_BYTES).split("\n")[:-1][-_MOST_LINES:]:
+        try:
+            line = parse_json(text, str(run_dir.metrics))
+        except UserError:  # the first one may be cut
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            found.append(line)
+    return found
+
+
+def _number(line: Mapping[str, Any], name: str) -> float | None:
+    value = line.get(name)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _last_words(run_dir: RunDir) -> str | None:
+    """The last line that rank 0 has written."""
+    lines = [line for line in system_text(run_dir.rank_log(0), 4096).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else None

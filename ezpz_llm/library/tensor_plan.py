@@ -1,0 +1,118 @@
+"""Tensor parallelism of somebody's own model by a plan: which linear layers are divided over ranks, and how.
+
+A plan is Hugging Face's `tp_plan`, or a table of the same form: by module name, with `*` for a number, a style. Two
+layers belong together: the first is divided by its outputs (`colwise`), the second by its inputs (`rowwise`), and
+between them each rank computes its share alone (Shoeybi et al. 2019, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ezpz_llm.base import UserError
+from ezpz_llm.model.parameters import Placement, place, whole
+from ezpz_llm.model.tensor_parallel import RowParallelLinear, Share
+from ezpz_llm.model.tp_collectives import copy_to_tp_region, summed
+
+BY_OUTPUTS, BY_INPUTS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+KEPT = ("embedding_rowwise", "colwise_gather_output", "replicated")
+"""Styles of tables and heads, and what is whole anyway: these stay whole on every rank, which is the same maths."""
+_WHERE = "ezpz_llm.wrap, tp_plan"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def divide(model: nn.Module, plan: Mapping[str, str], group: ProcessGroup | None, share: Share) -> None:
+    """Divide a model that is the same on all ranks of a group; parameters stay the objects that they are.
+
+    Args:
+        group: None for the whole world.
+        share: this rank's.
+
+    Raises:
+        UserError: a style or layer that cannot be divided so, or dropout, whose masks would differ where ranks have
+            the same activations.
+    """
+    modules = dict(model.named_modules())
+    styles = {name: style for name in modules if (style := _style(name, plan)) is not None}
+    _check(model, plan, styles, share)
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        place(parameter, Placement(name, shape, (whole(shape),), primary=share.rank == 0))
+    for name, style in styles.items():
+        module = modules[name]
+        if style == BY_OUTPUTS:
+            _by_outputs(name, module, group, share)
+        elif style == BY_INPUTS:
+            _by_inputs(model, name, module, group, share)
+        elif style == SUMMED:
+            for parameter in module.parameters():
+                parameter.register_hook(lambda gradient: summed(gradient, group).to(gradient.dtype))
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str | None:
+    return plan.get(name, plan.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name)))
+
+
+def _check(model: nn.Module, plan: Mapping[str, str], styles: Mapping[str, str], share: Share) -> None:
+    if not {BY_OUTPUTS, BY_INPUTS} & set(styles.values()):
+        raise UserError("no layer of the model is in the plan", where=_WHERE,
+                        instead="names as in model.named_modules(), with * for numbers")
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, style in styles.items():
+        if style not in (BY_OUTPUTS, BY_INPUTS, SUMMED, *KEPT):
+            raise UserError(f"{name} has the style {style!r}", where=_WHERE,
+                            instead=", ".join((BY_OUTPUTS, BY_INPUTS, SUMMED, *KEPT)))
+        if style not in (BY_OUTPUTS, BY_INPUTS):
+            continue
+        module = model.get_submodule(name)
+        if type(module) is not nn.Linear:
+            raise UserError(f"{name} is a {type(module).__name__}", where=_WHERE,
+                            instead=f"{BY_OUTPUTS} and {BY_INPUTS} for nn.Linear alone")
+        if any(uses[parameter] > 1 for parameter in module.parameters()):
+            raise UserError(f"the weight of {name} is tied to another", where=_WHERE, instead="a plan without it")
+        size = module.out_features if style == BY_OUTPUTS else module.in_features
+        if size % share.size:
+            raise UserError(f"{size} {'outputs' if style == BY_OUTPUTS else 'inputs'} of {name} cannot be divided "
+                            f"over {share.size} ranks", where=_WHERE, instead="a smaller tp")
+    for what in _HEADS:
+        heads = getattr(getattr(model, "config", None), what, None)
+        if isinstance(heads, int) and heads % share.size:
+            raise UserError(f"{heads} heads ({what}) cannot be divided over {share.size} ranks", where=_WHERE,
+                            instead="a smaller tp")
+    for name, module in model.named_modules():
+        if any(isinstance(rate, float) and rate > 0 for rate in (
+                module.p if isinstance(module, nn.Dropout) else 0, getattr(module, "attention_dropout", 0))):
+            raise UserError(f"{name} has dropout, whose masks must be the same on some ranks and others elsewhere",
+                            where=_WHERE, instead="dropout 0 under tp")
+
+
+def _by_outputs(name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
+    rows, columns = layer.weight.shape
+    own = start, stop = share.of(0, rows)
+    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), ((own, (0, columns)),)))
+    if layer.bias is not None:
+        _keep(layer.bias, Placement(f"{name}.bias", (rows,), ((own,),)))
+    layer.out_features = stop - start
+    layer.register_forward_pre_hook(lambda _, inputs: (copy_to_tp_region(inputs[0], group), *inputs[1:]))
+
+
+def _by_inputs(model: nn.Module, name: str, layer: nn.Linear, group: ProcessGroup | None, share: Share) -> None:
+    rows, columns = layer.weight.shape
+    own = start, stop = share.of(0, columns)
+    _keep(layer.weight, Placement(f"{name}.weight", (rows, columns), (((0, rows), own),)))
+    divided = RowParallelLinear(stop - start, rows, layer.bias is not None, group)
+    divided.weight, divided.bias = layer.weight, layer.bias
+    divided.train(layer.training)
+    model.set_submodule(name, divided)
+
+
+def _keep(parameter: nn.Parameter, at: Placement) -> None:
+    """Let a whole parameter become this rank's part of it, as the same object: an optimizer has it already."""
+    (box,) = at.boxes
+    parameter.data = parameter.data[tuple(slice(*side) for side in box)].clone()
+    place(parameter, at)

@@ -1,0 +1,248 @@
+"""Charts, bars and tables as HTML: lines stretch with the page while letters keep their size.
+
+The drawing area is an SVG of 1000 x 1000 units that is stretched to whatever place there is; ticks and names are
+text beside it. A chart says what it shows in words and has its numbers in a table, so that none of it needs eyes or
+a script. It holds its points and a second scale, logarithmic or linear: `page.js` adds a cursor that reads values,
+and switches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from ezpz_llm.observe.plots import Reduce, Values, downsample, round_ticks
+from ezpz_llm.observe.throughput import short_number
+
+_UNITS = 1000
+_POINTS = 300
+"""Points of a line: about what a wide screen can show, and 9 kB."""
+_TABLE_ROWS = 8
+
+Form = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One series. Values of None or NaN leave a gap; `number` chooses colour and dashes; `dots` are not joined."""
+
+    name: str
+    x: Sequence[float] | np.ndarray
+    y: Values
+    number: int
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a chart. On a logarithmic one, values that are not positive are left out. `marks` are its ticks,
+    and the rows of its table, where round numbers would say less."""
+
+    label: str
+    form: Form = short_number
+    log: bool = False
+    marks: tuple[float, ...] = ()
+
+
+def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], reduce: Reduce = np.mean) -> str:
+    """A figure with a title, a key, the drawing, and a table of some of its numbers.
+
+    Args:
+        reduce: makes one value of neighbouring ones where a series is longer than can be drawn.
+    """
+    drawn = [one for one in (_thinned(one, y.log, reduce) for one in series) if one.x]
+    if not drawn:
+        return f'<figure><figcaption>{escape(title)}</figcaption><p class="empty">Nothing to draw yet.</p></figure>'
+    x_scale = _Scale.around([value for one in drawn for value in one.x], x.log, margin=0, marks=x.marks)
+    values = [value for one in drawn for value in one.y if value is not None]
+    y_scale, second = _Scale.around(values, y.log, margin=0.04), _second_scale(values, y.log)
+    key = "".join(f'<li class="s{one.number % 8}">{_swatch(one)}{escape(one.name)}</li>' for one in drawn)
+    says = "; ".join(_in_words(one, y.form) for one in drawn)
+    more = (f'<div class="ticks y second">{_ticks(second, y.form, "bottom")}</div>', f' data-second="{second}"',
+            _grid(x_scale, second, "grid second")) if second else ("", "", "")
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><ul class="key">{key}</ul>'
+        f'<div class="chart"><div class="unit">{escape(y.label)}</div>'
+        f'<div class="ticks y first">{_ticks(y_scale, y.form, "bottom")}</div>{more[0]}'
+        f'<div class="plot" data-x="{x_scale}" data-y="{y_scale}"{more[1]} data-label="{escape(x.label)}" '
+        f'data-unit="{escape(y.label)}">'
+        f'<svg viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)}. {escape(says)}.">{_grid(x_scale, y_scale, "grid first")}{more[2]}'
+        f'{"".join(_path(one, x_scale, y_scale) for one in drawn)}</svg></div>'
+        f'<div class="ticks x">{_ticks(x_scale, x.form, "left")}</div>'
+        f'<div class="unit x">{escape(x.label)}</div></div>'
+        f'<output aria-live="polite"></output>{_numbers(title, x, y, drawn)}</figure>')
+
+
+def _second_scale(values: Sequence[float], is_log: bool) -> _Scale | None:
+    """The scale that a switch puts in place of the first: logarithmic for a linear one and the other way about;
+    None where no value has a place on it."""
+    fitting = values if is_log else [value for value in values if value > 0]
+    return _Scale.around(fitting, not is_log, margin=0.04) if fitting else None
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to units along an axis, linear or logarithmic."""
+
+    low: float
+    high: float
+    log: bool
+    marks: tuple[float, ...] = ()
+
+    @staticmethod
+    def around(values: Sequence[float], log: bool, margin: float, marks: tuple[float, ...] = ()) -> _Scale:
+        """A scale that spans the values and a margin on both sides."""
+        low, high = min(values), max(values)
+        if low == high:  # a single value stands in the middle
+            low, high = (low / 2, high * 2) if log else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
+        if log:
+            more = (high / low) ** margin
+            return _Scale(low / more, high * more, True, marks)
+        return _Scale(low - margin * (high - low), high + margin * (high - low), False, marks)
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            return _UNITS * math.log(value / self.low) / math.log(self.high / self.low)
+        return _UNITS * (value - self.low) / (self.high - self.low)
+
+    def __str__(self) -> str:
+        return f"{self.low:.8g} {self.high:.8g} {'log' if self.log else 'linear'}"
+
+    def ticks(self) -> list[float]:
+        """Round numbers within the scale, or the marks."""
+        if self.marks:
+            return [mark for mark in self.marks if self.low <= mark <= self.high]
+        if not self.log or self.high < 4 * self.low:
+            return round_ticks(self.low, self.high)
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for steps in ((1, 2, 5), (1, 3), (1,)):
+            found = [step * 10.0**power for power in decades for step in steps]
+            found = [tick for tick in found if self.low <= tick <= self.high]
+            if len(found) <= 8:
+                return found
+        return found[:: math.ceil(len(found) / 8)]
+
+
+def _thinned(one: Series, log: bool, reduce: Reduce) -> Series:
+    x, y = np.asarray(one.x, float), np.asarray(one.y, float)
+    usable = np.isfinite(y) & (y > 0) if log else np.isfinite(y)
+    there = np.flatnonzero(usable)
+    part = slice(there[0], there[-1] + 1) if len(there) else slice(0)
+
+    def reduced(values: np.ndarray) -> float:
+        """One value for a group of points, NaN where none is finite."""
+        values = values[np.isfinite(values)]
+        return reduce(values) if len(values) else math.nan
+
+    at, values = downsample(x[part], np.where(usable, y, math.nan)[part], _POINTS, reduced)
+    return Series(one.name, at, [None if math.isnan(value) else value for value in values], one.number, one.dots)
+
+
+def _path(one: Series, x: _Scale, y: _Scale) -> str:
+    steps, pen_is_down = [], False
+    for a, b in zip(one.x, one.y, strict=True):
+        if b is None:
+            pen_is_down = False
+            continue
+        at = f"{x(a):.1f} {_UNITS - y(b):.2f}"
+        # A line of no length draws its round ends alone: a dot.
+        steps.append(f"M{at}h0" if one.dots else f"{'L' if pen_is_down else 'M'}{at}")
+        pen_is_down = True
+    kind = "dots" if one.dots else f"line d{_dashes(one)}"
+    # A point without a value is a gap.
+    points = ",".join(f"{a:.10g} " + ("" if b is None else f"{b:.6g}") for a, b in zip(one.x, one.y, strict=True))
+    return (f'<path class="s{one.number % 8} {kind}" data-name="{escape(one.name)}" d="{"".join(steps)}" '
+            f'data-points="{points}"/>')
+
+
+def _dashes(one: Series) -> int:
+    # Shifted with each round of colours, so that no two of 32 series look alike.
+    return (one.number + one.number // 8) % 4
+
+
+def _swatch(one: Series) -> str:
+    kind = "dots" if one.dots else f"line d{_dashes(one)}"
+    d = "M12 5h0" if one.dots else "M0 5h24"
+    return f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true"><path class="{kind}" d="{d}"/></svg>'
+
+
+def _grid(x: _Scale, y: _Scale, classes: str) -> str:
+    lines = [f"M{x(tick):.1f} 0v{_UNITS}" for tick in x.ticks()]
+    lines += [f"M0 {_UNITS - y(tick):.1f}h{_UNITS}" for tick in y.ticks()]
+    return f'<path class="{classes}" d="{"".join(lines)}"/>'
+
+
+def _ticks(scale: _Scale, form: Form, side: str) -> str:
+    return "".join(f'<span style="{side}:{scale(tick) / _UNITS:.2%}">{escape(form(tick))}</span>'
+                   for tick in scale.ticks())
+
+
+def _in_words(one: Series, form: Form) -> str:
+    values = [value for value in one.y if value is not None]
+    return (f"{one.name}: {form(values[0])} at first, {form(values[-1])} at the end, "
+            f"between {form(min(values))} and {form(max(values))}")
+
+
+def _numbers(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
+    low, high = min(one.x[0] for one in series), max(one.x[-1] for one in series)
+    places = [low + (high - low) * i / (_TABLE_ROWS - 1) for i in range(_TABLE_ROWS)] if high > low else [low]
+    places = [*x.marks] or places
+    rows = [[x.form(place), *(_near(one, place, (high - low) / (_TABLE_ROWS - 1), y.form) for one in series)]
+            for place in places]
+    return (f"<details><summary>Numbers</summary>"
+            f"{table(f'{title} ({y.label})', [x.label, *(one.name for one in series)], rows)}</details>")
+
+
+def _near(one: Series, place: float, reach: float, form: Form) -> str:
+    known = [(abs(a - place), b) for a, b in zip(one.x, one.y, strict=True) if b is not None]
+    distance, value = min(known)
+    return form(value) if distance <= reach / 2 else "-"
+
+
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]],
+          footer: Sequence[str] | None = None) -> str:
+    """A table whose first column names the rows; it scrolls by itself where it is wider than the page.
+
+    Args:
+        footer: a last row, for totals.
+    """
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    body = "".join(map(_row, rows))
+    foot = f"<tfoot>{_row(footer)}</tfoot>" if footer else ""
+    return (f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+            f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}"
+            "</table></div>")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return (f'<tr><th scope="row">{escape(cells[0])}</th>'
+            + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:]) + "</tr>")
+
+
+def bars(title: str, rows: Sequence[tuple[str, dict[str, float]]], unit: str, form: Form, *,
+         folded: bool = False) -> str:
+    """Stacked bars, one a row, each part with its name; all on the scale of the longest.
+
+    Args:
+        folded: fold the table of numbers away, where another one says more.
+    """
+    longest = max(sum(parts.values()) for _, parts in rows) or 1.0
+    names = list(dict.fromkeys(name for _, parts in rows for name in parts))
+    key = "".join(f'<li class="s{i % 8}"><svg class="swatch" viewBox="0 0 24 10" aria-hidden="true">'
+                  f'<rect width="24" height="10"/></svg>{escape(name)}</li>' for i, name in enumerate(names))
+    drawn = "".join(
+        f'<dt>{escape(row)}</dt><dd aria-hidden="true">' + "".join(
+            f'<i class="s{names.index(name) % 8}" style="width:{value / longest:.2%}"></i>'
+            for name, value in parts.items()) + "</dd>" for row, parts in rows)
+    numbers = [[row, *(form(parts[name]) if name in parts else "-" for name in names), form(sum(parts.values()))]
+               for row, parts in rows]
+    shown = table(f"{title} ({unit})", ["", *names, "sum"], numbers)
+    if folded:
+        shown = f"<details><summary>Numbers</summary>{shown}</details>"
+    return (f'<figure><figcaption>{escape(title)}</figcaption><ul class="key">{key}</ul>'
+            f'<dl class="bars">{drawn}</dl>{shown}</figure>')

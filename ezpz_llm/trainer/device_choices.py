@@ -1,0 +1,34 @@
+"""Defaults that only a run's devices and nodes can tell: compiled blocks, the attention kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ezpz_llm.dist import Dist
+from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.layout.precision_recipes import RECIPES
+from ezpz_llm.layout.value_source import Origin, ValueSource
+from ezpz_llm.model.attention import best_attention, surroundings
+from ezpz_llm.trainer.compile_choice import lacks_compiler
+from ezpz_llm.trainer.plan import RunPlan
+
+
+def with_device_choices(plan: RunPlan, dist: Dist) -> RunPlan:
+    """The plan with what all ranks can do: none differs from another in its kernels. Collective."""
+    config, model = plan.config, plan.model
+    compiles = config.compile and plan.sources["compile"].origin is Origin.DERIVED
+    missing = lacks_compiler(dist.device.type) if compiles else None
+    kernel = best_attention(surroundings(dist.device), half=RECIPES[plan.resolved.precision].is_half,
+                            dropout=model.dropout, context=model.block_size, head_dim=model.head_dim)
+    found = all_gather(dist, (missing, kernel))
+    if lacking := next((missing for missing, _ in found if missing), None):
+        plan = _with(plan, f"a node that lacks {lacking}", compile=False)
+    if config.attention == "auto" and {kernel for _, kernel in found} == {"flash3"}:
+        plan = _with(plan, "GPUs and packages", attention="flash3")
+    return plan
+
+
+def _with(plan: RunPlan, why: str, **values: Any) -> RunPlan:
+    sources = dict.fromkeys(values, ValueSource(Origin.DERIVED, why))
+    return replace(plan, config=replace(plan.config, **values), sources={**plan.sources, **sources})

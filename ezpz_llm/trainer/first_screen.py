@@ -1,0 +1,77 @@
+"""First screen of a run: what trains on what, and when it may end, in eight lines with launch's two.
+
+Everything else that was decided is in run.json, and on the console under --verbose (announce.py).
+"""
+
+from __future__ import annotations
+
+import time
+
+from ezpz_llm.base.rows import aligned
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist
+from ezpz_llm.layout.optimizers import OPTIMIZERS
+from ezpz_llm.layout.precision_recipes import RECIPES
+from ezpz_llm.layout.resolve import Resolved
+from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.observe.throughput import duration, short_number
+from ezpz_llm.trainer.plan import RunPlan
+
+
+def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
+    """Model, data, batch, steps, layout and checkpoints, wrapped to `width` columns; ends in a newline."""
+    model, batch, config = plan.model, plan.resolved.batch, plan.config
+    tokens = {split: short_number(entry["tokens"]) for split, entry in data.manifest["splits"].items()}
+    per_step = batch.global_batch * model.block_size
+    times = f", {batch.accumulation} times" if batch.accumulation > 1 else ""
+    return aligned([
+        ("model", f"{config.model}: {parameter_count(model):,} parameters ({model.n_layer} layers, {model.n_head} "
+                  f"heads, width {model.n_embd})"),
+        ("data", f"{config.corpus} as {data.manifest['tokenizer']['name']}: {tokens['train']} tokens to train on, "
+                 f"{tokens['val']} to validate"),
+        ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens a step "
+                  f"({batch.micro_batch} sequences per rank{times})"),
+        ("training", f"{config.steps} steps ({short_number(config.steps * per_step)} tokens), "
+                     f"{OPTIMIZERS[plan.resolved.optimizer].printed}, peak learning rate {config.lr:.3g}"),
+        ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {precision_words(plan.resolved)}, on "
+                   f"{dist.world_size} {dist.device.type} {'rank' if dist.world_size == 1 else 'ranks'}"),
+        ("saves", checkpoint_rule(plan)),
+    ], width)
+
+
+def precision_words(resolved: Resolved) -> str:
+    """The recipe; of one with master weights also what gradients are added and reduced in."""
+    gradients = resolved.gradients
+    if not RECIPES[resolved.precision].has_masters:
+        return resolved.precision
+    if gradients.accumulated == gradients.reduced:
+        return f"{resolved.precision}, gradients added and reduced in {gradients.reduced}"
+    return f"{resolved.precision}, gradients added in {gradients.accumulated}, reduced in {gradients.reduced}"
+
+
+def checkpoint_rule(plan: RunPlan) -> str:
+    """When checkpoints are written, and which are kept."""
+    config = plan.config
+    if config.save_every < 0:
+        return "no checkpoints"
+    when = f"every {config.save_every} steps and at the end" if config.save_every else "at the end"
+    besides = f" and those of every {config.keep_every}th step" if config.keep_every else ""
+    return f"{when}, the last {config.keep_last}{besides} kept"
+
+
+def expected_end(steps_left: int, step_s: float, now: float, width: int) -> str:
+    """The row on when a run may end.
+
+    Args:
+        step_s: seconds of a step, evaluations and checkpoints not counted.
+        now: epoch time.
+    """
+    left_s = steps_left * step_s
+    clock = time.strftime("%H:%M" if left_s < 43200 else "%a %d %b %H:%M", time.localtime(now + left_s))
+    return aligned([("end", f"expected at {clock}, in {duration(left_s)} ({short_time(step_s)} a step, without "
+                            "evaluations)")], width)
+
+
+def short_time(seconds: float) -> str:
+    """A step's time with three digits: 58.6 ms, 2.32 s."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

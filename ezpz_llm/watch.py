@@ -1,0 +1,160 @@
+"""Watch a running job: phase, step, time left, loss, tokens/s, slowest rank, last words."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ezpz_llm.base import cleaned, run_command
+from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.rows import aligned
+from ezpz_llm.launch.status import Status, read_status
+from ezpz_llm.observe.terminal import terminal_width
+from ezpz_llm.observe.throughput import duration, short_number
+from ezpz_llm.rundir import RunDir, newest_run
+
+_EVERY_S = 2.0
+_PLAIN_EVERY_S = 10.0
+_RESTART_WITHIN_S = 120.0
+_SILENT_AFTER_S = 30.0
+_EXAMPLES = ("ezpz-llm watch  the newest run in runs/, until it ends",
+             "ezpz-llm watch runs/gpt2 --once  one look",
+             "ezpz-llm watch runs/gpt2 --json  one line of JSON a look, for a program")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns 0, or the code of the run that it saw fail.
+
+    Raises:
+        UserError: there is no such run, or its record cannot be read.
+    """
+    parser = CommandParser("watch", description=__doc__, shown=_EXAMPLES)
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
+                        help="the run (default: the newest in runs/)")
+    parser.add_argument("--once", action="store_true", help="look once and end")
+    parser.add_argument("--json", action="store_true", help="print each look as a line of JSON")
+    options = parser.parse_args(argv)
+    return _follow(lambda: _run_dir(options.run_dir), options.once, options.json)
+
+
+def _run_dir(named: Path | None) -> RunDir:
+    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm watch RUN_DIR")
+    run_dir.check_there()
+    return run_dir
+
+
+def _follow(find: Callable[[], RunDir], once: bool, as_json: bool) -> int:
+    """Look until the run has ended well, or has failed and was not started again."""
+    screen = _Screen(as_json)
+    failed_since: float | None = None
+    while True:
+        run_dir = find()
+        status = read_status(run_dir, _SILENT_AFTER_S)
+        screen.show(run_dir, status, is_last=once or (status.state == "ended" and not status.code))
+        if once:
+            return 0
+        over = status.state in ("ended", "lost")
+        if status.state == "ended" and not status.code:
+            return 0
+        now = time.monotonic()
+        failed_since = (failed_since or now) if over else None
+        if failed_since is not None and now - failed_since > _RESTART_WITHIN_S:
+            return status.code or 1
+        if over:
+            screen.say_waiting(status)
+        time.sleep(_EVERY_S)
+
+
+class _Screen:
+    """Redraws on a terminal that can; elsewhere prints a line when there is something new, not too often."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._redraws = not as_json and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._drawn = 0
+        self._last: tuple[object, ...] | None = None
+        self._printed_at = float("-inf")
+        self._waits_for: str | None = None
+
+    def show(self, run_dir: RunDir, status: Status, *, is_last: bool) -> None:
+        """Print a look at the run."""
+        if self._as_json:
+            print(json.dumps({"run_dir": str(run_dir.path), **status.as_json()}), flush=True)
+            return
+        if self._redraws or is_last:
+            text = cleaned(block(run_dir, status, terminal_width()))
+            up = f"\x1b[{self._drawn}F\x1b[J" if self._redraws and self._drawn else ""
+            self._drawn = text.count("\n")
+            print(up + text, end="", flush=True)
+            return
+        news = (status.run_id, status.state, status.phase, status.step)
+        now = time.monotonic()
+        is_new_state = self._last is None or news[:2] != self._last[:2]
+        if news != self._last and (is_new_state or now - self._printed_at >= _PLAIN_EVERY_S):
+            self._last, self._printed_at = news, now
+            print(cleaned(one_line(status)), flush=True)
+
+    def say_waiting(self, status: Status) -> None:
+        """Say once of each start that has failed that a restart is waited for."""
+        if not self._as_json and status.run_id != self._waits_for:
+            self._waits_for, self._drawn = status.run_id, 0
+            print(f"waiting {_RESTART_WITHIN_S:.0f} s for a restart (Ctrl-C ends this)", flush=True)
+
+
+def block(run_dir: RunDir, status: Status, width: int) -> str:
+    """A look as lines of a label and its text; what is not known is left out."""
+    behind = status.slowest
+    loss = "" if status.loss is None else f"{status.loss:.4f} at step {status.loss_step}" + (
+        "" if status.val_loss is None else f", validation {status.val_loss:.4f}")
+    speed = "" if status.tokens_per_second is None else f"{short_number(status.tokens_per_second)} tokens/s" + (
+        "" if status.step_s is None else f", {status.step_s * 1e3:.1f} ms a step")
+    rows = [
+        ("run", str(run_dir.path)),
+        ("state", _state(status)),
+        ("step", _step(status)),
+        ("loss", loss),
+        ("speed", speed),
+        ("slowest", "" if behind is None else
+         f"rank {behind['rank']} on {behind['host']}, {behind['steps_behind']} steps behind"),
+        ("silent", "" if not status.silent else
+         f"ranks {', '.join(map(str, status.silent[:8]))} (ezpz-llm why shows what they do)"),
+        ("last words", (status.last_words or "")[:4 * width]),
+    ]
+    return aligned(((label, text) for label, text in rows if text), width, 12)
+
+
+def one_line(status: Status) -> str:
+    """A look as one line, for a log."""
+    loss = "" if status.loss is None else f"loss {status.loss:.4f}"
+    speed = "" if status.tokens_per_second is None else f"{short_number(status.tokens_per_second)} tokens/s"
+    behind = "" if status.slowest is None else f"rank {status.slowest['rank']} is behind"
+    return "  ".join(filter(None, (time.strftime("%H:%M:%S"), _state(status), _step(status), loss, speed, behind)))
+
+
+def _state(status: Status) -> str:
+    took = "" if status.elapsed_s is None else duration(status.elapsed_s)
+    after = f" after {took}" if took else ""
+    if status.state == "ended":
+        return f"ended well{after}" if not status.code else (
+            f"failed{after} with code {status.code}: {status.cause} (ezpz-llm why tells more)")
+    if status.state == "lost":
+        return "launch left no word of its end (ezpz-llm why tells what its files say)"
+    phase = f", {status.phase}" if status.phase and status.phase != status.state else ""
+    return f"{status.state}{phase}{f', for {took}' if took else ''}"
+
+
+def _step(status: Status) -> str:
+    if status.step is None:
+        return ""
+    if not status.steps:
+        return f"step {status.step}"
+    left = "" if status.left_s is None else f", {duration(status.left_s)} left"
+    return f"{status.step} of {status.steps} ({status.step / status.steps:.0%}){left}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

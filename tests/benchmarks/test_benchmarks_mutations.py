@@ -1,0 +1,50 @@
+"""The table of planted faults: every row still applies to the tree, and names something that can see it."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from ezpz_llm.certify.definitions import TOPICS
+from ezpz_llm.layout import ds_config
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import mutation_table
+
+    return mutation_table
+
+
+def test_every_fault_can_be_planted(table) -> None:
+    found = {fault.name: (ROOT / fault.file).read_text().count(fault.right) for fault in table.FAULTS}
+    assert {name: count for name, count in found.items() if count != 1} == {}
+    for fault in table.FAULTS:
+        assert fault.right != fault.wrong
+        ast.parse((ROOT / fault.file).read_text().replace(fault.right, fault.wrong), fault.name)
+
+
+def test_there_are_enough_of_every_class(table) -> None:
+    from mutation_table.row import LAYOUTS, SHARED
+
+    kinds = Counter(fault.kind for fault in table.FAULTS)
+    assert set(kinds) == {*SHARED, *LAYOUTS}
+    assert len({fault.name for fault in table.FAULTS}) == kinds.total() >= 100
+
+
+def test_what_should_see_a_fault_is_there(table) -> None:
+    from mutation_table.row import Cell, Definitions
+
+    for sees in {fault.sees for fault in table.FAULTS}:
+        if isinstance(sees, Cell):
+            assert sees.layout in ds_config.names()
+        elif isinstance(sees, Definitions):
+            assert sees.topic in TOPICS
+        else:
+            file, _, name = sees.partition("::")
+            assert f"def {name.partition('[')[0]}" in Path(ROOT / file).read_text(), sees

@@ -1,0 +1,155 @@
+"""One process held to the definition of the step: a right one passes, a fault that all layouts share is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.certify import one_process, reference
+from ezpz_llm.certify.injected_faults import FAULTS
+from ezpz_llm.certify.one_process import Judged, Spread
+from ezpz_llm.certify.paths import observe
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.rundir import RunDir
+
+SHARED = [name for name, fault in FAULTS.items() if fault.shared]
+TOO_SMALL = {("mask-beyond-64", "bf16"): "forward"}
+"""Phases of a fault that a recipe's own rounding hides: the loss of 160 tokens hardly moves; its gradients do."""
+IN_MINUTES = {("half-the-micro-batches", "fp32"), ("mask-beyond-64", "fp32"), ("beta2", "fp32"),
+              ("evaluation-cut-short", "fp32")}
+"""Faults that the default tests have."""
+IN_FULL = {("clip-scales-up", "fp32"), ("decay-on-norms", "fp32"), ("last-loss", "fp32")}
+"""One more of each phase. All of them in every recipe are a matrix of minutes: docs/evidence/testing.md has its
+last result."""
+SHAPE_OF = {"fp32": "tiny-gpt2", "bf16_autocast": "tiny-llama", "bf16": "tiny-gpt2"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Dist:
+    return Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0),
+                RunDir(tmp_path_factory.mktemp("run")))
+
+
+_judged: dict[str, tuple[list[Judged], Spread]] = {}
+
+
+def right(dtype: str, alone: Dist) -> tuple[list[Judged], Spread]:
+    """The process without a fault, judged once."""
+    if dtype not in _judged:
+        _judged[dtype] = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone), dtype)
+    return _judged[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", *(pytest.param(dtype, marks=pytest.mark.slow)
+                                             for dtype in ("bf16", "bf16_autocast"))])
+def test_a_right_process_is_within_the_bounds_of_every_phase(alone: Dist, dtype: str) -> None:
+    found, spread = right(dtype, alone)
+    assert one_process.complaint(found) is None
+    assert set(one_process.worst_by_phase(found)) == set(one_process.PHASES)
+    assert all(math.isfinite(one.finding.bound) for one in found)
+    # What can be seen: no gradient may be off by an eighth, nor the loss by a thousandth of itself.
+    most = {"fp32": (2e-5, 1e-6), "bf16_autocast": (0.125, 1e-3), "bf16": (0.125, 1e-3)}[dtype]
+    assert max(one.finding.bound for one in found if one.finding.what.startswith("gradient of")) < most[0]
+    assert max(one.finding.bound for one in found if one.finding.what == "loss") < most[1] * math.log(96)
+    assert spread.loss > 0
+
+
+def _marks(name: str, dtype: str) -> list[pytest.MarkDecorator]:
+    if (name, dtype) in IN_MINUTES:
+        return []
+    return [pytest.mark.full if (name, dtype) in IN_FULL else pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [pytest.param(name, dtype, marks=_marks(name, dtype))
+                                             for dtype in SHAPE_OF for name in SHARED])
+def test_a_fault_that_all_layouts_share_is_named(alone: Dist, name: str, dtype: str) -> None:
+    _, spread = right(dtype, alone)
+    found, _ = one_process.judge(observe(SHAPE_OF[dtype], dtype, alone, FAULTS[name]), dtype, spread)
+    failing = [phase for phase in one_process.PHASES
+               if any(one.phase == phase and one.finding.failed for one in found)]
+    shows = [phase for phase in FAULTS[name].shows if phase != TOO_SMALL.get((name, dtype))]
+    assert set(shows) <= set(failing), one_process.complaint(found)
+    assert failing[0] == shows[0], one_process.complaint(found)
+
+
+@pytest.mark.parametrize("norm", [1.0, math.inf])
+def test_a_step_that_was_not_made_gets_a_verdict(alone: Dist, norm: float) -> None:
+    """Moments that stay 0, and the infinite norm of a step that was skipped, are divided by nowhere."""
+    first = observe("tiny-gpt2", "fp32", alone)[:1]
+    left = replace(first[0], after=first[0].before, norm=norm)
+    found, _ = one_process.judge([left], "fp32")
+    failed = {one.phase for one in found if one.finding.failed}
+    assert {"reduction", "optimizer"} <= failed, one_process.complaint(found)
+
+
+def test_a_reference_that_disagrees_with_itself_is_refused(alone: Dist, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that is more than rounding would let every layout pass."""
+    def rounded(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(x, self.weight, self.bias)
+        return y + (y.to(torch.float8_e4m3fn).float() - y).detach()
+
+    @contextmanager
+    def coarse(seed: int) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Linear, "forward", rounded)
+            yield
+
+    monkeypatch.setattr(reference, "other_sums", coarse)
+    with pytest.raises(UserError, match="one process disagrees with itself: tiny-gpt2 fp32 in 8 micro-steps: "
+                                        "forward, step 1: loss differs by"):
+        reference.make_reference(tmp_path, "tiny-gpt2", "fp32", 3, alone)
+
+
+@pytest.mark.full
+def test_every_step_that_noise_comes_from_is_judged(alone: Dist, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one between the first and the last, which the tolerances of norms and losses come from."""
+    inner = reference.train
+
+    def train(engine: object, *args: object, **options: object) -> object:
+        seen = inner(engine, *args, **options)
+        if engine.batch.accumulation == 1:
+            seen.norms[1] *= 1.01
+        return seen
+
+    monkeypatch.setattr(reference, "train", train)
+    with pytest.raises(UserError, match="one process disagrees with itself: tiny-gpt2 fp32 in 1 micro-steps: "
+                                        "reduction, step 2: gradient norm"):
+        reference.make_reference(tmp_path, "tiny-gpt2", "fp32", 3, alone)
+
+
+@pytest.mark.full
+def test_the_references_evaluation_is_held_to_the_definition(alone: Dist, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = reference.validation_loss
+    monkeypatch.setattr(reference, "validation_loss",
+                        lambda *args, **options: (inner(*args, **options)[0] + 1e-4, 0))
+    with pytest.raises(UserError, match="the definition of the step: tiny-gpt2 fp32: evaluation, step 3: loss of"):
+        reference.make_reference(tmp_path, "tiny-gpt2", "fp32", 3, alone)
+
+
+@pytest.mark.full
+def test_a_reference_that_the_definition_does_not_give_is_refused(alone: Dist, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = reference.make_engine
+
+    def faulty(*args: object, **options: object) -> object:
+        engine = inner(*args, **options)
+        FAULTS["beta2"].engine(engine, alone)
+        return engine
+
+    monkeypatch.setattr(reference, "make_engine", faulty)
+    with pytest.raises(UserError, match="one process disagrees with the definition of the step: tiny-gpt2 fp32: "
+                                        "optimizer, step 1: second moments of"):
+        reference.make_reference(tmp_path, "tiny-gpt2", "fp32", 3, alone)

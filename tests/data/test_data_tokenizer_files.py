@@ -1,0 +1,180 @@
+"""Tokenizers of other libraries: ids equal to the library's own, however a text is cut; known by their table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from places import HELPERS
+from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
+
+from ezpz_llm.base.errors import UserError
+from ezpz_llm.data.corpora import find_corpus
+from ezpz_llm.data.manifest import read_manifest
+from ezpz_llm.data.prepare import check_corpus, prepare
+from ezpz_llm.data.reader import tasks
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenize_corpus import encode_task
+from ezpz_llm.data.tokenizer_files import KINDS, entry_of_file, load
+from ezpz_llm.data.tokenizers import choose, from_entry
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+
+
+def all_ids(folder: Path) -> np.ndarray:
+    opened = TokenData.open(folder)
+    return np.concatenate([opened.split("train")[:], opened.split("val")[:]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_in_many_pieces_has_the_librarys_own_ids(tmp_path: Path, family: str) -> None:
+    """Cut every few kilobytes, in any script; and each line of JSON by itself."""
+    file, text = trained(family), mixed_text(90_000)
+    (tmp_path / "a.txt").write_text(text, newline="")
+    tokenizer = load(file)
+    read = list(tasks(find_corpus(str(tmp_path / "a.txt")), size=3_000, cut=tokenizer.cut))
+    assert len(read) > 15
+    ids = np.concatenate([encode_task(task, tokenizer).tokens for task in read])
+    end = tokenizer.end_of_text
+    np.testing.assert_array_equal(ids, [end, *own_ids(file, text)])
+    lines = [part for part in text.split("\n\n")[:200] if part]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    folder = prepare(str(tmp_path / "b.jsonl"), str(file), progress=False)
+    np.testing.assert_array_equal(all_ids(folder), [one for line in lines for one in (end, *own_ids(file, line))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_10_mb_of_mixed_scripts(tmp_path: Path, family: str) -> None:
+    file, text = trained(family), mixed_text(10_000_000, seed=3)
+    (tmp_path / "a.txt").write_text(text, newline="")
+    folder = prepare(str(tmp_path / "a.txt"), str(file.parent), workers=2, progress=False)
+    np.testing.assert_array_equal(all_ids(folder)[1:], own_ids(file, text))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_have_a_copy_and_say_which_it_is(tmp_path: Path, family: str) -> None:
+    file = trained(family)
+    (tmp_path / "a.txt").write_text(mixed_text(20_000))
+    made = prepare(str(tmp_path / "a.txt"), str(file), out=tmp_path / "shards", progress=False)
+    facts = read_manifest(made)
+    name = KINDS[facts["tokenizer"]["kind"]]
+    assert facts["tokenizer"] == entry_of_file(file)
+    assert (made / name).read_bytes() == file.read_bytes()
+    assert (facts["vocab_size"], facts["end_of_text"]) == (load(file).vocab_size, load(file).end_of_text)
+    assert str(file) in facts["command"]
+    moved = made.rename(tmp_path / "moved")
+    tokenizer = TokenData.open(moved).tokenizer
+    ids = tokenizer.encode("the learning rate")
+    assert tokenizer.decode(ids) == "the learning rate"
+    np.testing.assert_array_equal(ids, own_ids(file, "the learning rate"))
+    # The folder of shards names its tokenizer, as the file does, and the same text is prepared only once.
+    assert choose(str(moved)).entry == facts["tokenizer"]
+    first = prepare(str(tmp_path / "a.txt"), str(moved), progress=False)
+    assert prepare(str(tmp_path / "a.txt"), str(file.parent), progress=False) == first
+    mixture = prepare(f"{moved}=1,{first}=1", progress=False)
+    assert TokenData.open(mixture).tokenizer.name == tokenizer.name
+    (moved / name).unlink()
+    with pytest.raises(UserError, match=f"its {name} is not there"):
+        from_entry(facts["tokenizer"], folder=moved)
+
+
+def test_the_same_table_saved_in_another_way_is_the_same(tmp_path: Path) -> None:
+    file = trained("byte-level BPE")
+    stored = json.loads(file.read_text())
+    pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in stored["model"]["merges"]]
+    stored["model"]["merges"] = [" ".join(pair) for pair in pairs]
+    stored["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored, indent=1))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
+    saved = load(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<pad>"]}')  # none: its name tells
+    assert entry_of_file(tmp_path / "tokenizer.json")["end_of_text"] == stored["model"]["vocab"]["<|endoftext|>"]
+    assert saved.fingerprint == entry_of_file(file)["fingerprint"]
+    assert saved.end_of_text == stored["model"]["vocab"]["<pad>"]
+    text = "the learning rate <|endoftext|> <pad>"
+    np.testing.assert_array_equal(saved.encode(text), own_ids(file, text))
+    assert saved.encode(text).size > 3
+    assert not {0, 1} & set(saved.encode(text).tolist())
+    stored["model"]["merges"][0], stored["model"]["merges"][1] = stored["model"]["merges"][1::-1]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    assert entry_of_file(tmp_path / "tokenizer.json")["fingerprint"] != saved.fingerprint
+    with pytest.raises(UserError, match="another tokenizer than the one that made the tokens"):
+        load(tmp_path / "tokenizer.json", saved.entry)
+
+
+def test_another_tokenizer_than_that_of_the_shards_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(mixed_text(20_000))
+    made = prepare(str(tmp_path / "a.txt"), str(trained("unigram")), progress=False)
+    for other in (str(trained("SentencePiece BPE")), "bytes"):
+        with pytest.raises(UserError, match="this folder was prepared with the tokenizer unigram"):
+            check_corpus(str(made), other)
+    plain = prepare(str(tmp_path / "a.txt"), "bytes", progress=False)
+    with pytest.raises(UserError, match="must have one tokenizer; these have unigram-700 and bytes"):
+        prepare(f"{made}=1,{plain}=1", progress=False)
+
+
+def test_files_that_are_no_tokenizer_are_refused_in_one_message(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.txt").write_text("text")
+    for name, content, message in (("tokenizer.json", "{", "no table of Hugging Face's tokenizers"),
+                                   ("tokenizer.json", '{"model": {"vocab": {}}}', "no table of Hugging Face's"),
+                                   ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}', "no table of Hugging"),
+                                   # 16 GB of counters, one for each id
+                                   ("tokenizer.json", '{"model": {"vocab": {"a": 2147483648}}}', "no ids from 0"),
+                                   ("x.model", "nothing", "SentencePiece cannot read this"),
+                                   ("a.vocab", "a b", "no tokenizer's file")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=message) as caught:
+            check_corpus(str(tmp_path / "a.txt"), str(tmp_path / name))
+        assert str(tmp_path / name) in str(caught.value)
+        assert ".model of SentencePiece" in caught.value.instead
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Odd", "vocab": {"a": 0}}}')
+    with pytest.raises(UserError, match="the library tokenizers cannot read this"):
+        prepare(str(tmp_path / "a.txt"), str(tmp_path), progress=False)
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("family", ["byte-level BPE", "unigram"])
+def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, family: str) -> None:
+    """Before any rank starts: the check imports neither torch nor the library of tokenizers."""
+    file = trained(family)
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    (tmp_path / "sentencepiece.py").write_text("raise ImportError('not here')")
+    script = ("import importlib.util, sys\nfind = importlib.util.find_spec\n"
+              "importlib.util.find_spec = lambda name: None if name == 'tokenizers' else find(name)\n"
+              "from ezpz_llm.base.errors import run_command\nfrom ezpz_llm.data.__main__ import main\n"
+              "raise SystemExit(run_command(main))")
+    done = subprocess.run([sys.executable, "-c", script, "prepare", "a.txt", "--tokenizer", str(file), "--check"],
+                          capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    extra = "tokenizers" if file.suffix == ".json" else "sentencepiece"
+    assert done.returncode == 2
+    assert f"pip install 'ezpz_llm[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_killed_at_every_operation(tmp_path: Path, family: str) -> None:
+    """As with our own tokenizers (test_data_scale): the same files to the byte, the tokenizer's among them."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    folder.mkdir()
+    (source / "a.txt").write_text(mixed_text(24_000))
+    (source / "b.jsonl").write_text("".join(json.dumps({"text": mixed_text(200, n)}) + "\n" for n in range(40)))
+    done = subprocess.run([sys.executable, HELPERS / "data_kills.py", source, folder, trained(family)],
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["operations"] > 25
+    assert trained(family).name in found["names"]
+    assert [result for result in found["results"] if not result["same"]] == []
+    assert found["left"] == ["often", "whole"]
+    assert max(result["kept"] for result in found["results"][1:]) == 41

@@ -1,0 +1,135 @@
+"""Parameters in bf16 under fp32 master weights: what is added, stepped, held and saved."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import build_engine
+from ezpz_llm.engine.live_memory import live_storages, live_tensor_memory
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.memory import memory_per_rank, total
+from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.model.parameters import parameter_count
+from ezpz_llm.rundir import RunDir
+
+CONFIG = get_model_config("tiny-gpt2", n_layer=2, block_size=32, vocab_size=64, vocab_multiple=32, dropout=0.0)
+MICRO_STEPS = 3
+
+
+def make(tmp_path, precision: str = "bf16", clip: float = 0.0) -> Engine:
+    dist = Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(tmp_path))
+    resolved = resolve(Request("ddp", world_size=1, global_batch=6, accumulation=MICRO_STEPS, clip=clip,
+                               precision=precision))
+    model = GPT(CONFIG)
+    init_weights(model, CONFIG, 1)
+    return build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
+                        param_groups=decay_groups(model, 0.1))
+
+
+def batch(number: int) -> Tensor:
+    return torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(number))
+
+
+def backward(engine: Engine) -> None:
+    for number in range(MICRO_STEPS):
+        tokens = batch(number)
+        engine.backward(engine.forward(tokens[:, :-1], tokens[:, 1:], last_micro_step=number == MICRO_STEPS - 1))
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    return {part.name: part.tensors["weight"].clone() for part in engine.training_state().slices()}
+
+
+def test_gradients_of_micro_steps_are_added_in_fp32(tmp_path) -> None:
+    engine = make(tmp_path)
+    assert engine.masters is not None
+    backward(engine)
+    plain = GPT(CONFIG)
+    init_weights(plain, CONFIG, 1)
+    plain.bfloat16()
+    sums = {name: torch.zeros(parameter.shape) for name, parameter in plain.named_parameters()}
+    for number in range(MICRO_STEPS):
+        tokens = batch(number)
+        (plain(tokens[:, :-1], tokens[:, 1:]) / MICRO_STEPS).backward()
+        for name, parameter in plain.named_parameters():
+            sums[name] += parameter.grad
+            parameter.grad = None
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.grad is None
+        gradient = engine.masters[parameter].grad
+        assert gradient is not None
+        assert torch.equal(gradient, sums[name])
+        assert not torch.equal(gradient, gradient.bfloat16().float()), "a sum in bf16 would have fewer bits"
+    exact = torch.stack([gradient.norm() for gradient in sums.values()]).norm()
+    assert engine.step(1e-3).item() == pytest.approx(exact.item(), rel=1e-6)
+    assert not any(master.grad.any() for master in engine.masters.values())
+
+
+def test_steps_smaller_than_a_rounding_are_kept_by_the_masters(tmp_path) -> None:
+    engine = make(tmp_path)
+    first = masters(engine)
+    assert all(torch.equal(value, value.bfloat16().float()) for value in first.values()), "a start is rounded"
+    for _ in range(3):
+        backward(engine)
+        engine.step(1e-7)
+    assert all(not torch.equal(value, first[name]) for name, value in masters(engine).items())
+    gains = [parameter for name, parameter in engine.module.named_parameters() if name.endswith("ln_1.weight")]
+    assert all(torch.equal(gain, torch.ones_like(gain)) for gain in gains), "3e-7 is no bf16 beside 1"
+    for _, parameter in engine.module.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, engine.masters[parameter].bfloat16())
+
+
+def test_a_rank_holds_18_bytes_a_parameter(tmp_path) -> None:
+    gc.collect()
+    before = live_storages()
+    engine = make(tmp_path)
+    backward(engine)
+    engine.step(1e-3)
+    found = live_tensor_memory(engine, before)
+    size = parameter_count(CONFIG)
+    assert {kind: found[kind] for kind in ("parameters", "gradients", "moments", "master")} == {
+        "parameters": 2 * size, "gradients": 4 * size, "moments": 8 * size, "master": 4 * size}
+    assert total(memory_per_rank(engine.layout, CONFIG, 1, precision="bf16"), "device") == 18 * size
+    assert total(memory_per_rank(engine.layout, CONFIG, 1, precision="bf16_autocast"), "device") == 16 * size
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "bf16"), ("bf16", "fp32"), ("bf16_autocast", "bf16")])
+def test_any_recipe_goes_on_from_any_others_state(tmp_path, saved: str, loaded: str) -> None:
+    source, target = make(tmp_path, saved), make(tmp_path, loaded)
+    backward(source)
+    source.step(1e-3)
+    from_state, to_state = source.training_state(), target.training_state()
+    for theirs, ours in zip(from_state.slices(), to_state.slices(), strict=True):
+        assert theirs.name == ours.name
+        for kind, tensor in ours.tensors.items():
+            assert tensor.dtype == torch.float32
+            tensor.copy_(theirs.tensors[kind])
+    to_state.loaded(from_state.optimizer_step)
+    norms = []
+    for engine in (source, target):
+        backward(engine)
+        norms.append(engine.step(1e-3).item())
+    assert norms[0] == pytest.approx(norms[1], rel=0 if saved == loaded else 3e-2)
+    apart = [(masters(target)[name] - value).abs().max().item() for name, value in masters(source).items()]
+    assert max(apart) == 0 if saved == loaded else max(apart) < 2.1e-3
+
+
+def test_a_step_of_nan_changes_nothing(tmp_path) -> None:
+    engine = make(tmp_path)
+    first = masters(engine)
+    backward(engine)
+    next(iter(engine.masters.values())).grad.fill_(torch.nan)
+    engine.step(1e-3)
+    assert all(torch.equal(value, first[name]) for name, value in masters(engine).items())
+    backward(engine)
+    assert torch.isfinite(engine.step(1e-3))

@@ -1,0 +1,91 @@
+"""The engine of one process against a training step by definition: losses, norms and weights of three steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from ezpz_llm.certify import plain_step
+from ezpz_llm.certify.injected_faults import FAULTS
+from ezpz_llm.certify.plain_step import IGNORED, MicroBatch, Settings
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine.base import Engine
+from ezpz_llm.engine.build import build_engine
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.gpt import GPT
+from ezpz_llm.model.init import decay_groups, init_weights
+from ezpz_llm.rundir import RunDir
+
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 29, "vocab_multiple": 8,
+         "dropout": 0.0}
+BATCH, STEPS = 8, 3
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-4, 0.1
+CLIPPED, NOT_CLIPPED = 0.1, 100.0
+
+
+def alone(folder: Path) -> Dist:
+    return Dist(RankInfo(0, 1, 0, 1, 0, "test"), torch.device("cpu"), None, Mesh(Degrees(1), 0), RunDir(folder))
+
+
+def micro_batches(step: int, accumulation: int) -> list[MicroBatch]:
+    """Those of a step; the more targets are ignored, the later a sequence comes."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(SMALL["vocab_size"], (BATCH, SMALL["block_size"] + 1), generator=generator)
+    targets = rows[:, 1:].clone()
+    share = 0.3 * torch.arange(BATCH)[:, None] / BATCH
+    targets[torch.rand(targets.shape, generator=generator) < share] = IGNORED
+    return list(zip(rows[:, :-1].contiguous().chunk(accumulation), targets.chunk(accumulation), strict=True))
+
+
+def apart(folder: Path, shape: str, accumulation: int, clip: float, fault: str | None = None) -> dict[str, float]:
+    """The largest relative distance of losses, of norms, and of weights in units of their movement."""
+    config = get_model_config(f"tiny-{shape}", **SMALL)
+    me = alone(folder)
+    model = GPT(config)
+    init_weights(model, config, seed=3)
+    resolved = resolve(Request("ddp", world_size=1, global_batch=BATCH, accumulation=accumulation, clip=clip,
+                               precision="fp32", model=config))
+    engine: Engine = build_engine(model, resolved, me, lr=1.0, betas=BETAS, eps=EPS,
+                                  param_groups=decay_groups(model, DECAY))
+    if fault is not None:
+        FAULTS[fault].engine(engine, me)
+    settings = Settings(config.n_head, config.n_kv_head, config.norm, config.norm_eps, config.rope_theta, clip,
+                        BETAS, EPS, DECAY)
+    began = {name: value.detach().double().clone() for name, value in model.named_parameters()}
+    state, found = plain_step.fresh(began), {"loss": 0.0, "norm": 0.0}
+    for step in range(STEPS):
+        batches, rate = micro_batches(step, accumulation), plain_step.cosine_rate(step, 1e-2, 1e-3, 0, STEPS)
+        mine = engine.train_step(batches, rate, lambda phase: nullcontext())
+        loss, norm, state = plain_step.train_step(state, batches, rate, settings)
+        assert (norm > clip) == (clip == CLIPPED)
+        for what, one, other in zip(found, mine, (loss, norm), strict=True):
+            found[what] = max(found[what], abs(one.item() / other - 1))
+    return {**found, "weights": max(
+        ((value.detach() - state.weights[name]).norm() / (state.weights[name] - began[name]).norm()).item()
+        for name, value in model.named_parameters())}
+
+
+LARGEST = {"loss": 1e-6, "norm": 1e-5, "weights": 1e-4}
+"""What fp32 may be apart after three steps: some roundings of 6e-8 in losses, more in gradients, and most in what
+Adam makes of the smallest of them."""
+
+
+@pytest.mark.parametrize("clip", [CLIPPED, NOT_CLIPPED])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+def test_three_steps_are_those_of_the_definition(tmp_path: Path, shape: str, accumulation: int,
+                                                 clip: float) -> None:
+    found = apart(tmp_path, shape, accumulation, clip)
+    assert {what: found[what] for what in LARGEST if not found[what] < LARGEST[what]} == {}
+
+
+@pytest.mark.parametrize(("fault", "seen"), [
+    ("half-the-micro-batches", {"loss", "norm", "weights"}), ("last-loss", {"loss"}), ("beta2", {"weights"})])
+def test_a_step_that_is_another_one_is_seen(tmp_path: Path, fault: str, seen: set[str]) -> None:
+    found = apart(tmp_path, "gpt2", 4, NOT_CLIPPED, fault)
+    assert seen <= {what for what in LARGEST if found[what] > 10 * LARGEST[what]}

@@ -1,0 +1,144 @@
+"""Bytes on the wire and in memory of parameters in bf16, beside those of autocast: to the byte, on two ranks."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from places import HELPERS
+from rank_jobs import results_of
+
+from ezpz_llm.engine.precision import _BF16_UNITS, native_precision
+from ezpz_llm.layout.memory import memory_per_rank, total
+from ezpz_llm.layout.precision_recipes import GradientDtype, GradientDtypes
+from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.parameters import parameter_count, parameter_shapes
+
+LAYOUTS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "ddp,tp2", "tp2_zero3", "sp2")
+CONFIG = get_model_config("tiny-gpt2", n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
+SIZE = parameter_count(CONFIG)
+ACCUMULATION = 2
+IN_BF16: tuple[tuple[str, GradientDtype, GradientDtype], ...] = (("ddp", "fp32", "bf16"), ("fsdp2", "fp32", "bf16"),
+           *((layout, added, reduced) for layout in ("zero1", "zero2", "zero3")
+             for added, reduced in (("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16"))))
+"""Layout, what gradients are added in, what they are reduced in."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    runs = [f"{precision}:{layout}" for layout in LAYOUTS for precision in ("bf16", "bf16_autocast")]
+    runs += [f"bf16:{layout}:{added}:{reduced}" for layout, added, reduced in IN_BF16]
+    return results_of(HELPERS / "recipe_ranks.py", tmp_path_factory.mktemp("recipes"), runs, 2)
+
+
+def issued(found: dict[str, Any], run: str) -> dict[str, int]:
+    """Bytes by kind, all of them among the two ranks."""
+    kinds = found[run]["collectives"]
+    assert all(set(kind["groups"]) == {"2"} for kind in kinds.values())
+    return {kind: one["bytes"] for kind, one in kinds.items() if kind != "scalars"}
+
+
+def test_ddp_reduces_gradients_once_a_step_in_fp32(found: dict[str, Any]) -> None:
+    assert issued(found, "bf16:ddp") == {"all_reduce": 4 * SIZE}
+    assert issued(found, "bf16_autocast:ddp")["all_reduce"] == 4 * SIZE
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_gathers_are_half_of_autocasts(found: dict[str, Any], layout: str) -> None:
+    low, wide = (found[f"{precision}:{layout}"]["collectives"]["all_gather"]
+                 for precision in ("bf16", "bf16_autocast"))
+    assert (2 * low["bytes"], low["count"]) == (wide["bytes"], wide["count"])
+    assert low["bytes"] > 0
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2"])
+def test_deepspeeds_stage_2_reduces_each_micro_step_in_fp32(found: dict[str, Any], layout: str) -> None:
+    low = issued(found, f"bf16:{layout}")
+    assert low == {"all_reduce": 4 * SIZE * ACCUMULATION, "all_gather": 2 * SIZE}
+
+
+def test_zero3_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
+    assert issued(found, "bf16:zero3")["reduce_scatter"] == 4 * SIZE * ACCUMULATION
+
+
+@pytest.mark.parametrize("layout", ["ddp,tp2", "tp2_zero3"])
+def test_tensor_parallel_sums_are_half_of_autocasts(found: dict[str, Any], layout: str) -> None:
+    """No gradient is reduced among these two ranks, which hold other parts of the model."""
+    low, wide = (found[f"{precision}:{layout}"]["collectives"]["all_reduce"]
+                 for precision in ("bf16", "bf16_autocast"))
+    assert (2 * low["bytes"], low["count"]) == (wide["bytes"], wide["count"])
+    tokens = 8 * CONFIG.block_size
+    a_sum = 2 * tokens * CONFIG.n_embd
+    assert low["bytes"] == (4 * CONFIG.n_layer + 2) * a_sum
+
+
+def test_sequence_parallel_exchanges_are_in_bf16(found: dict[str, Any]) -> None:
+    # Queries, keys, values and the product, in both passes, as under autocast.
+    expected = 2 * CONFIG.n_layer * 4 * 2 * 8 * CONFIG.block_size // 2 * CONFIG.n_embd
+    for precision in ("bf16", "bf16_autocast"):
+        assert issued(found, f"{precision}:sp2")["all_to_all"] == expected
+
+
+def test_fsdp2_reduces_each_micro_step_in_fp32(found: dict[str, Any]) -> None:
+    low = issued(found, "bf16:fsdp2")
+    assert low["reduce_scatter"] == 4 * SIZE * ACCUMULATION
+    assert set(low) == {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(("layout", "parameters", "gradients", "moments", "master"), [
+    ("ddp", 2, 4, 8, 4), ("fsdp2", 4 / 2, 4 / 2, 8 / 2, 0), ("zero1", 2, 4 / 2, 8 / 2, 4 / 2),
+    ("zero2", 2, 4 / 2, 8 / 2, 4 / 2), ("zero3", 2 / 2, 4 / 2, 8 / 2, 4 / 2)])
+def test_bytes_a_parameter_on_two_ranks(found: dict[str, Any], layout: str, parameters: float, gradients: float,
+                                        moments: float, master: float) -> None:
+    held = found[f"bf16:{layout}"]["held"]
+    expected = {"parameters": parameters, "gradients": gradients, "moments": moments, "master": master}
+    assert {kind: held[kind] for kind in expected} == {kind: each * SIZE for kind, each in expected.items()}
+    arithmetic = memory_per_rank(resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16")
+    assert total(arithmetic, "device") == sum(expected.values()) * SIZE
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_a_runs_memory_table_measures_what_the_arithmetic_says(found: dict[str, Any], layout: str) -> None:
+    """It looks at gradients where the step begins, at the rest after the last evaluation."""
+    seen = found[f"bf16:{layout}"]
+    parts = {part.kind: part.bytes for part in memory_per_rank(
+        resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16")}
+    assert seen["held"]["gradients"] == parts["gradients"]
+    assert seen["parameters at end"] == parts["parameters"]
+    assert seen["master at end"] == parts.get("copy", 0)
+
+
+@pytest.mark.parametrize(("layout", "added", "reduced"), IN_BF16)
+def test_gradients_are_added_and_travel_in_what_was_asked_for(found: dict[str, Any], layout: str,
+                                                              added: GradientDtype, reduced: GradientDtype) -> None:
+    asked = issued(found, f"bf16:{layout}:{added}:{reduced}")
+    itemsize = {"fp32": 4, "bf16": 2}
+    kind = "reduce_scatter" if layout in ("fsdp2", "zero3") else "all_reduce"
+    plain = issued(found, f"bf16:{layout}")
+    assert asked.pop(kind) == itemsize[reduced] * SIZE * (1 if layout == "ddp" else ACCUMULATION)
+    assert asked == {other: size for other, size in plain.items() if other != kind}
+    seen, before = found[f"bf16:{layout}:{added}:{reduced}"], found[f"bf16:{layout}"]
+    parts = {part.kind: part.bytes for part in memory_per_rank(
+        resolve(Request(layout, world_size=2)).layout, CONFIG, 2, precision="bf16",
+        gradients=GradientDtypes(added, reduced))}
+    # Stages 1 and 2 keep a parameter that lies on both ranks whole on both, if they do not add in fp32.
+    straddling = max(map(prod, parameter_shapes(CONFIG).values())) if layout in ("zero1", "zero2") else 0
+    assert 0 <= seen["held"]["gradients"] - parts["gradients"] <= (2 * straddling if added == "bf16" else 0)
+    assert parts["gradients"] == itemsize[added] * SIZE // (1 if layout == "ddp" else 2)
+    assert seen["losses"] == pytest.approx(before["losses"], abs=4e-3)
+    assert seen["norm"] == pytest.approx(before["norm"], rel=3e-2)
+    assert seen["norm"] != before["norm"]
+
+
+@pytest.mark.parametrize(("device", "has_bf16", "ds_config", "precision"), [
+    ("cuda", True, "zero1", "bf16"), ("cuda", True, "pp2", "bf16"), ("cuda", True, "zero0", "bf16_autocast"),
+    ("cuda", False, "zero1", "fp32"), ("xpu", True, "fsdp2", "bf16"), ("mps", True, "ddp", "fp32"),
+    ("cpu", True, "zero1", "bf16_autocast"), ("cpu", False, "zero1", "fp32")])
+def test_what_auto_means(monkeypatch: pytest.MonkeyPatch, device: str, has_bf16: bool, ds_config: str,
+                         precision: str) -> None:
+    monkeypatch.setitem(_BF16_UNITS, device, lambda: has_bf16)
+    layout = resolve(Request(ds_config, world_size=2)).layout
+    assert native_precision(torch.device(device), layout) == precision

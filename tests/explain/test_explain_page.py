@@ -1,0 +1,236 @@
+"""The page of `explain` and its figures: all that the text says, safe from what a stranger's run holds, and shown
+whole in a real browser."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from html import escape, unescape
+from pathlib import Path
+
+import pytest
+from made_up_runs import make_run
+from made_up_traces import MadeUp, of_all
+from well_formed import check_balance
+
+from ezpz_llm.explain import tables
+from ezpz_llm.explain.__main__ import main
+from ezpz_llm.explain.counterfactual import Taken
+from ezpz_llm.explain.diagnosis import diagnose
+from ezpz_llm.explain.page import explain_page
+from ezpz_llm.observe.tables import Table
+from ezpz_llm.report.chart import bars
+from ezpz_llm.rundir import RunDir, write_json
+
+PAPER = 718
+"""Pixels between the margins of A4."""
+LAYOUT = {"name": "zero1", "engine": "deepspeed", "zero_stage": 1}
+BATCH = {"global_batch": 16, "micro_batch": 4, "accumulation": 1, "dp_size": 4}
+MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 257}
+WALL = {"set-up": 3.0, "training": 10.0, "logging": 0.1, "checkpoints": 0.4, "evaluation": 1.0, "sampling": 0.0,
+        "other": 0.2}
+MEMORY = {"expected": {"parameters": 4e6, "gradients": 4e6, "optimizer": 8e6, "activations": 3e7},
+          "elsewhere": {}, "measured": {"parameters": 4_000_000, "gradients": 4_000_000, "optimizer": 8_000_000},
+          "peak": 500_000_000}
+
+
+def traced_run(folder: Path, ranks: int = 4, host: str = "node{}", **record: object) -> Path:
+    """A run whose last rank takes 30 ms longer in each of two traced steps; half of a collective is hidden."""
+    make_run(folder, model=MODEL, memory=MEMORY, summary={"wall": WALL, "ceiling_share": 0.07},
+             **{"environment": {"world_size": ranks}, **record})
+    write_json(RunDir(folder).layout, {"layout": LAYOUT, "batch": BATCH, "precision": "fp32"})
+    write_json(RunDir(folder).profile / "host.json", {"torch": 3.0, "deepspeed": 1.0})
+    for rank in range(ranks):
+        trace = MadeUp(rank, [of_all("all_reduce", [*range(ranks)]), of_all("all_gather", [*range(ranks)])],
+                       host=host.format(rank))
+        for number in (1, 2):
+            begin, late = 200.0 * number, 30.0 * (rank == ranks - 1)
+            trace.mark(f"step {number}", begin, 112)
+            for phase, start, length in (("data", 0, 1), ("forward", 1, 20 + late),
+                                         ("backward", 21 + late, 80 - late), ("optimizer", 101, 10)):
+                trace.mark(phase, begin + start, length)
+            trace.op(begin + 1, 40 + late)
+            trace.collective("allreduce_", "all_reduce", begin + 36 + late, 50 - late)
+            trace.op(begin + 90, 10)
+            trace.collective("_allgather_base_", "all_gather", begin + 101, 5)
+            trace.op(begin + 106, 5)
+        with gzip.open(RunDir(folder).trace(rank), "wt") as file:
+            json.dump(trace.whole(), file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced_run(tmp_path_factory.mktemp("runs") / "traced")
+
+
+def test_the_page_has_all_that_the_text_says(run, tmp_path, capsys):
+    page_file = tmp_path / "explain.html"
+    assert main([str(run), "--html", str(page_file)]) == 0
+    text, page = capsys.readouterr().out, page_file.read_text()
+    assert text.endswith(f"\npage: {page_file}\n")
+    check_balance(page)
+    assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == ["What cost most", "A traced step", "Collectives", "Ranks", "Memory",
+                        "Checks by other tools", "The whole run"]
+    found = diagnose(run)
+    shown: list[Table] = [tables.window_table(found.split), tables.collectives_table(found.split),
+                          tables.ranks_table(found.split), tables.memory_table(found.memory),
+                          tables.run_table(found.wall)]
+    for table in shown:
+        for row in (table.columns, *table.rows, *([table.footer] if table.footer else [])):
+            assert all(f">{escape(cell)}</t" in page for cell in row), row
+            assert all(cell in text for cell in row), row
+    words = " ".join(re.sub("<[^>]*>", " ", unescape(page)).split())
+    says = [f"{cause.share:.1%}, {cause.seconds:.2f} s {cause.what}" for cause in found.shown_causes]
+    assert found.causes[0].kind == "slow_rank"
+    assert [words.index(one) for one in says] == sorted(words.index(one) for one in says), "what costs most first"
+    assert all(f"Try: {line}" in words for cause in found.shown_causes for line in cause.advice)
+    widths = re.findall(r'class="bar" aria-hidden="true"><i style="width:([\d.]+)%', page)
+    lengths = [100 * cause.seconds / found.causes[0].seconds for cause in found.shown_causes]
+    assert [float(width) for width in widths] == pytest.approx(lengths, abs=0.01)
+
+
+def test_the_bars_of_a_step_are_its_length(run):
+    split = diagnose(run).split
+    names, drawn = zip(*tables.step_bars(split), strict=True)
+    assert names == ("mean rank", *(f"rank {rank} on node{rank}" for rank in range(4)))
+    for parts, rank in zip(drawn[1:], split.ranks, strict=True):
+        assert sum(parts.values()) == pytest.approx(rank.step_s)
+        assert sum(parts.values()) - parts["exposed, waiting"] == pytest.approx(rank.own_s)
+    assert drawn[1]["exposed, waiting"] == pytest.approx(0.025), "of 30 ms; its own operators hide the first ones"
+    assert drawn[4]["exposed, waiting"] == pytest.approx(0)
+    (reduce, parts), *_ = tables.collective_bars(split)
+    assert reduce == "all_reduce (dp)"
+    assert parts["hidden by computation"] > 0
+    assert sum(parts.values()) == pytest.approx(sum(one.in_flight_s for rank in split.ranks for one in rank.exposed
+                                                    if one.label == reduce) / 8)
+
+
+def test_a_run_without_traces_has_a_page_of_what_its_step_times_show(tmp_path):
+    """Parts that are no number, or take no time, have no bar."""
+    run = make_run(tmp_path / "a", model=MODEL, summary={"wall": dict.fromkeys(WALL, 0.0)})
+    write_json(RunDir(run).layout, {"layout": LAYOUT, "batch": BATCH, "precision": "fp32"})
+    page = explain_page(diagnose(run))
+    check_balance(page)
+    assert re.findall("<h2>(.*?)</h2>", page) == ["What cost most", "A step", "The whole run"]
+    assert "run with --trace-steps 10" in page
+    assert "nan" not in page
+    assert "width:0.00%" in bars("t", [("a", {"b": 0.0})], "s", str), "a bar of no length"
+
+
+EVIL = '<img src=x onerror="pwned=1"><script>pwned=1</script>\u202e\x1b[31m\ud800\'"&'
+
+
+def test_nothing_of_a_strangers_run_is_executed(browser, tmp_path):
+    run = traced_run(tmp_path / '<script>pwned=1</script>"&', 2, host=EVIL.replace("{", ""), config={EVIL: EVIL})
+    write_json(RunDir(run).profile / "host.json", {"torch": 1.0, EVIL: 1.0})
+    page = tmp_path / "page.html"
+    assert main([str(run), "--html", str(page)]) == 0
+    text = page.read_text()
+    check_balance(text)
+    assert text.count("<script>") == 1
+    assert "<img" not in text
+    assert not {"\u202e", "\x1b", "\r"} & set(text)
+    browser.open(page, 1440)
+    assert browser.evaluate("typeof pwned") == "undefined"
+    assert browser.evaluate("document.querySelectorAll('script, img, [onerror]').length") == 1
+    assert only_the_file(browser)
+    # A second lock: of what a mistake of ours would let through, the browser runs nothing.
+    broken = text.replace("<main>", "<main><script>pwned=1</script>" + '<img src="x" onerror="pwned=1">', 1)
+    page.write_text(broken)
+    browser.open(page, 1440)
+    assert browser.evaluate("typeof pwned") == "undefined"
+
+
+def only_the_file(browser) -> bool:
+    """True if nothing was asked for but the page itself."""
+    return [message["params"]["request"]["url"].partition(":")[0] for message in browser.messages
+            if message["method"] == "Network.requestWillBeSent"] == ["file"]
+
+
+COLOURS = """[...document.querySelectorAll("body, .faint, figcaption, caption, summary, td, th, strong")]
+    .map(one => getComputedStyle(one).color)"""
+BARS = """[...document.querySelectorAll(".bars i, .bar i")].map(one => getComputedStyle(one).backgroundColor)"""
+PAPER_COLOUR = "getComputedStyle(document.body).backgroundColor"
+
+
+def contrast(one: str, other: str) -> float:
+    """That of two colours, by WCAG 2.2."""
+    def light(colour: str) -> float:
+        """Relative luminance."""
+        shares = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in shares]
+        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.timeout(180)
+def test_the_page_in_a_real_browser(run, browser, tmp_path):
+    page = tmp_path / "explain.html"
+    page.write_text(explain_page(diagnose(run)))
+    for width, dark in ((1440, False), (1440, True), (375, False), (375, True)):
+        browser.open(page, width, dark=dark)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert browser.evaluate("innerWidth") == width
+        paper = browser.evaluate(PAPER_COLOUR)
+        assert paper == ("rgb(21, 25, 30)" if dark else "rgb(255, 255, 255)")
+        assert min(contrast(colour, paper) for colour in browser.evaluate(COLOURS)) >= 4.5, "text"
+        drawn = browser.evaluate(BARS)
+        assert len(drawn) > 40
+        assert min(contrast(colour, paper) for colour in drawn) >= 3, "graphics"
+        cut = """[...document.querySelectorAll("*")].filter(one =>
+            one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "hidden")"""
+        assert browser.evaluate(f"{cut}.length") == 0
+        assert only_the_file(browser)
+        assert [message for message in browser.messages if message["method"] in (
+            "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")] == []
+    browser.open(page, 375, script=False)
+    assert browser.evaluate("document.querySelector('.bars dd').getBoundingClientRect().width") > 100, "no script"
+
+
+@pytest.mark.timeout(180)
+def test_paper_is_white_and_has_all_of_the_bars_and_tables(run, browser, tmp_path):
+    page = tmp_path / "explain.html"
+    page.write_text(explain_page(diagnose(run)))
+    browser.open(page, PAPER, dark=True)
+    browser.call("Emulation.setEmulatedMedia", media="print",
+                 features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert browser.evaluate(PAPER_COLOUR) == "rgb(255, 255, 255)"
+    assert min(contrast(colour, "rgb(255, 255, 255)") for colour in browser.evaluate(COLOURS)) >= 4.5
+    assert browser.evaluate(f"document.documentElement.scrollWidth <= {PAPER}"), "nothing is cut at the edge"
+    exact = "[...document.querySelectorAll('.bars i, .bar i')].map(one => getComputedStyle(one).printColorAdjust)"
+    assert set(browser.evaluate(exact)) == {"exact"}, "browsers leave backgrounds out otherwise"
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra figures)")
+@pytest.mark.parametrize(("ranks", "inches"), [(2, 3.35), pytest.param(12, 6.9, marks=pytest.mark.full)])
+def test_figures_for_a_paper(tmp_path, capsys, ranks, inches):
+    run = traced_run(tmp_path / "run", ranks)
+    assert main([str(run), "--figures", str(tmp_path / "figures")]) == 0
+    written = [tmp_path / "figures" / f"step.{form}" for form in ("pdf", "svg", "png")]
+    assert "figures: " + ", ".join(map(str, written)) in capsys.readouterr().out
+    assert written[0].read_bytes().startswith(b"%PDF")
+    assert b"/Type3" not in written[0].read_bytes()
+    assert written[2].read_bytes()[16:20] == int(inches * 300).to_bytes(4, "big")  # width in a PNG's header
+
+
+def test_json_stands_alone_on_standard_output(run, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run), "--json", "--html", "page.html"],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["ranks"] == 4
+    assert done.stderr == "\npage: page.html\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_step_of_no_time_has_no_shares() -> None:
+    found = Taken(0, 0.0, 0.0, 0.0)
+    assert (found.removed_share, found.exposed_share) == (0.0, None)

@@ -1,0 +1,56 @@
+#!/bin/bash
+# Written by: ezpz-llm submit --site derecho --nodes 4 --time 1:00:00 --account proj --queue main --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
+# It may be changed, and queued again by hand.
+
+# ---- request
+#PBS -S /bin/bash
+#PBS -N train
+#PBS -l place=scatter:excl
+#PBS -l walltime=1:00:00
+#PBS -j oe
+#PBS -k doe
+#PBS -o /home/user/work/runs/a/logs/
+#PBS -r n
+#PBS -A proj
+#PBS -q main
+#PBS -l select=4:ncpus=64:mpiprocs=4:ngpus=4
+
+# ---- environment
+cd /home/user/work || exit
+export EZPZ_LLM_CACHE=/home/user/cache
+export PATH=(as submitted):$PATH
+export EZPZ_LLM_SITE=derecho
+export PATH=/home/user/env/bin:$PATH
+# When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
+export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
+
+# ---- command
+run_dir=/home/user/work/runs/a
+command=(launch --run-dir "$run_dir" python3 -m ezpz_llm.train --ds-config zero3)
+go_on=(--resume "$run_dir")
+again=()
+
+# ---- run (the same for every job)
+case $(python3 -m ezpz_llm.submit.state "$run_dir") in
+    complete)
+        echo "job $PBS_JOBID: $run_dir is complete, nothing is left to do"
+        exit 0
+        ;;
+    resume) command+=("${go_on[@]}") ;;
+    restart) mv "$run_dir/metrics.jsonl" "$run_dir/metrics-before-$(date +%s).jsonl" ;;
+esac
+# The scheduler's SIGTERM reaches launch too, which ends the ranks in order: this shell only has to outlive it.
+trap : TERM
+before=$(cat "$run_dir/checkpoints/latest" 2>/dev/null)
+"${command[@]}"
+code=$?
+# It ended in order before its last step, and further than it was: it asks to be queued again, where that is possible.
+if ((code == 0 && ${#again[@]})) && [[ $(python3 -m ezpz_llm.submit.state "$run_dir") == resume &&
+      $(cat "$run_dir/checkpoints/latest") != "$before" ]]; then
+    "${again[@]}"
+fi
+exit $code
+
+# queue      main (--queue)
+# ranks      16 (4 devices (site derecho))
+# queued by  qsub /home/user/work/runs/a/job.sh

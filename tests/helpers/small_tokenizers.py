@@ -1,0 +1,85 @@
+"""Tokenizers of three families, trained on the spot, and text of many scripts; nothing is downloaded."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import io
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+WORDS = ["the", "learning", "rate", "it's", "naïve", "Straße", "École", "слово", "дерево", "ακόμη", "λόγος", "שלום",
+         "مرحبا",
+         "नमस्ते", "ไทย", "日本語", "漢字", "中文。", "한국어", "12345", "3.14", "x_i", "f(x)",
+         "😀", "🏽‍♀️", "--", "…", "ｆｕｌｌ", "ﬁn"]
+SPACES = [" "] * 12 + ["  ", "\n", "\n\n", "\t", " \n  ", "\u00a0", "\u3000", "\r\n", ""]
+FAMILIES = ("byte-level BPE", "unigram", "SentencePiece BPE")
+
+
+def mixed_text(size: int, seed: int = 1) -> str:
+    """About `size` bytes of words of many scripts between white space of all kinds."""
+    draw, parts, total = random.Random(seed), [], 0
+    while total < size:
+        part = draw.choice(WORDS) + draw.choice(SPACES)
+        if draw.random() < 0.05:
+            part += "".join(chr(draw.choice([*range(0x21, 0x7F), *range(0xA1, 0x250), *range(0x4E00, 0x4F00)]))
+                            for _ in range(draw.randrange(8)))
+        parts.append(part)
+        total += len(part.encode())
+    return "".join(parts)
+
+
+@functools.cache
+def _place() -> Path:
+    place = tempfile.mkdtemp(prefix="ezpz-tokenizers-")
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return Path(place)
+
+
+@functools.cache
+def trained(family: str, tokens: int = 700) -> Path:
+    """The file of a tokenizer, trained once a process: tokenizer.json, or tokenizer.model.
+
+    Skips where its library is not installed.
+    """
+    folder = _place() / f"{family.replace(' ', '-')}-{tokens}"
+    folder.mkdir(exist_ok=True)  # of a call that was skipped
+    text = mixed_text(60_000, seed=7)
+    if family == "byte-level BPE":
+        tokenizers = pytest.importorskip("tokenizers")
+        made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.train_from_iterator(text.split("\n"), tokenizers.trainers.BpeTrainer(
+            vocab_size=tokens, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<pad>", "<|endoftext|>"], show_progress=False))
+        made.save(str(folder / "tokenizer.json"))
+        return folder / "tokenizer.json"
+    sentencepiece = pytest.importorskip("sentencepiece")
+    # As Llama's (spaces kept, bytes for what is unknown), and as T5's (NFKC, one space for many).
+    options = {"SentencePiece BPE": {"model_type": "bpe", "byte_fallback": True, "split_digits": True,
+                                     "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+               "unigram": {"model_type": "unigram"}}[family]
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for line in text.split("\n") if line.strip()]), model_writer=content,
+        vocab_size=tokens, hard_vocab_limit=False, minloglevel=2, character_coverage=0.98, **options)
+    (folder / "tokenizer.model").write_bytes(content.getvalue())
+    return folder / "tokenizer.model"
+
+
+def own_ids(file: Path, text: str) -> list[int]:
+    """What the library itself makes of a text."""
+    if file.suffix == ".json":
+        import tokenizers
+
+        inner = tokenizers.Tokenizer.from_file(str(file))
+        inner.encode_special_tokens = True
+        return inner.encode(text, add_special_tokens=False).ids
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(file)).encode(text)

@@ -1,0 +1,38 @@
+"""Ranks that certify targets of targets.py and of examples/certify/five_models.py, one after the other.
+
+Usage: mpiexec -n 2 python3 target_ranks.py FOLDER RUN…, a run being FUNCTION:LAYOUT,…:DTYPE.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from places import ROOT, TESTS
+from rank_jobs import take_runs
+
+from ezpz_llm.certify.cases import Case
+from ezpz_llm.certify.lead import Job, references_of, refusal
+from ezpz_llm.certify.target_file import find_target
+from ezpz_llm.certify.worker import work
+from ezpz_llm.dist import Dist
+
+STEPS = 8
+FIVE_MODELS = ROOT / "examples/certify/five_models.py"
+
+
+def certified(dist: Dist, run: str) -> dict[str, Any]:
+    """What certify says of a target: the refusal of its reference, and a result for each layout."""
+    function, layouts, dtype = run.split(":")
+    path = FIVE_MODELS if f"\ndef {function}(" in FIVE_MODELS.read_text() else TESTS / "helpers/targets.py"
+    file = find_target(f"{path}:{function}")
+    cases = tuple(Case(layout, dist.world_size, file.title, dtype) for layout in layouts.split(","))
+    root = Path(dist.run_dir.path) / run.replace(":", "-")
+    root.mkdir(exist_ok=True)
+    found = work(Job(root, references_of(cases), cases, STEPS, "cpu", file), dist)
+    dist.barrier()
+    return {"refused": refusal(root), "results": {one["layout"]: one for one in found}}
+
+
+if __name__ == "__main__":
+    take_runs(certified)

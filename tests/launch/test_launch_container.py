@@ -1,0 +1,146 @@
+"""Ranks in a container: the words of each runtime, real ranks by a stand-in of apptainer, and what is refused.
+
+No runtime is installed here: `apptainer` is a script that takes the words which its documentation names and tells
+the command by a variable that it is inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import step_standin
+from launch_runs import launch, need_mpiexec, scheduler as make_program
+
+from ezpz_llm.base import UserError
+from ezpz_llm.launch.sites import Container, find_site
+
+_APPTAINER = """
+[ "$1 $2" = "exec --bind" ] && [ -d "$3" ] || exit 9
+shift 3
+while [ "${1#--}" != "$1" ]; do OPTIONS="$OPTIONS $1"; shift; done
+export INSIDE="$1$OPTIONS"
+shift
+exec "$@"
+"""
+
+
+def _plan(cwd: Path, *words: str, **env: str) -> dict:
+    done = launch(cwd, "--dry-run", "--json", "--run-dir", "r", *words, "hostname", **env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _refused(cwd: Path, *words: str, **env: str) -> str:
+    done = launch(cwd, "--dry-run", *words, "hostname", **env)
+    assert done.returncode == 2, done.stdout
+    return done.stderr
+
+
+def _site(folder: Path, container: str) -> str:
+    (folder / "mine.toml").write_text(f"[job]\ncontainer = {container}\n")
+    return str(folder / "mine.toml")
+
+
+def _slurm(folder: Path, *programs: str) -> dict[str, str]:
+    return {"PATH": f"{step_standin.make(folder / 'bin', *programs)}:/usr/bin:/bin", "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": os.uname().nodename, "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_CPUS_PER_NODE": "2",
+            "SLURM_JOB_END_TIME": "4000000000"}
+
+
+def test_ranks_run_inside(tmp_path: Path) -> None:
+    """The site names the image; the plan, its first lines and run.json say so; --wrap is inside too."""
+    need_mpiexec()
+    programs = make_program(tmp_path / "bin", "apptainer", _APPTAINER)
+    (tmp_path / "x.sif").touch()
+    site = _site(tmp_path, '{ image = "x.sif", options = ["--nv"] }')
+    path = f"{programs}:/usr/bin:/bin"
+    image = str(tmp_path / "x.sif")
+    plan = _plan(tmp_path, "--site", site, "--wrap", "env A=1", "-n", "2", PATH=path)
+    shim = plan["argv"].index("--")
+    assert plan["argv"][shim + 1:] == ["apptainer", "exec", "--bind", str(tmp_path / "r"), "--nv", image, "env",
+                                       "A=1", "hostname"]
+    assert (plan["container"], plan["sources"]["container"]) == (image, "[job] container of site mine")
+    shown = launch(tmp_path, "--dry-run", "--site", site, "-n", "2", "hostname", PATH=path).stdout
+    assert f"container  {image}, by apptainer ([job] container of site mine)" in shown.splitlines()
+    words = ("-n", "2", "--tee", "all", "--run-dir", "r", "bash", "-c", "echo $RANK in $INSIDE")
+    done = launch(tmp_path, "--site", site, *words, PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} in {image} --nv" for rank in range(2)]
+    outside = launch(tmp_path, "--site", site, "--container", "none", *words, PATH=path)
+    assert sorted(outside.stdout.splitlines()) == ["[0] 0 in", "[1] 1 in"]
+
+
+@pytest.mark.parametrize(("container", "wanted"), [
+    ('{ runtime = "singularity" }', "singularity exec --bind R docker://x/y:1 hostname"),
+    ('{ runtime = "shifter", options = ["--module=gpu"] }', "shifter --image=docker://x/y:1 --module=gpu hostname"),
+    ('{ runtime = "podman-hpc", options = ["--gpu"] }',
+     "podman-hpc run --rm --env-host --network=host --ipc=host --volume=R:R --volume=CWD:CWD --workdir=CWD --gpu"
+     " docker://x/y:1 hostname"),
+])
+def test_the_words_of_each_runtime(tmp_path: Path, container: str, wanted: str) -> None:
+    for name in ("singularity", "shifter", "podman-hpc", "mpiexec"):
+        make_program(tmp_path / "bin", name, "echo HYDRA build details:")
+    plan = _plan(tmp_path, "--site", _site(tmp_path, container), "--container", "docker://x/y:1", "-n", "1",
+                 PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    line = " ".join(plan["argv"][plan["argv"].index("--") + 1:])
+    assert line == wanted.replace("R:R", f"{tmp_path}/r:{tmp_path}/r").replace("CWD", str(tmp_path)).replace(
+        "--bind R", f"--bind {tmp_path}/r")
+    assert plan["sources"]["container"] == "--container"
+
+
+def test_srun_takes_the_whole_step_inside(tmp_path: Path) -> None:
+    """Pyxis: the shim is inside, with the image's own python3; variables of ours beat the image's."""
+    env = _slurm(tmp_path, "srun")
+    make_program(tmp_path / "bin", "python3", f'exec {sys.executable} "$@"')
+    site = _site(tmp_path, '{ image = "nvcr.io#nvidia/pytorch:24.05-py3", runtime = "pyxis" }')
+    argv = _plan(tmp_path, "--site", site, "-n", "2", **env)["argv"]
+    words = {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.startswith("--container-")}
+    assert words["--container-image"] == "nvcr.io#nvidia/pytorch:24.05-py3"
+    assert words["--container-mounts"] == f"{tmp_path}/r:{tmp_path}/r,{tmp_path}:{tmp_path}"
+    assert words["--container-workdir"] == str(tmp_path)
+    assert {"MASTER_ADDR", "EZPZ_LLM_RUN_DIR", "EZPZ_LLM_SECRET"} <= set(words["--container-env"].split(","))
+    assert argv[argv.index("-m") - 1] == "python3"
+    done = launch(tmp_path, "--site", site, "-n", "2", "--tee", "all", "bash", "-c", "echo $RANK $INSIDE", **env)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} nvcr.io#nvidia/pytorch:24.05-py3"
+                                                for rank in range(2)], done.stderr
+
+
+def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "x.sif").touch()
+    env = _slurm(tmp_path, "srun")
+    said = _refused(tmp_path, "--container", "x.sif", **env)
+    assert f"error: apptainer is not on PATH, and ranks are to run in {tmp_path}/x.sif" in said
+    assert "--container none" in said
+    assert f"there is no image {tmp_path}/y.sif" in _refused(tmp_path, "--container", "./y.sif", **env)
+    # Alps' Container Engine is not what this srun has.
+    alps = _refused(tmp_path, "--site", "alps", "--container", "pytorch", **env)
+    assert 'this srun has no --environment, which runtime "environment" needs' in alps
+    make_program(tmp_path / "bin", "apptainer", "exit 1")
+    make_program(tmp_path / "bin", "torchrun", "exit 1")
+    by_mpi = _refused(tmp_path, "--site", "alps", "--container", "pytorch", "--launcher", "torchrun", **env)
+    assert "--environment is an option of srun, and torchrun starts these ranks" in by_mpi
+    assert "leave --stage-env out: an image is one file already" in _refused(
+        tmp_path, "--container", "x.sif", "--stage-env", **env)
+
+
+def test_sites_name_their_runtime() -> None:
+    """The pages are named in the files."""
+    found = {name: find_site(name, {}).job.container
+             for name in ("alps", "delta", "lumi", "marenostrum5", "perlmutter")}
+    assert found == {"alps": Container(runtime="environment"),
+                     "delta": Container(runtime="apptainer", options=("--nv",)),
+                     "lumi": Container(runtime="singularity", options=("-B", "/appl:/appl")),
+                     "marenostrum5": Container(runtime="singularity", options=("--nv",)),
+                     "perlmutter": Container(runtime="shifter")}
+
+
+@pytest.mark.parametrize("value", ['"x.sif"', '{ image = 1 }', '{ runtime = "docker" }', '{ images = "x" }',
+                                   '{ image = "x", options = "--nv" }'])
+def test_a_broken_table(tmp_path: Path, value: str) -> None:
+    with pytest.raises(UserError, match=r"job\.container is ") as raised:
+        find_site(_site(tmp_path, value), {})
+    assert 'runtime = "apptainer"' in str(raised.value.instead)
+    assert raised.value.where == f"{tmp_path}/mine.toml, line 2"

@@ -1,0 +1,117 @@
+"""Ranks that are all silent, compared: which is stopped, somewhere else, or behind."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ezpz_llm.launch.failures.differences import Frame, as_compared, main_stack, odd_ones_out, stack_in_log
+from ezpz_llm.launch.failures.facts import RunFacts, Stop
+from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
+from ezpz_llm.launch.failures.kinds import Kind
+from ezpz_llm.launch.liveness import RankLife
+
+_BY_FAULT_HANDLER = """rank 3 on n2
+process 7: python3 train.py
+Thread 0x00007f1 (most recent call first):
+  File "/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f2 (most recent call first):
+  File "/home/ann/train.py", line {line} in {function}
+  File "/home/ann/train.py", line 40 in step
+  File "/home/ann/train.py", line 90 in <module>
+"""
+_BY_PY_SPY = """Process 7: python3 train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 7 (idle): "MainThread"
+    read_batch (train.py:88)
+    step (train.py:40)
+    <module> (train.py:90)
+Thread 9 (idle): "Thread-1"
+    wait (threading.py:320)
+"""
+
+
+def _life(rank: int, state: str = "S", step: int | None = None) -> RankLife:
+    return RankLife(rank, f"n{rank // 2 + 1}", None if step is None else "training", step,
+                    None if step is None else 9.0, 9.0, 0.0, 30.0, state)
+
+
+def test_the_main_threads_stack() -> None:
+    of_handler = main_stack(_BY_FAULT_HANDLER.format(line=88, function="read_batch"))
+    assert of_handler == [("/home/ann/train.py", 90, "<module>"), ("/home/ann/train.py", 40, "step"),
+                          ("/home/ann/train.py", 88, "read_batch")]
+    assert main_stack(_BY_PY_SPY) == [("train.py", 90, "<module>"), ("train.py", 40, "step"),
+                                      ("train.py", 88, "read_batch")]
+    in_log = f"Fatal Python error: Aborted\n\n{_BY_FAULT_HANDLER.format(line=88, function='read_batch')}"
+    assert stack_in_log(f"step 7\n{in_log}\nExtension modules: numpy (total: 1)\n") == of_handler
+    assert stack_in_log(in_log.replace("Aborted", "Bus error")) == []
+    assert main_stack("process 7: sleep 60\n  (no Python stack: …)\n") == []
+
+
+def test_the_odd_one_out() -> None:
+    outer = [("t.py", 90, "<module>"), ("t.py", 40, "step")]
+    waits, reads = [*outer, ("t.py", 7, "all_reduce")], [*outer, ("t.py", 88, "read_batch"), ("os.py", 1, "read")]
+    assert odd_ones_out({0: waits, 1: waits, 2: waits, 3: reads}) == (
+        [3], "t.py:88 in read_batch", [0, 1, 2], "t.py:7 in all_reduce")
+    # All in one place, no majority, too few to compare.
+    assert odd_ones_out({0: waits, 1: waits, 2: waits}) is None
+    assert odd_ones_out({0: waits, 1: waits, 2: reads, 3: reads}) is None
+    assert odd_ones_out({0: waits, 1: reads}) is None
+    # One that has not come as far in the same function.
+    assert odd_ones_out({0: waits, 1: waits, 2: outer}) == ([2], "t.py:40 in step", [0, 1], "t.py:7 in all_reduce")
+
+
+def test_what_silent_ranks_wait_for() -> None:
+    """A known place in the stacks of the ranks that are apart, else of all, is the cause."""
+    outer = [("/home/ann/t.py", 90, "<module>")]
+    lock = [*outer, ("/opt/torch/utils/cpp_extension.py", 2400, "_jit_compile"),
+            ("/opt/torch/utils/file_baton.py", 49, "wait")]
+    reduces = [*outer, ("/home/ann/t.py", 31, "all_reduce")]
+    stop = Stop("idle", "no sign of life for 9 s: rank 0; the run is ended", ranks=(0, 1, 2, 3))
+    facts = RunFacts(4, ("n1", "n1", "n2", "n2"), "mpiexec", 143, 1000.0, stop)
+
+    def judged(stacks: dict[int, list[Frame]]) -> Verdict:
+        verdict = judge(Evidence((), (), facts, stacks=stacks))
+        assert verdict is not None
+        assert verdict.kind is Kind.IDLE
+        return verdict
+
+    held = judged(dict.fromkeys(range(4), lock))
+    assert re.fullmatch(r"ranks 0-3: the lock under which torch compiles an extension is held, .*: no sign of life"
+                        r" for 9 s: rank 0; the run is ended; ranks 0-3 are at file_baton\.py:49 in wait",
+                        held.evidence)
+    assert (held.text, held.hosts) == ("extension-lock", ("n1", "n2"))
+    assert "remove the file `lock`" in held.advice
+    # One that waits for the lock holds up those that are in a collective, and not the other way round.
+    assert judged({0: reduces, 1: reduces, 2: reduces, 3: lock}).evidence.startswith("rank 3: the lock under which")
+    assert judged({0: lock, 1: lock, 2: lock, 3: reduces}).evidence == (
+        f"{stop.text}; rank 3 is at t.py:31 in all_reduce, ranks 0-2 at cpp_extension.py:2400 in _jit_compile")
+    # A rank that is stopped is the cause, whatever the others do.
+    told = Stop("idle", "rank 3 …; stopped by a signal (state T; kill -CONT continues it)")
+    stopped = judge(Evidence((), (), replace(facts, stopped=told), stacks=dict.fromkeys(range(3), lock)))
+    assert stopped.evidence == f"{told.text}; ranks 0-2 are at file_baton.py:49 in wait"
+    for stacks in ({}, {0: lock, 1: reduces}):
+        assert (judged(stacks).evidence, judged(stacks).advice) == (stop.text, "")
+
+
+def test_in_one_line(tmp_path: Path) -> None:
+    stacks = {}
+    for rank in range(4):
+        stacks[rank] = tmp_path / f"rank{rank}"
+        stacks[rank].write_text(_BY_FAULT_HANDLER.format(line=88 if rank == 2 else 7,
+                                                         function="read_batch" if rank == 2 else "all_reduce"))
+    ranks = [_life(rank) for rank in range(4)]
+    assert as_compared(ranks, ranks, stacks) == (
+        "rank 2 on n2: before its first heartbeat, silent for 9 s; rank 2 is at train.py:88 in read_batch,"
+        " ranks 0-1,3 at train.py:7 in all_reduce")
+    assert as_compared(ranks, ranks, {}) == "rank 0 on n1: before its first heartbeat, silent for 9 s and 3 more"
+    stopped = [_life(1, "T"), _life(0), _life(2), _life(3)]
+    assert as_compared(stopped, stopped, stacks).endswith("continues it), which ranks 0,2-3 are not")
+    # All of them in one state say nothing of any.
+    assert as_compared([_life(0, "D"), _life(1, "D")], ranks, {}).endswith("(state D) and 1 more")
+    behind = [_life(2, step=3), _life(3, step=3), _life(0, step=9), _life(1, step=9)]
+    assert as_compared(behind, behind, {}).endswith("; ranks 2-3 (all of n2) are behind, others reached step 9")
+    assert as_compared(behind[1:], behind[1:], {}).endswith("; rank 3 is behind, others reached step 9")

@@ -1,0 +1,87 @@
+"""`ezpz-llm layouts --memory`: which layout is recommended, and that its line is one that the trainer accepts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from ezpz_llm.base import UserError
+from ezpz_llm.layout.memory import Pass, activation_bytes, memory_per_rank, total
+from ezpz_llm.layout.recommend import choices
+from ezpz_llm.layouts import main
+from ezpz_llm.model.config import MODELS
+from ezpz_llm.model.loss_chunk import chosen_chunk
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import check_run
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+def line(text: str) -> list[str]:
+    found = re.search(r"^Take: launch python3 -m ezpz_llm.train (.*)$", text, re.MULTILINE)
+    assert found, text
+    return shlex.split(found[1])
+
+
+@pytest.mark.parametrize(("model", "world", "memory", "words"), [
+    ("gpt2-124m", 8, 40, "--ds-config zero1 --precision bf16"),
+    ("gpt2-1558m", 8, 24, "--ds-config zero1 --precision bf16"),
+    ("gpt2-1558m", 8, 10, "--ds-config zero3 --precision bf16"),
+    ("llama3-8b", 64, 80, "--ds-config zero3 --precision bf16"),
+])
+def test_the_first_layout_that_fits_is_recommended_and_runs(model, world, memory, words, capsys):
+    text = said(capsys, "--world", str(world), "--model", model, "--memory", str(memory), "--micro-batch-size", "1",
+                "--ranks-per-node", "8")
+    typed = line(text)
+    assert " ".join(typed).endswith(words), text
+    plan = check_run(parse(typed), world, "cuda")
+    assert plan.resolved.batch.micro_batch == 1
+
+
+def test_bf16_is_taken_in_pipelines_too() -> None:
+    found = choices(MODELS["gpt2-124m"], 8, 1, None, 40e9)
+    recipes = {choice.words: choice.recipe(0.85 * 40e9) for choice in found}
+    assert (recipes["--ds-config zero1"], recipes["--ds-config pp2"]) == ("bf16", "bf16")
+
+
+@pytest.mark.parametrize(("memory", "logits"), [(80e9, 2**29), (40e9, 2**28)])
+def test_chunks_of_logits_are_the_trainers_on_such_a_device(memory: float, logits: int) -> None:
+    model = MODELS["llama3-8b"]
+    (ddp,) = (choice for choice in choices(model, 8, 4, None, memory) if choice.words == "--ds-config ddp")
+    chunk = chosen_chunk(4 * model.block_size, model.padded_vocab_size, logits)
+    assert chunk < 4 * model.block_size
+    states = total(memory_per_rank(ddp.layout, model, 8, precision="bf16"), "device")
+    assert ddp.bytes["bf16"] == states + activation_bytes(ddp.layout, model, Pass(4, 1, "bf16", chunk=chunk))
+
+
+def test_bytes_are_states_and_activations_of_the_recipe():
+    model = MODELS["gpt2-1558m"]
+    found = {choice.words: choice for choice in choices(model, 8, 2, None, 80e9)}
+    zero2 = found["--ds-config zero2"]
+    for recipe, size in zero2.bytes.items():
+        work = Pass(2, 1, recipe, chunk=2 * model.block_size)
+        states = total(memory_per_rank(zero2.layout, model, 8, precision=recipe), "device")
+        assert size == states + activation_bytes(zero2.layout, model, work)
+
+
+def test_tensor_parallel_groups_stay_inside_a_node():
+    degrees = {choice.layout.tp for choice in choices(MODELS["llama3-8b"], 64, 1, 4, 80e9)}
+    assert degrees == {1, 2, 4}
+
+
+def test_where_nothing_fits_that_is_said(capsys):
+    text = said(capsys, "--world", "1", "--model", "llama3-8b", "--memory", "1")
+    assert "Nothing fits: more ranks" in text
+    assert "does not fit" in text
+
+
+@pytest.mark.parametrize("words", [["--memory", "80"], ["--memory", "-1", "--world", "8"],
+                                   ["--memory", "80", "--world", "8", "--micro-batch-size", "0"]])
+def test_numbers_that_are_none_are_refused(words):
+    with pytest.raises(UserError, match="--memory"):
+        main(words)

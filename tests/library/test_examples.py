@@ -1,0 +1,60 @@
+"""The scripts of examples/: those of tests/foreign_scripts with at most six changed lines, each with a whole run
+directory."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, need_mpiexec
+from places import ROOT, TESTS
+
+NEEDS = {"torch_ddp": "torch", "mpi4py_sum": "mpi4py", "deepspeed_zero2": "deepspeed",
+         "accelerate_fit": "accelerate", "hf_trainer": "accelerate"}
+MOST_CHANGED = 6
+
+
+def changed(name: str) -> int:
+    """Lines of code of an example that its unchanged form has not, or has in their place."""
+    before, after = ([line for line in (folder / f"{name}.py").read_text().splitlines() if line]
+                     for folder in (TESTS / "foreign_scripts", ROOT / "examples"))
+    blocks = difflib.SequenceMatcher(a=before, b=after, autojunk=False).get_opcodes()
+    return sum(max(a_end - a, b_end - b) for kind, a, a_end, b, b_end in blocks if kind != "equal")
+
+
+def said_by(folder: Path, *words: object, timeout: float = 120) -> str:
+    done = subprocess.run([sys.executable, "-m", *map(str, words)], cwd=folder, env=clean_env(OMP_NUM_THREADS="1"),
+                          capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_differs_in_six_lines_at_most():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == NEEDS.keys()
+    for name in NEEDS:
+        assert 0 < changed(name) <= MOST_CHANGED, name
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)  # DeepSpeed compiles an op once, for minutes
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_under_launch(tmp_path: Path, name: str):
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed (the extra `test` has it)")
+    need_mpiexec()
+    said_by(tmp_path, "ezpz_llm.launch", "-n", 2, "--run-dir", "run", sys.executable, ROOT / f"examples/{name}.py",
+            timeout=580)
+    run_dir = tmp_path / "run"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == ([1] if name == "mpi4py_sum" else [1, 2, 3])
+    if name == "mpi4py_sum":
+        assert lines[0]["loss"] == 3
+    else:
+        assert all(line["tokens_per_second"] > 0 and line["loss"] > 0 for line in lines)
+    assert json.loads((run_dir / "run.json").read_text())["environment"]["world_size"] == 2
+    assert "all ranks ended well" in said_by(tmp_path, "ezpz_llm.why", run_dir)
+    assert f"step {len(lines)} of {len(lines)}" in said_by(tmp_path, "ezpz_llm.report", run_dir)
+    assert "2 rank(s)" in said_by(tmp_path, "ezpz_llm.explain", run_dir)

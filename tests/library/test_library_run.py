@@ -1,0 +1,131 @@
+"""A training loop of one's own: the ten lines of docs/use/library.md, and what its run directory holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env, need_mpiexec
+from places import ROOT
+
+import ezpz_llm
+
+PAGE = (ROOT / "docs/use/library.md").read_text()
+
+
+def ten_lines(folder: Path) -> Path:
+    """The page's first script."""
+    script = folder / "mine.py"
+    script.write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])  # type: ignore[index]
+    return script
+
+
+def run_dir_of(folder: Path) -> Path:
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+def command(folder: Path, *words: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, env=clean_env(OMP_NUM_THREADS="1"),
+                          capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_importing_the_library_imports_no_torch():
+    code = "import sys, ezpz_llm; ezpz_llm.UserError; print('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert command(ROOT, "-c", code) == "False\n"
+
+
+def test_the_page_lists_what_is_public():
+    listed = re.findall(r"`(\w+)`", PAGE.split("These names are the public interface")[1].split("All else")[0])
+    assert sorted(listed) == sorted(set(ezpz_llm.__all__) - {"__version__"})
+    for name in ezpz_llm.__all__:
+        assert getattr(ezpz_llm, name) is not None
+    with pytest.raises(AttributeError):
+        _ = ezpz_llm.setup_torch
+
+
+def test_ten_lines_in_one_process(tmp_path: Path):
+    script = ten_lines(tmp_path)
+    assert len([line for line in script.read_text().splitlines() if line]) <= 10
+    said = command(tmp_path, script)
+    assert "loss over step" in said
+    run_dir = run_dir_of(tmp_path)
+    lines = lines_of(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 51))
+    losses = [line["loss"] for line in lines]
+    assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
+    assert all(line["tokens_per_second"] * line["step_time_s"] == pytest.approx(4) for line in lines)
+    assert (run_dir / "report.html").stat().st_size > 10_000
+    assert "finished, step 50 of 50" in command(tmp_path, "-m", "ezpz_llm.report", run_dir)
+    assert "Phases of a step on rank 0" in command(tmp_path, "-m", "ezpz_llm.explain", run_dir)
+
+
+@pytest.mark.full
+def test_ten_lines_under_launch(tmp_path: Path):
+    need_mpiexec()
+    command(tmp_path, "-m", "ezpz_llm.launch", "-n", "2", sys.executable, ten_lines(tmp_path))
+    run_dir = run_dir_of(tmp_path)
+    lines = lines_of(run_dir)
+    assert len(lines) == 50
+    assert lines[-1]["tokens_per_second"] * lines[-1]["step_time_s"] == pytest.approx(8)
+    assert "all ranks ended well" in command(tmp_path, "-m", "ezpz_llm.why", run_dir)
+
+
+@pytest.mark.full
+def test_ten_lines_under_torchrun(tmp_path: Path):
+    command(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ten_lines(tmp_path))
+    run_dir = run_dir_of(tmp_path)
+    lines = lines_of(run_dir)
+    assert len(lines) == 50
+    assert lines[-1]["tokens_per_second"] * lines[-1]["step_time_s"] == pytest.approx(8)
+    record = json.loads((run_dir / "run.json").read_text())
+    assert record["environment"]["rank_source"] == "torchrun (RANK)"
+
+
+@pytest.mark.parametrize(("program", "name"), [
+    ("/venv/lib/python3.11/site-packages/ipykernel_launcher.py", "notebook"), ("mine.py", "mine")])
+def test_a_run_is_named_after_its_script(tmp_path: Path, program: str, name: str):
+    code = f"import sys, ezpz_llm; sys.argv = [{program!r}]; ezpz_llm.setup(device='cpu'); ezpz_llm.finish()"
+    command(tmp_path, "-c", code)
+    assert run_dir_of(tmp_path).name.startswith(f"{name}-20")
+
+
+_LOOP = """
+import time
+import torch, ezpz_llm
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+run = ezpz_llm.setup(run_dir="run", device="cpu", log_every=100)
+assert ezpz_llm.setup() is run
+for step in range(5, 50, 5):
+    with ezpz_llm.phase("data"):
+        torch.zeros(1)
+    ezpz_llm.record(step, loss=1.0 / step, val_loss=2.0, mine=step)
+    with ezpz_llm.phase("evaluation"):
+        time.sleep(0.1)
+ezpz_llm.finish()
+assert torch.distributed.is_initialized()  # not the library's to leave
+"""
+
+
+def test_times_leave_evaluations_out_and_are_means_over_steps(tmp_path: Path):
+    command(tmp_path, "-c", _LOOP)
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(5, 50, 5))
+    assert all(line["step_time_s"] < 0.02 and line["data_s"] > 0 for line in lines[1:])
+    assert [line["mine"] for line in lines] == list(range(5, 50, 5))
+    assert "tokens_per_second" not in lines[0]
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["summary"]["tokens_per_second"] is None
+    assert record["summary"]["wall"]["evaluation"] > 9 * 0.1
+    assert record["summary"]["val_loss"] == 2.0
+    assert "evaluation" in command(tmp_path, "-m", "ezpz_llm.explain", "run")

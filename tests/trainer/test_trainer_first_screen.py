@@ -1,0 +1,50 @@
+"""What a person first sees of a training run, as golden files at three widths of terminals."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from golden import check_golden
+
+from ezpz_llm.base.rows import aligned
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.dist import Dist
+from ezpz_llm.trainer.first_screen import expected_end, first_screen
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.plan import plan_run
+
+RUNS = {
+    "a laptop": ("--precision fp32", 1, "cpu"),
+    "eight GPUs": ("--model gpt2-124m --ds-config zero1 --precision bf16 --reduce-dtype bf16 --micro-batch-size 4 "
+                   "--gradient-accumulation-steps 2 --steps 20000 --save-every 1000 --keep-every 5000", 8, "cuda"),
+    "three dimensions": ("--model gpt2-124m --ds-config 3d --precision bf16_autocast "
+                         "--gradient-accumulation-steps 4", 16, "cuda")}
+
+
+def screen(words: str, world_size: int, device: str, width: int) -> str:
+    """The first screen of a run that is started with these options, its notes, and its expected end."""
+    plan = plan_run(parse(words.split()), world_size, device=device)
+    manifest: dict[str, Any] = {"tokenizer": {"name": "gpt2"}, "splits": {"train": {"tokens": 9_036_044_288},
+                                                                          "val": {"tokens": 4_411_392}}}
+    dist = SimpleNamespace(world_size=world_size, device=SimpleNamespace(type=device))
+    return (first_screen(plan, TokenData(Path("data"), manifest), cast("Dist", dist), width)
+            + aligned([("note", note) for note in plan.resolved.notes], width)
+            + expected_end(plan.config.steps - 10, 2.3196, 1_764_000_000, width))
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_first_screen_of_a_run_is_the_golden_one(width, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        text = "\n".join(f"{name}\n\n{screen(*run, width)}" for name, run in RUNS.items())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    check_golden(f"first_screen_{width}.txt", text)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii()
