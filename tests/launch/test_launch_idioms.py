@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from launch_runs import LONG, SAVES, clean_env, left_over, record
 from simcluster.cluster import Cluster
+from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.launch.node.processes import is_alive, started_at
@@ -125,7 +126,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, idiom: str) -> None:
         os.close(ours)
     _check(tmp_path, 129, "launch was sent SIGHUP (its terminal was closed")
     said = subprocess.run([sys.executable, "-m", "ezpz_llm.why", "r"], cwd=tmp_path, env=clean_env(),
-                          capture_output=True, text=True, timeout=60, check=True).stdout
+                          capture_output=True, text=True, timeout=scaled(60), check=True).stdout
     assert "SIGHUP" in said
     assert "killed" not in said
     assert said.splitlines()[-1].endswith("--resume " + str(tmp_path / "r"))
@@ -157,7 +158,7 @@ def test_the_trainers_checkpoint(tmp_path: Path) -> None:
 
 def test_time_runs_out(tmp_path: Path) -> None:
     """timeout signals launch, and then launch's whole group: that is one order, not a second, impatient one."""
-    with _typed(tmp_path, "timeout 5 {launch} 2>&1 | tee log"):
+    with _typed(tmp_path, f"timeout {scaled(5):.0f} {{launch}} 2>&1 | tee log"):
         pass
     assert _are_up(tmp_path)
     _check(tmp_path, 143, "launch was sent SIGTERM")
@@ -167,8 +168,8 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "talks.py").write_text("for number in range(50000): print(number)\n")
     with _typed(tmp_path, "{launch} 2> said | head -1 > first; echo ${{PIPESTATUS[0]}} > code", sys.executable,
                 "talks.py") as typed:
-        pass
-    typed.shell.wait(10)
+        # The shell writes `code` after launch has ended; leaving the block kills it.
+        typed.shell.wait(scaled(60))
     assert (tmp_path / "first").read_text() == "0\n"
     assert (tmp_path / "code").read_text() == "0\n"
     assert (tmp_path / "r/logs/rank0000.log").read_text().endswith("\n49999\n")
@@ -195,8 +196,7 @@ def test_a_reader_that_stands_still(tmp_path: Path) -> None:
 def test_a_slow_reader_gets_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "talks.py").write_text("import os\nfor number in range(3000): os.write(1, b'%0999d\\n' % number)\n")
     with _typed(tmp_path, "{launch} | (sleep 4; cat) > got", sys.executable, "talks.py") as typed:
-        pass
-    typed.shell.wait(10)
+        typed.shell.wait(scaled(60))
     assert (tmp_path / "got").read_text() == "".join(f"{number:0999d}\n" for number in range(3000))
 
 
@@ -264,7 +264,7 @@ def test_a_terminal_talks_to_rank_0(tmp_path: Path) -> None:
 
     def wait_for(words: bytes) -> None:
         nonlocal said
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + scaled(60)
         while words not in said:
             assert time.monotonic() < deadline, said
             if select.select([ours], [], [], 1)[0]:

@@ -15,6 +15,8 @@ MOST_S = 1.0
 _COUNTED_S = 0.01
 """A search below this counts as nothing, so that a fast pattern is searched in the words of any number of ranks: on
 a busy machine the clock itself is 4 ms wrong at times."""
+_REPEAT_S = 0.05
+"""Processor time between interrupts once the limit is over."""
 _LONGEST_LINE = 2000
 """Characters of a line that patterns look at: what one costs can grow with the square of these."""
 
@@ -72,9 +74,11 @@ class TimedPattern:
         before = signal.signal(signal.SIGVTALRM, self._interrupt)
         try:
             self._is_timed = True
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._left_s)
+            # Repeated, because an exception raised inside a callback of the garbage collector is lost.
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._left_s, _REPEAT_S)
             return work()
         except _TooSlow:
+            self._is_timed = False
             self._left_s = 0.0
             return None
         finally:
