@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 import ezpz_llm
 
@@ -146,5 +147,5 @@ def test_ruff_reads_every_module():
     """Its default skips folders named dist, ezpz_llm/dist among them."""
     root = PACKAGE.parent
     listed = subprocess.run([sys.executable, "-m", "ruff", "check", "--show-files", "."], cwd=root, check=True,
-                            capture_output=True, text=True, timeout=60).stdout.splitlines()
+                            capture_output=True, text=True, timeout=scaled(60)).stdout.splitlines()
     assert set(map(str, PACKAGE.rglob("*.py"))) <= set(listed)

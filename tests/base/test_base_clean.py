@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError, cleaned
 from ezpz_llm.launch.relay import say
@@ -63,6 +64,6 @@ def test_a_record_of_somebody_else_is_clean_on_the_terminal(words: tuple[str, ..
         json.dumps({"step": step, "loss": 1.0, "tokens": step, "time": 1.0, EVIL: EVIL}) + "\n"
         for step in range(1, 4)))
     done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[1:], str(tmp_path)],
-                          env=clean_env(), capture_output=True, text=True, timeout=60, check=False)
+                          env=clean_env(), capture_output=True, text=True, timeout=scaled(60), check=False)
     assert is_calm(done.stdout + done.stderr), ascii(done.stdout + done.stderr)
     assert done.stdout + done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base import outside
 from ezpz_llm.base.errors import UserError
@@ -123,7 +124,7 @@ def test_digits_are_limited_whatever_the_interpreter_allows(file):
                            "import sys; from pathlib import Path; from ezpz_llm.base import outside\n"
                            "try: outside.read_json(Path(sys.argv[1]))\n"
                            "except outside.UserError as error: print(error)", str(file("1" * 5000))],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=scaled(60))
     assert "5000 digits" in done.stdout, done.stderr
 
 

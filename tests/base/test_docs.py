@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from slowness import scaled
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 _COMMAND = re.compile(r"^(?: {4})?(?:\./launchers/with-env )?((?:launch|ezpz-llm|python3 -m ezpz_llm\.\w+) .*)$")
@@ -80,7 +81,7 @@ def test_the_readme_prints_each_command_that_ci_starts_with(words: str) -> None:
 def help_of(*words: str) -> str:
     page = "--help-all" if words[0] == "train" else "--help"
     done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[1:], page], capture_output=True,
-                          text=True, timeout=60, check=False)
+                          text=True, timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -171,7 +172,7 @@ def test_the_site_has_every_page_and_asks_the_network_for_nothing(tmp_path: Path
     """Where mkdocs-material is installed: `pip install 'ezpz_llm[docs]'`."""
     pytest.importorskip("material")
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", tmp_path / "site"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     for page in (ROOT / "docs").glob("*/*.md"):
         html = (tmp_path / "site" / page.parent.name / page.stem / "index.html").read_text()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError, run_command, unknown
 from ezpz_llm.base.package_data import user_path
@@ -43,7 +44,7 @@ def test_a_reader_that_goes_away_is_no_fault():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.read(10)
         process.stdout.close()
-        assert process.wait(timeout=120) == 141
+        assert process.wait(timeout=scaled(120)) == 141
         assert b"Traceback" not in process.stderr.read()
 
 
@@ -52,7 +53,7 @@ def test_a_working_directory_that_went_is_named(tmp_path):
             "os.rmdir(os.getcwd())\nsys.exit(run_command(lambda argv: print(pathlib.Path('x').absolute()), []))")
     (tmp_path / "gone").mkdir()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True,
-                          timeout=120, check=False)
+                          timeout=scaled(120), check=False)
     assert (done.returncode, "the working directory does not exist" in done.stderr) == (2, True), done.stderr
 
 
@@ -60,7 +61,7 @@ def test_any_locale_can_show_any_text():
     code = ("import sys; from ezpz_llm.base.errors import run_command\n"
             "sys.exit(run_command(lambda argv: print('\\xfc\\u2192'), []))")
     done = subprocess.run([sys.executable, "-c", code], env={"LC_ALL": "C", "PYTHONUTF8": "0"}, capture_output=True,
-                          timeout=120, check=False)
+                          timeout=scaled(120), check=False)
     assert (done.returncode, done.stdout) == (0, b"\\xfc\\u2192\n"), done.stderr
 
 

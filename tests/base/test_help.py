@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm import cli
 from ezpz_llm.base.errors import UserError
@@ -118,7 +119,7 @@ def test_a_mistake_in_any_command_is_one_message():
 
 def test_the_list_of_commands_is_grouped_and_every_line_leads_to_a_command():
     done = subprocess.run([sys.executable, "-c", "from ezpz_llm.cli import main; main()"], capture_output=True,
-                          text=True, timeout=60, check=False, env={"COLUMNS": "60", "PATH": ""})
+                          text=True, timeout=scaled(60), check=False, env={"COLUMNS": "60", "PATH": ""})
     named = re.findall(r"^  ([a-z_]+)  ", done.stdout, re.MULTILINE)
     assert sorted(named) == list(find_commands())
     assert done.stdout.count("\n\n") == 7

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from launch_runs import clean_env, launch, need_mpiexec
+from slowness import scaled
 
 VARIABLES = {name: f"planted{number:02}-Aa0_{name.lower()[:4]}" for number, name in enumerate((
     "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
@@ -50,7 +51,7 @@ def test_no_file_of_a_run_or_its_page_has_one_of_30_secrets(tmp_path: Path) -> N
     assert "no access with" in done.stderr
     assert (tmp_path / "run/postmortem.txt").exists()
     report = subprocess.run([sys.executable, "-m", "ezpz_llm.report", "run", "--html", "page.html"], cwd=tmp_path,
-                            env=clean_env(), capture_output=True, text=True, timeout=60, check=False)
+                            env=clean_env(), capture_output=True, text=True, timeout=scaled(60), check=False)
     assert report.returncode == 0, report.stderr
     assert "no access with [redacted]" in (tmp_path / "run/postmortem.txt").read_text()
     assert _with_a_secret(tmp_path) == []
@@ -62,13 +63,14 @@ def test_a_job_s_script_has_none_and_a_command_with_one_is_refused(tmp_path: Pat
     words = [sys.executable, "-m", "ezpz_llm.submit", "--site", "polaris", "--nodes", "1", "--time", "0:10:00",
              "--account", "A", "--queue", "debug", "--dry-run", "--", "launch", "echo"]
     env = clean_env(**VARIABLES, **URLS, HF_HOME=f"/data/{VARIABLES['DS_AUTH']}", HF_HUB_CACHE="/data/kept")
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     assert "planted" not in done.stdout + done.stderr
     assert "HF_HUB_CACHE=/data/kept" in done.stdout
     for typed in (["--auth", "planted-word"], ["--name", VARIABLES["DS_AUTH"]]):
         refused = subprocess.run([*words, *typed], cwd=tmp_path, env=env, capture_output=True, text=True,
-                                 timeout=60, check=False)
+                                 timeout=scaled(60), check=False)
         assert refused.returncode == 2
         assert "the command has a secret in it" in refused.stderr
         assert "planted" not in refused.stdout + refused.stderr

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.trainer.options import parse
 
@@ -58,7 +59,7 @@ def test_it_runs_each_in_a_process_of_its_own(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), "--work", "tiny", "--steps", "12", "--rounds", "1", "--rungs",
          "fp32,tf32,without compilation,bf16 parameters", "--out", str(out)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
+        capture_output=True, text=True, timeout=scaled(280), check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert "tf32" in found["rungs"]["tf32"]["refused"]

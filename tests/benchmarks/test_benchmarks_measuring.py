@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.package_data import data_dir
 
@@ -17,8 +18,8 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "3
 def test_it_trains_in_pairs_of_blocks(tmp_path):
     out = tmp_path / "cost.json"
     done = subprocess.run([sys.executable, data_dir("benchmarks") / "measuring_cost.py", "--pairs", "3",
-                           "--out", out, "--", *SMALL], cwd=tmp_path, capture_output=True, text=True, timeout=200,
-                          check=False)
+                           "--out", out, "--", *SMALL], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=scaled(200), check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found == json.loads(done.stdout), "nothing else on standard output"

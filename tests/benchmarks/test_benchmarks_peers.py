@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.trainer.options import parse
@@ -149,7 +150,7 @@ def test_a_script_runs_as_it_stands_but_for_its_numbers(peers, tmp_path, monkeyp
                                    ("--peer", "nanogpt=missing"), ("--steps", "5")])
 def test_a_mistake_is_found_before_anything_runs(tmp_path: Path, words: tuple[str, str]) -> None:
     done = subprocess.run([sys.executable, str(BENCHMARKS / "peers.py"), "--work", "tiny", *words], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 2
     assert f"error: {' '.join(words)}: " in done.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify import recipe, verdict
@@ -47,8 +48,8 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = ("import sys; from ezpz_llm.certify.__main__ import main; "
                "code = main(['--check', '--layouts', 'ddp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
 

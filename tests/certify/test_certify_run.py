@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.certify import recipe
 from ezpz_llm.certify.cases import layout_of
@@ -395,7 +396,7 @@ def test_a_certify_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None
     try:
         assert any("reference:" in line for line in begun.stdout)
         begun.terminate()
-        begun.communicate(timeout=60)
+        begun.communicate(timeout=scaled(60))
     finally:
         begun.kill()
     assert begun.returncode == 143

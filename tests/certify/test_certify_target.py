@@ -13,6 +13,7 @@ import pytest
 from launch_runs import clean_env, need_mpiexec
 from places import ROOT, TESTS
 from rank_jobs import results_of
+from slowness import scaled
 
 from ezpz_llm.base import UserError
 from ezpz_llm.base.outside import read_bytes
@@ -162,7 +163,7 @@ def test_faults_are_caught_where_parameters_are_sharded(tmp_path: Path) -> None:
 def command(folder: Path, *words: object) -> tuple[int, str]:
     """Exit code and output."""
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.certify", *map(str, words)], cwd=folder, text=True,
-                          env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, timeout=600, check=False)
+                          env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, timeout=scaled(600), check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -280,7 +281,8 @@ def test_a_target_is_planned_without_torch() -> None:
     program = ("import sys; from ezpz_llm.certify.__main__ import main; "
                f"code = main(['--check', '--target', '{TARGETS}:mlp', '--world-size', '2']); "
                "assert not {'torch', 'deepspeed'} & set(sys.modules); raise SystemExit(code)")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.check.coordinator import link_groups, node_groups, ring_rounds
 from ezpz_llm.check.facts import family, read_network
@@ -335,7 +336,7 @@ def test_ten_thousand_ranks_are_judged_and_folded_in_seconds() -> None:
     assert "deepspeed differs: n[700-701]: 0.15, all others 0.19.8" in text
     assert len(text.splitlines()) < 45
     assert "… 2476 more" in text
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < scaled(20)
 
 
 def test_the_report_leads_with_the_worst_and_says_what_to_do() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import Server, wait_for
+from slowness import scaled
 
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
@@ -29,7 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "small"
     place.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m", "none", str(place)],
-                          capture_output=True, text=True, timeout=120, check=False)
+                          capture_output=True, text=True, timeout=scaled(120), check=False)
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
     try:
@@ -153,7 +154,7 @@ load(folder, engine, SimpleNamespace(rank=0, world_size=1, is_main=True, mesh=Si
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     """A pickle that would leave a mark, under a manifest that vouches for it, is refused and not opened."""
     done = subprocess.run([sys.executable, "-c", PICKLED, str(tmp_path)], capture_output=True, text=True,
-                          timeout=120, check=False)
+                          timeout=scaled(120), check=False)
     assert done.returncode == 1
     assert "rank-00000.safetensors is not a safetensors file" in done.stderr
     assert not (tmp_path / "mark").exists()

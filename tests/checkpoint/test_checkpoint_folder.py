@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint import Keep, find, prune
@@ -200,4 +201,4 @@ def test_looking_for_a_checkpoint_imports_no_torch(tmp_path: Path) -> None:
     folder = write(RunDir(tmp_path), 1)
     program = ("import sys; from ezpz_llm.checkpoint import find; find(sys.argv[1]); "
                "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=scaled(60)).returncode == 0

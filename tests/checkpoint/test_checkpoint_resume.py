@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import complete, read_manifest, verify
@@ -37,7 +38,7 @@ def run(ranks: int, programs: str, folder: Path, *layouts: str) -> dict[str, Any
     words = [sys.executable, str(PROGRAM), programs, str(folder), *layouts]
     alone = {name: value for name, value in environment().items() if not name.startswith("MASTER_")}
     launcher = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([*launcher, *words], env=environment() if ranks > 1 else alone, timeout=400,
+    done = subprocess.run([*launcher, *words], env=environment() if ranks > 1 else alone, timeout=scaled(400),
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in programs.split(",")}
@@ -190,7 +191,7 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
             time.sleep(wait)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.communicate(timeout=60)
+            process.communicate(timeout=scaled(60))
         killed_while_writing += any(checkpoints.glob(".step-*.partial"))
         folder = find(tmp_path)
         assert folder.name == latest(checkpoints)
@@ -206,7 +207,7 @@ def latest(checkpoints: Path) -> str | None:
 
 
 def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while not condition():
         assert process.poll() is None, process.stderr.read().decode()
         assert time.monotonic() < deadline

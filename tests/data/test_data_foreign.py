@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import read_manifest, verify
@@ -189,7 +190,8 @@ for step in range(16):
     batches.micro_batches(64 * step)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True,
+                          timeout=scaled(120))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64 * 1024  # kB
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data import tokenize_corpus
@@ -331,7 +332,7 @@ def test_names_too_long_for_a_path_are_one_message(tmp_path: Path) -> None:
     long = "x" * 320
     for words in ([f"{long}=1"], [f"{long}=0.7,{long}2=0.3"], [f"/{long}"], ["stdlib", "--tokenizer", long]):
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.data", "prepare", *words], cwd=tmp_path,
-                              capture_output=True, text=True, timeout=60)
+                              capture_output=True, text=True, timeout=scaled(60))
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert "Traceback" not in done.stderr
         assert done.stderr.startswith(("error: unknown corpus", "error: no such corpus", "error: unknown tok"))

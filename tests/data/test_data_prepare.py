@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from launch_runs import cpu_seconds
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL
@@ -41,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def data(*words: object, code: int = 0, **kwargs: object) -> subprocess.CompletedProcess[str]:
     """Run the command; its exit code must be `code`, and it must never show a traceback."""
-    done = subprocess.run([*DATA, *map(str, words)], capture_output=True, text=True, timeout=60, **kwargs)
+    done = subprocess.run([*DATA, *map(str, words)], capture_output=True, text=True, timeout=scaled(60), **kwargs)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == code, done.stderr
     return done
@@ -178,7 +179,7 @@ def test_stdlib_by_default(cache: Path) -> None:
     assert (folder / "manifest.json").stat().st_mtime_ns == stamp
     began = cpu_seconds()
     check_corpus("stdlib")
-    assert cpu_seconds() - began < 0.3
+    assert cpu_seconds() - began < scaled(0.3)
     assert prepare(str(folder), "bytes") == folder
     with pytest.raises(UserError, match="prepared already"):
         prepare(str(folder), val_fraction=0.3)
@@ -259,7 +260,7 @@ def test_a_damaged_folder_is_named_with_the_command_that_mends_it(tmp_path: Path
         said = data(*words, code=2).stderr
         assert "train_000000.bin has 1,001 bytes; the manifest expects 1,800 bytes" in said
     command = said.split("make the folder again: ")[1].strip()
-    mended = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=60)
+    mended = subprocess.run(["bash", "-c", command.replace("python3", sys.executable, 1)], timeout=scaled(60))
     assert mended.returncode == 0
     assert (out / "train_000000.bin").read_bytes() == before
     copy = tmp_path / "copy"
@@ -324,7 +325,7 @@ def test_two_at_once_make_one_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words of text\n" * 300_000)
     words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
     running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    ended = [process.communicate(timeout=60) for process in running]
+    ended = [process.communicate(timeout=scaled(60)) for process in running]
     assert [process.returncode for process in running] == [0] * 4, ended
     assert {out.strip() for out, _ in ended} == {str(tmp_path / "out")}
     assert sum("prepared" in said for _, said in ended) == 1, ended  # the others waited, or came later
@@ -344,13 +345,13 @@ def test_killed_on_the_way(tmp_path: Path, how: signal.Signals) -> None:
     words = [*DATA, "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--workers", "2"]
     marker = {**os.environ, "EZPZ_LLM_TEST_MARKER": str(tmp_path)}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=marker)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     while not list(tmp_path.glob(".out.partial-*/train_*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=scaled(120))[1]
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
@@ -384,11 +385,11 @@ def _processes_with(value: str) -> list[int]:
 def test_help_is_fast_and_torch_free() -> None:
     began = cpu_seconds()
     assert "--val-fraction" in data("prepare", "--help").stdout
-    assert cpu_seconds() - began < 1
+    assert cpu_seconds() - began < scaled(1)
     found = subprocess.run(
         [sys.executable, "-c", "import sys, ezpz_llm.data.prepare, ezpz_llm.data.samples, ezpz_llm.data.__main__;"
          "print([name for name in ('torch', 'deepspeed', 'rich', 'pyarrow', 'datasets') if name in sys.modules])"],
-        capture_output=True, text=True, timeout=60)
+        capture_output=True, text=True, timeout=scaled(60))
     assert found.stdout.strip() == "[]", found.stderr
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hub_standin import COMMIT, hub
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.atomic_dir import JOURNAL
@@ -87,7 +88,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 def wait_for(process: subprocess.Popen, journal: Path, documents: int) -> None:
     """Until the journal of a running preparation has begun so many documents."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while True:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -120,7 +121,8 @@ def test_killed_at_every_operation(tmp_path: Path) -> None:
     (source / "a.txt").write_text(words(3, 4000))
     (source / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(documents(80))))
     script = HELPERS / "data_kills.py"
-    done = subprocess.run([sys.executable, script, source, folder], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script, source, folder], capture_output=True, text=True,
+                          timeout=scaled(120))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["operations"] > 25
@@ -143,7 +145,7 @@ def test_killed_with_workers_and_gone_on_with(mixed: Path, tmp_path: Path, how: 
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         wait_for(process, partial(out) / JOURNAL, kept)
         process.send_signal(how)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=scaled(60))[1]
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
         assert "Traceback" not in said
         assert not out.exists()
@@ -151,7 +153,7 @@ def test_killed_with_workers_and_gone_on_with(mixed: Path, tmp_path: Path, how: 
     other = out.with_name(f".{out.name}.partial-another-host")
     partial(out).rename(other)
     os.utime(other / JOURNAL, (time.time() - 3600,) * 2)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
     assert "going on after" in done.stderr
     assert shards(out) == shards(whole)
@@ -175,7 +177,7 @@ def test_what_cannot_be_gone_on_with_is_begun_anew(mixed: Path, tmp_path: Path) 
         hidden = partial(tmp_path / "out")
         wait_for(process, hidden / JOURNAL, 100)
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=scaled(60))
         if spoil == "request":
             mixed.joinpath("a.txt").touch()  # another time stamp: other content, for all that is known
         elif spoil == "broken":
@@ -184,7 +186,7 @@ def test_what_cannot_be_gone_on_with_is_begun_anew(mixed: Path, tmp_path: Path) 
             os.truncate(hidden / "train_000000.bin", 1000)
         else:
             (hidden / "train_000000.bin").unlink()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
         assert done.returncode == 0, done.stderr
         assert "going on after" not in done.stderr
         found, expected = shards(tmp_path / "out"), shards(whole)
@@ -212,14 +214,14 @@ def test_a_disk_that_fills_keeps_what_is_done(mixed: Path, small_disk: Path, tmp
     assert sum(map(len, shards(whole).values())) > 3e6
     command = [*HASTY, "prepare", str(mixed), "--out", str(small_disk / "out"), "--shard-tokens", "100000"]
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
         assert done.returncode == 2
         assert "cannot write here: No space left on device; what was prepared so far is kept" in done.stderr
         assert "make room, and give the same command again: it continues where it stopped" in done.stderr
         assert "Traceback" not in done.stderr
         assert not (small_disk / "out").exists()
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
     assert "going on after" in done.stderr
     assert shards(small_disk / "out") == shards(whole)
@@ -354,8 +356,8 @@ def test_a_data_set_of_the_hub(tmp_path: Path, cache: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(process, partial(out) / JOURNAL, 300)
     process.kill()
-    process.communicate(timeout=60)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process.communicate(timeout=scaled(60))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
     assert "going on after" in done.stderr
     np.testing.assert_array_equal(all_tokens(out, "val", "train"), expected)
@@ -381,12 +383,12 @@ def test_fineweb_edu_from_the_hub(tmp_path: Path, cache: Path) -> None:
         environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "no_proxy": "127.0.0.1",
                         "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
         command = [*HASTY, "prepare", "fineweb-edu", "--tokenizer", "bytes", "--val-tokens", "5000", "--download"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
         assert done.returncode == 2, done.stderr
         assert "the data set cannot be read" in done.stderr
         assert "Traceback" not in done.stderr
         withheld.clear()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=environment)
         assert done.returncode == 0, done.stderr
         assert "going on after" in done.stderr
         assert not [line for line in asked if "/data/000.parquet" in line]

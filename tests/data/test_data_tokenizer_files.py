@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from places import HELPERS
+from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm.base.errors import UserError
@@ -153,7 +154,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, famil
               "from ezpz_llm.base.errors import run_command\nfrom ezpz_llm.data.__main__ import main\n"
               "raise SystemExit(run_command(main))")
     done = subprocess.run([sys.executable, "-c", script, "prepare", "a.txt", "--tokenizer", str(file), "--check"],
-                          capture_output=True, text=True, timeout=60, cwd=tmp_path)
+                          capture_output=True, text=True, timeout=scaled(60), cwd=tmp_path)
     extra = "tokenizers" if file.suffix == ".json" else "sentencepiece"
     assert done.returncode == 2
     assert f"pip install 'ezpz_llm[{extra}]'" in done.stderr
@@ -170,7 +171,7 @@ def test_killed_at_every_operation(tmp_path: Path, family: str) -> None:
     (source / "a.txt").write_text(mixed_text(24_000))
     (source / "b.jsonl").write_text("".join(json.dumps({"text": mixed_text(200, n)}) + "\n" for n in range(40)))
     done = subprocess.run([sys.executable, HELPERS / "data_kills.py", source, folder, trained(family)],
-                          capture_output=True, text=True, timeout=300)
+                          capture_output=True, text=True, timeout=scaled(300))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["operations"] > 25

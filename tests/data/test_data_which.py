@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from launch_runs import clean_env
 from megatron_files import write_megatron
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.__main__ import main
@@ -153,7 +154,7 @@ def test_the_trainers_own_records(tmp_path: Path, capsys: pytest.CaptureFixture[
              "--corpus", str(tmp_path / "mine.jsonl"), "--ds-config", "ddp", "--precision", "fp32", "--device",
              "cpu", "--eval-tokens", "64", "--sample-tokens", "0", "--profile", "false", "--run-dir", str(run),
              *words], env=clean_env(OMP_NUM_THREADS="1", EZPZ_LLM_CACHE=str(tmp_path / "cache")),
-            capture_output=True, text=True, timeout=200, check=False)
+            capture_output=True, text=True, timeout=scaled(200), check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     reads = [asked(capsys, run, step) for step in (1, 2, 3, 4)]
     assert [(read["first"], read["stop"]) for read in reads] == [(0, 4), (4, 8), (8, 16), (16, 24)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from places import vocab_bpe
 from safetensors.torch import save_file
+from slowness import scaled
 from small_tokenizers import FAMILIES, mixed_text, own_ids, trained
 
 from ezpz_llm import generate
@@ -242,7 +243,7 @@ def test_a_loss_worse_than_a_guess_and_tokens_that_were_asked_for_are_warned_of(
     words = [sys.executable, "-m", "ezpz_llm.train", "--init-from", str(folder), "--corpus", "text.txt",
              "--tokenizer", "bytes", "--steps", "2", "--sample-tokens", "0", "--save-every", "-1", "--profile",
              "false", "--precision", "fp32", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp"]
-    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=scaled(150), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     both = "the weights' tokenizer is char (28 characters, "
     assert f"warning    {both}" in done.stdout
@@ -266,7 +267,7 @@ def test_a_run_keeps_its_tokenizer(place: Path, family: str, capsys: pytest.Capt
              "--block-size", "32", "--corpus", "mixed.txt", "--tokenizer", str(file), "--steps", "2", "--profile",
              "false", "--device", "cpu", "--run-dir", "run", "--ds-config", "ddp", "--prompt", "the learning"]
     env = ENV | {"EZPZ_LLM_CACHE": str(place / "cache")}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=scaled(150), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     shutil.rmtree(place / "cache")
     assert generate.main(["run", "--prompt", "the learning", "--tokens", "4", "--device", "cpu"]) == 0

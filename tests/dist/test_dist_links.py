@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.explain.split import slow_link
 
@@ -18,7 +19,7 @@ RANKS = HELPERS / "link_ranks.py"
 def test_every_neighbour_is_measured_in_both_directions_and_the_slow_host_named(tmp_path):
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "4", sys.executable, str(RANKS), str(tmp_path)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "links.json").read_text())
     for hosts in (1, 2, 3, 4):

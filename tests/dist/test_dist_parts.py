@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from slowness import scaled
 from torch.distributed import HashStore, TCPStore
 
 from ezpz_llm.base.errors import UserError
@@ -75,7 +76,8 @@ def test_a_seed_out_of_range_is_refused(stream):
 
 def test_seeds_and_heartbeats_need_no_torch():
     code = "import sys, ezpz_llm.dist.seeds, ezpz_llm.dist.heartbeat, ezpz_llm.dist; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          timeout=scaled(120), check=True)
     assert done.stdout.strip() == "False"
 
 
@@ -284,7 +286,8 @@ def test_memory_of_one_step_serves_the_next_but_for_users_who_chose(tmp_path):
     faults = []
     for name, own in (("kept", ""), ("users", "glibc.malloc.tcache_count=7")):
         done = subprocess.run([sys.executable, "-c", STEPPING, str(tmp_path / name)], capture_output=True,
-                              env={**os.environ, "GLIBC_TUNABLES": own}, text=True, timeout=120, check=False)
+                              env={**os.environ, "GLIBC_TUNABLES": own}, text=True,
+                              timeout=scaled(120), check=False)
         assert done.returncode == 0, done.stderr
         faults.append(int(done.stdout.splitlines()[-1]))
     # bf16 logits of 512 tokens alone are 51 MB, 12,500 pages of 4 KiB.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from launch_runs import CAPTURED, captured_env, clean_env
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.setup import setup, warn_if_single_process
@@ -38,7 +39,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def run_ranks(launcher: list[str], folder: Path, **wanted) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*launcher, SCRIPT, json.dumps(wanted)], env=ENV, cwd=folder, capture_output=True,
-                          text=True, timeout=90, check=False)
+                          text=True, timeout=scaled(90), check=False)
 
 
 def told(run_dir: Path, ranks: int) -> list[dict]:
@@ -91,7 +92,7 @@ def test_one_ranks_mistake_ends_all_of_them_at_once(tmp_path):
     """Without a launcher that kills the others, they would wait for the one that gave up."""
     begin = time.monotonic()
     done = run_ranks([MPIEXEC, "-n", "2", sys.executable], tmp_path, device="cpu", device_of_rank={"1": "cuda"})
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < scaled(60)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("error: no cuda device is visible to this process") == 2
     assert "Traceback" not in done.stderr
@@ -102,7 +103,7 @@ def test_after_an_exception_no_rank_waits_for_the_others(tmp_path):
     begin = time.monotonic()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run_ranks(launcher, tmp_path, device="cpu", fail=1)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < scaled(60)
     assert done.returncode == 1
     assert "ValueError: planted" in done.stderr
 
@@ -112,7 +113,7 @@ def test_an_mpi_that_counts_otherwise_is_named(tmp_path):
     env = ENV | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
                  "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     done = subprocess.run([sys.executable, SCRIPT, "{}"], env=env, cwd=tmp_path, capture_output=True, text=True,
-                          timeout=60, check=False)
+                          timeout=scaled(60), check=False)
     assert done.returncode == 2
     assert "MPI says rank 0 of 1, the environment says rank 1 of 2 (Open MPI (OMPI_COMM_WORLD_RANK))" in done.stderr
     assert "Traceback" not in done.stderr

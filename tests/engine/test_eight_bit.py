@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from places import HELPERS, ROOT
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.layout.optimizers import OPTIMIZERS, Optimizer, OptimizerName, check_optimizer
@@ -28,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(
         [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder), *LAYOUTS],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True, text=True,
-        timeout=500, check=False)
+        timeout=scaled(500), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "results.json").read_text())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist.private_names import check_deepspeed, find
@@ -21,7 +22,7 @@ from ezpz_llm.engine.live_memory import live_storages
 def python(program: str, *folders: Path) -> subprocess.CompletedProcess[str]:
     path = [f"import sys; sys.path[:0] = {[str(folder) for folder in folders]}"]
     return subprocess.run([sys.executable, "-c", "\n".join([*path, program])], capture_output=True, text=True,
-                          timeout=120, check=False)
+                          timeout=scaled(120), check=False)
 
 
 def test_a_private_name_of_torch_that_is_gone_is_told_at_import():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Degrees, Dist, Mesh
@@ -66,7 +67,7 @@ def trained(folder: Path, *runs: str) -> Path:
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "2", sys.executable, str(SCRIPT), str(folder),
                *references, *runs]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(400), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (done.stdout + done.stderr).splitlines()
     unasked = [line for line in lines if not line.startswith(("gpt2:", "llama:"))]
@@ -307,6 +308,7 @@ def test_launch_removes_what_killed_ranks_left_in_the_run_directory(tmp_path: Pa
     program = ("import os, signal; os.makedirs(os.environ['EZPZ_LLM_RUN_DIR'] + '/nvme/rank'); "
                "os.kill(os.getpid(), signal.SIGKILL)")
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "1", "--run-dir", str(tmp_path / "run"),
-                           sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+                           sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
     assert "SIGKILL" in done.stderr
     assert not RunDir(tmp_path / "run").offloaded.exists()

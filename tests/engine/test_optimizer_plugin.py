@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env
+from slowness import scaled
 
 _LION = '''
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def _env(tmp_path: Path) -> dict[str, str]:
 
 def _train(cwd: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ezpz_llm.train", "--device", "cpu", *words], cwd=cwd, env=env,
-                          text=True, capture_output=True, timeout=500, check=False)
+                          text=True, capture_output=True, timeout=scaled(500), check=False)
 
 
 def _losses(run: Path) -> list[float]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm import checkpoint
 from ezpz_llm.base.errors import UserError
@@ -40,7 +41,8 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 def run_ranks(folder: Path, ranks: int, runs: list[str]) -> str:
     """Run `pipeline_ranks.py`; what it printed, or a failure with all of it."""
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run([*command, *runs], env=ENV, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([*command, *runs], env=ENV, capture_output=True, text=True,
+                          timeout=scaled(240), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -331,7 +333,7 @@ def test_a_whole_run_reports_how_long_stages_stood_idle(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
          "ezpz_llm.train", "--ds-config", "pp2", "--steps", "20", "--eval-every", "10", *small, "--verbose"],
-        env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+        env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(150), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = list(read_lines(RunDir(run_dir).metrics))
     assert [line["step"] for line in lines if "val_loss" in line] == [10, 20]

@@ -11,6 +11,7 @@ import sys
 import pytest
 from places import HELPERS
 from rank_jobs import Results, possible
+from slowness import scaled
 
 SCRIPT = HELPERS / "step_skip_ranks.py"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "tp2", "tp2_zero3", "pp2", "pp2_tp2", "sp2",
@@ -24,7 +25,7 @@ def four_ranks(tmp_path_factory) -> dict[str, dict]:
     layouts = possible(list(LAYOUTS))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [shutil.which("mpiexec") or "mpiexec", "-n", "4", sys.executable, str(SCRIPT), str(folder), *layouts]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(300), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return Results({layout: json.loads((folder / f"{layout}.json").read_text()) for layout in layouts})
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm import generate
 from ezpz_llm.base.errors import UserError
@@ -33,7 +34,8 @@ def run(*words: str, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[s
     """A command of ours through launch, to its end."""
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", str(ranks), "--run-dir", str(cwd / f"at-{words[1]}"),
                sys.executable, "-m", f"ezpz_llm.{words[0]}", *words[2:]]
-    return subprocess.run(command, env=ENV, cwd=cwd, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, env=ENV, cwd=cwd, capture_output=True, text=True,
+                          timeout=scaled(150), check=False)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ def test_fine_tuning_begins_with_the_weights_under_any_layout(trained: Path, exp
 def test_mistakes_are_found_before_any_rank_starts(words: list[str], message: str, trained: Path) -> None:
     words = [str(trained / "at-run") if word == "RUN" else word for word in words]
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.train", *words, "--check", "--world-size", "2"], env=ENV,
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -244,7 +246,7 @@ def test_commands_find_mistakes_without_torch(words: list[str], message: str, tr
     code = (f"import sys; from ezpz_llm.base.errors import run_command; from {name} import main\n"
             f"code = run_command(lambda argv: main({[*rest, '--check', '--world-size', '2']!r}))\n"
             "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules); raise SystemExit(code)")
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=scaled(60),
                           check=False)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
@@ -271,7 +273,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.evaluate", "harness", str(trained / "at-run"), "--tasks",
                            "endings", "--include-path", "tasks", "--run-dir", "made", "--device", "cpu"],
                           env={**ENV, "HF_HOME": str(inside / "hf-home"), "HF_DATASETS_OFFLINE": "1"}, cwd=inside,
-                          capture_output=True, text=True, timeout=200, check=False)
+                          capture_output=True, text=True, timeout=scaled(200), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_record(RunDir(inside / "made"))["evaluation"]["harness"]["endings"]
     ours = harness_score(trained, inside)
@@ -341,7 +343,7 @@ def test_fetch_downloads_what_is_needed_and_nothing_to_unpickle(exported: Path, 
 
     def ezpz(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", *words], env=env, cwd=tmp_path, capture_output=True, text=True,
-                              timeout=90, check=False)
+                              timeout=scaled(90), check=False)
 
     try:
         before = ezpz("ezpz_llm.generate", "some/model", "--check")

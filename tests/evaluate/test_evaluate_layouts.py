@@ -19,6 +19,7 @@ import pytest
 import torch
 from evaluate_ranks import BLOCK, PROMPT, SAMPLE, held_out
 from places import HELPERS
+from slowness import scaled
 from torch.nn import functional
 
 from ezpz_llm.evaluate.validation import sample
@@ -65,7 +66,7 @@ def results_of(folder: Path, runs: list[str], ranks: int) -> dict[str, Any]:
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), str(folder),
                *runs]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(500), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {**json.loads((folder / "results.json").read_text()), "folder": folder}
 

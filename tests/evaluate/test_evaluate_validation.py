@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.samples import ValidationWindows
@@ -102,7 +103,7 @@ def test_three_ranks_with_uneven_shares_agree_with_one(tmp_path):
     ranks = [subprocess.Popen([*command, str(rank), *sys.path], stdout=subprocess.PIPE, text=True, env=env)
              for rank in range(3)]
     try:
-        found = [json.loads(rank.communicate(timeout=90)[0]) for rank in ranks]
+        found = [json.loads(rank.communicate(timeout=scaled(90))[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

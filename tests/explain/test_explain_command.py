@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import _mend
@@ -28,7 +29,8 @@ def explain(*words: str, cwd, timeout=170):
 def launched(folder):
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "run", "--", sys.executable,
                "-m", "ezpz_llm.train", *SMALL]
-    done = subprocess.run(command, env=ENV, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=ENV, cwd=folder, capture_output=True, text=True,
+                          timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
 

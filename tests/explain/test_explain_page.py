@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from made_up_runs import make_run
 from made_up_traces import MadeUp, of_all
+from slowness import scaled
 from well_formed import check_balance
 
 from ezpz_llm.explain import tables
@@ -225,7 +226,7 @@ def test_figures_for_a_paper(tmp_path, capsys, ranks, inches):
 
 def test_json_stands_alone_on_standard_output(run, tmp_path):
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run), "--json", "--html", "page.html"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+                          cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=True)
     assert json.loads(done.stdout)["ranks"] == 4
     assert done.stderr == "\npage: page.html\n"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from places import HELPERS, ROOT
+from slowness import scaled
 from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
@@ -162,16 +163,16 @@ def test_without_collectives_the_waiting_goes_that_the_traces_show(runs):
 @pytest.mark.full
 def test_the_command_prints_for_people_and_for_machines(runs):
     env = {**os.environ, "COLUMNS": "80"}
-    text = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3")], env=env, timeout=60,
-                          capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3")], env=env,
+                          timeout=scaled(60), capture_output=True, text=True, check=True).stdout
     for words in ("you could save", "try: ", "exposed all_gather (dp)", "Ranks, ms a step", "slowest"):
         assert words in text
     found = json.loads(subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs / "zero3"), "--json"],
-                                      timeout=60, capture_output=True, text=True, check=True).stdout)
+                                      timeout=scaled(60), capture_output=True, text=True, check=True).stdout)
     assert [rank["rank"] for rank in found["split"]["ranks"]] == [0, 1]
     assert found["causes"] == sorted(found["causes"], key=lambda cause: -cause["seconds"])
-    refused = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs)], timeout=60, capture_output=True,
-                             text=True, check=False)
+    refused = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(runs)],
+                             timeout=scaled(60), capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "instead" in refused.stderr
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from slowness import scaled
 
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.observe.history import make_history
@@ -92,7 +93,7 @@ def test_the_largest_is_said_first(tmp_path):
     run_dir.record.write_text(json.dumps({
         "config": {}, "environment": {"world_size": 2}, "summary": {"wall": wall, "ceiling_share": 0.069}}))
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.explain", str(run_dir.path)], capture_output=True,
-                          text=True, timeout=60, check=False)
+                          text=True, timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "164 to 382 ms for the middle 80 %. Steps reach 6.9% of the matmul peak measured here." in text

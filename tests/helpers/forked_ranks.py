@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slowness import scaled
+
 from ezpz_llm.launch.variables import HEARTBEAT_VARIABLE
 from ezpz_llm.rundir import RUN_DIR_VARIABLE
 
@@ -58,7 +60,7 @@ class Job:
 
     def wait(self, timeout_s: float = 240) -> list[int]:
         """Wait for all ranks to end. One that fails takes the others with it, as under launch."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + scaled(timeout_s)
         while None in (codes := self.codes()):
             if any(codes):
                 time.sleep(1)
@@ -83,7 +85,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(scaled(30))
 
     def ask(self, question: dict[str, Any]) -> Any:
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -118,7 +120,7 @@ class Server:
 
 def wait_for(condition: Callable[[], object], job: Job, timeout_s: float = 120) -> bool:
     """Whether the condition came true before a rank ended."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + scaled(timeout_s)
     looked = time.monotonic()
     while not condition():
         if time.monotonic() - looked > 0.1:

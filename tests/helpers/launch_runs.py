@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from places import TESTS
+from slowness import scaled
 
 CAPTURED = TESTS / "captured"
 _FOREIGN = ("PBS_", "SLURM_", "PMI", "OMPI_", "MPI_", "EZPZ_LLM_", "MASTER_", "OMP_", "CUDA_VISIBLE", "ROCR_",
@@ -88,12 +89,13 @@ def launch(cwd: Path, *words: str, timeout: float = 150, **env: str) -> subproce
 def finished(running: subprocess.Popen[str], words: Sequence[str | Path], timeout: float,
              end: Callable[[], object]) -> subprocess.CompletedProcess[str]:
     """A process at its end; one that is not there in time is ended by `end`, and the test fails."""
+    timeout = scaled(timeout)
     try:
         out, err = running.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         end()
-        out, err = running.communicate(timeout=120)
-        raise AssertionError(f"{words} did not end within {timeout} s\n{out}\n{err}") from None
+        out, err = running.communicate(timeout=scaled(120))
+        raise AssertionError(f"{words} did not end within {timeout:.0f} s\n{out}\n{err}") from None
     return subprocess.CompletedProcess(words, running.returncode, out, err)
 
 

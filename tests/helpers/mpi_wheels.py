@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 REQUIREMENTS = {
     "mpich": "mpich==5.0.2",
@@ -43,7 +44,7 @@ def _installed(requirement: str) -> Path:
     beside = Path(tempfile.mkdtemp(dir=cache))
     words = ["pip", "install", "-q", "--no-deps", "--ignore-installed", "--prefix", str(beside), requirement]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True,
-                          timeout=_INSTALL_TIMEOUT_S, check=False)
+                          timeout=scaled(_INSTALL_TIMEOUT_S), check=False)
     if done.returncode:
         shutil.rmtree(beside)
         why = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]

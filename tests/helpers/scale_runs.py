@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from launch_runs import clean_env
+from slowness import scaled
 
 TRAIN = (sys.executable, "-m", "ezpz_llm.train", "--n-layer", "1", "--n-embd", "32", "--block-size", "32",
          "--eval-tokens", "512", "--precision", "fp32", "--device", "cpu", "--log-every", "5")
@@ -23,9 +24,9 @@ def scale(folder: Path, *words: str, timeout: float = 200, **env: str) -> tuple[
     """The same to its end: exit code and output."""
     running = start(folder, *words, **env)
     try:
-        said, _ = running.communicate(timeout=timeout)
+        said, _ = running.communicate(timeout=scaled(timeout))
     finally:
         if running.poll() is None:
             running.terminate()
-            running.wait(60)
+            running.wait(scaled(60))
     return running.returncode, said

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, finished
 from places import ROOT
+from slowness import scaled
 
 _ENTER = 'cd "$1" && shift && exec "$@"'
 _PREPARE_S = 60
@@ -64,7 +65,8 @@ class User:
     def end_all(self) -> None:
         """End every process of this user, whom nobody else on this machine is."""
         # As that user, to whom the kernel gives these processes alone.
-        subprocess.run([*self.enter, "sh", "-c", "kill -9 -1"], capture_output=True, timeout=120, check=False)
+        subprocess.run([*self.enter, "sh", "-c", "kill -9 -1"], capture_output=True,
+                       timeout=scaled(120), check=False)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _closed_top(path: Path) -> Path | None:
 
 def _as_their_root(holder: subprocess.Popen[str], is_root: bool, script: str) -> None:
     words = ["nsenter", f"--target={holder.pid}", "--mount", *(() if is_root else ("--user",))]
-    subprocess.run([*words, "sh", "-c", script], check=True, capture_output=True, timeout=_PREPARE_S)
+    subprocess.run([*words, "sh", "-c", script], check=True, capture_output=True, timeout=scaled(_PREPARE_S))
 
 
 def _take_away(holder: subprocess.Popen[str], is_root: bool, user: User) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from launch_runs import STALE, record
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.dist.device import device_index
@@ -138,7 +139,7 @@ def test_a_stranger_at_the_store_of_two_nodes(cluster, tmp_path: Path, runs: int
             assert "\x1b" not in done.stdout + done.stderr
     finally:
         cluster.kill(stranger)
-        said, complained = stranger.communicate(timeout=30)
+        said, complained = stranger.communicate(timeout=scaled(30))
     tries, set_keys = map(int, said.splitlines()[-1].split())
     assert tries > 10, complained
     assert set_keys > 10, complained

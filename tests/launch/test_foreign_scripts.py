@@ -23,6 +23,7 @@ import pytest
 from launch_runs import need_mpiexec
 from places import TESTS
 from simcluster.cluster import Cluster, missing
+from slowness import scaled
 
 from ezpz_llm.base.package_data import cache_dir, data_dir
 from ezpz_llm.launch.mpi_world import lonely_mpi, mpi_settings, offered_plugins, use_of_mpi
@@ -119,8 +120,8 @@ def _is_compiled(program: Path) -> bool:
     mpicc = shutil.which("mpicc", path=f"{os.environ['PATH']}{os.pathsep}{sys.prefix}/mpich/bin")
     if mpicc is None:
         return False
-    done = subprocess.run([mpicc, "-o", str(program), str(SCRIPTS / "mpi_sum.c")], capture_output=True, timeout=60,
-                          check=False)
+    done = subprocess.run([mpicc, "-o", str(program), str(SCRIPTS / "mpi_sum.c")], capture_output=True,
+                          timeout=scaled(60), check=False)
     return done.returncode == 0
 
 

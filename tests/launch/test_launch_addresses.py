@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import addresses
@@ -132,7 +133,7 @@ def test_a_holder_that_cannot_be_seen() -> None:
         # In a child: pytest itself stays root.
         script = f"import os; os.setuid(65534); print(ezpz_llm.launch.addresses.holder({port}))"
         done = subprocess.run([sys.executable, "-c", f"import ezpz_llm.launch.addresses; {script}"],
-                              capture_output=True, text=True, timeout=120, check=True)
+                              capture_output=True, text=True, timeout=scaled(120), check=True)
     assert done.stdout == "a process of user root, which cannot be seen from here\n"
 
 

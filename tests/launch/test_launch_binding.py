@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from launch_runs import clean_env, launch
 from simcluster.cluster import Cluster
+from slowness import scaled
 
 from ezpz_llm.launch import devices as devices_module
 from ezpz_llm.launch.binding.choose import Binding, BindingInputs, bind, deal
@@ -288,7 +289,7 @@ def test_a_host_without_the_cores_is_told_of() -> None:
     program = ("import os; from ezpz_llm.launch.shim.rank import keep_to_cores;"
                " from ezpz_llm.launch.ranks import find_rank; keep_to_cores(find_rank({}), os.environ);"
                " print(sorted(os.sched_getaffinity(0)))")
-    done = subprocess.run([sys.executable, "-c", program], env=clean_env(EZPZ_LLM_BIND="9000-9007"), timeout=60,
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], env=clean_env(EZPZ_LLM_BIND="9000-9007"),
+                          timeout=scaled(60), capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == sorted(os.sched_getaffinity(0))
     assert f"rank 0 on {os.uname().nodename} is not bound to cores 9000-9007: Invalid argument" in done.stderr

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, left_over, need_mpiexec, record, start
 from simcluster.cluster import Cluster
+from slowness import scaled
 from strangers import Strangers
 
 from ezpz_llm.launch.node.folder import agents, remove
@@ -141,7 +142,7 @@ def test_a_run_of_which_some_are_killed(tmp_path: Path, program: str, tag: str, 
         if "launch" in killed:
             run.kill()
         _kill(tmp_path, *(kind for kind in killed if kind != "launch"))
-        run.communicate(timeout=40)
+        run.communicate(timeout=scaled(40))
         assert run.returncode not in (0, None)
         _wait_for(lambda: not _tagged(tag), "the end of all children", 20)
         _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of all processes", 20)
@@ -168,7 +169,7 @@ def test_on_two_nodes(host_cluster: Cluster, tmp_path: Path, program: str, tag: 
                 found = host_cluster.processes(run.token).values()
                 for pid in _shims(process for on_node in found for process in on_node):
                     os.kill(pid, signal.SIGKILL)
-        _, err = run.communicate(timeout=60)
+        _, err = run.communicate(timeout=scaled(60))
         assert (run.returncode == 0) == (killed == "nobody"), err
         assert "has not reported" not in err
         _wait_for(lambda: not _tagged(tag), "the end of all children", 20)
@@ -324,7 +325,7 @@ raise SystemExit(3)
 
     def as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*drop, sys.executable, *words], cwd=folder, env=clean_env(HOME=str(folder)),
-                              capture_output=True, text=True, timeout=60, check=False)
+                              capture_output=True, text=True, timeout=scaled(60), check=False)
 
     try:
         tried = as_nobody("-c", "import os, ezpz_llm.launch.__main__; os.setresuid(0, 0, 0)")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env
+from slowness import scaled
 
 _MINE = '''
 """A dialect of another package."""
@@ -62,7 +63,7 @@ def _put_mpiexec(folder: Path, version: str) -> None:
 
 def _launch(cwd: Path, env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "--launcher", "mpiexec", "-n", "2", *words],
-                          cwd=cwd, env=env, text=True, capture_output=True, timeout=60, check=False)
+                          cwd=cwd, env=env, text=True, capture_output=True, timeout=scaled(60), check=False)
 
 
 def test_its_mpiexec_starts_ranks(tmp_path: Path, env: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from launch_runs import captured_env, clean_env, launch
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.dist.degrees import Degrees
 from ezpz_llm.launch.hostlist import expand_hosts, fold_hosts
@@ -31,7 +32,7 @@ def explained(tmp_path: Path, *words: str, job: str = "slurm/env_sbatch_script.t
     env = clean_env() | captured_env(job) | changes
     env["PATH"] = f"{srun.parent}:{clean_env()['PATH']}"
     return subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "--dry-run", "--explain", *words],
-                          cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60,
+                          cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(60),
                           stdin=subprocess.DEVNULL, check=False)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import CAPTURED, clean_env, launch, record
+from slowness import scaled
 
 from ezpz_llm.launch.failures import log_kinds as said
 from ezpz_llm.launch.failures.classify import classify
@@ -479,7 +480,7 @@ PMI_RANK=0 PMI_SIZE=1 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 exec "$python" "$@"
     mpiexec.chmod(0o755)
     env = clean_env() | {"PATH": f"{mpiexec.parent}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", "hostname"],
-                          cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+                          cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 3, done.stderr
     assert "launch: another world than launch promised: error: launch started 2 ranks" in done.stderr
     assert "try: the mpiexec (or srun --mpi plug-in) that belongs to this MPI" in done.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from golden import check_golden
 from launch_runs import captured_env
+from slowness import scaled
 
 from ezpz_llm.launch.option_parsing import parse
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
@@ -53,7 +54,8 @@ def test_lines_are_as_wide_as_the_terminal_and_whole_in_a_log(tmp_path: Path) ->
     command = [sys.executable, "-m", "ezpz_llm.launch", "--run-dir", "run", "-n", "1", "--hosts", "localhost",
                "true"]
     env = {**os.environ, "LOADL_STEP_ID": "c1.7.0", "COLUMNS": "", "LINES": ""}
-    logged = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+    logged = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True,
+                            timeout=scaled(60), check=True)
     note, = (line for line in logged.stderr.splitlines() if "LOADL_STEP_ID" in line)
     assert len(note) > 40
     console, terminal = pty.openpty()
@@ -66,7 +68,7 @@ def test_lines_are_as_wide_as_the_terminal_and_whole_in_a_log(tmp_path: Path) ->
         while data := os.read(console, 4096):
             shown += data
     os.close(console)
-    assert run.wait(60) == 0
+    assert run.wait(scaled(60)) == 0
     lines = shown.decode().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("note"))
     wrapped = [lines[begin], *(line for line in lines[begin + 1:] if line.startswith(" " * 11))]

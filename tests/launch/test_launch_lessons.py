@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from launch_runs import captured_env, clean_env, launch, left_over, record, start
 from places import ROOT, TESTS
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.devices import Devices
@@ -198,7 +199,7 @@ def test_only_the_runs_own_processes_are_ended(tmp_path: Path) -> None:
         assert f"pid {listener.pid} (" in refused.stderr
         assert (alike.poll(), listener.poll(), other.poll()) == (None, None, None)
         (tmp_path / "end").touch()
-        assert other.communicate(timeout=40)[1].count("launch:") == 0
+        assert other.communicate(timeout=scaled(40))[1].count("launch:") == 0
         assert other.returncode == 0
     finally:
         for process in (alike, listener, other):
@@ -228,10 +229,10 @@ def test_any_place_and_any_locale(tmp_path: Path) -> None:
     env |= {"TMPDIR": str(long), "LC_ALL": "C", "PYTHONUTF8": "0"}
     name = os.fsencode(tmp_path) + b"/r\xff \xc3\xbc"
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", name, "sh", "-c",
-                           "echo \xfc; exit 3"], cwd=tmp_path, env=env, capture_output=True, timeout=60,
+                           "echo \xfc; exit 3"], cwd=tmp_path, env=env, capture_output=True, timeout=scaled(60),
                           check=False)
     assert done.returncode == 3, done.stderr
     assert b"Traceback" not in done.stderr
-    again = subprocess.run([sys.executable, "-m", "ezpz_llm.why", name], env=env, capture_output=True, timeout=60,
-                           check=False)
+    again = subprocess.run([sys.executable, "-m", "ezpz_llm.why", name], env=env, capture_output=True,
+                           timeout=scaled(60), check=False)
     assert (again.returncode, b"exit code 3" in again.stdout) == (0, True), again.stderr

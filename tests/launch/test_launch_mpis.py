@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launch_runs import STALE, clean_env, launch, left_over, record, start
 from mpi_wheels import REQUIREMENTS, mpi_environment
+from slowness import scaled
 
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.dialects import choose
@@ -92,7 +93,7 @@ def test_codes_are_the_ranks_own(tmp_path: Path, name: str) -> None:
     for how in ends:
         command = ("no-such-program",) if how == "missing" else (sys.executable, "end.py", how)
         runs[how] = start(tmp_path, "--launcher", "mpiexec", "-n", "2", "--run-dir", how, *command, **env)
-    said = {how: run.communicate(timeout=60)[1] for how, run in runs.items()}
+    said = {how: run.communicate(timeout=scaled(60))[1] for how, run in runs.items()}
     assert {how: run.returncode for how, run in runs.items()} == ends, said
     for how, text in said.items():
         assert ("cannot run 'no-such-program'" if how == "missing" else "rank 1 on ") in text
@@ -131,6 +132,6 @@ def test_ranks_run_on_their_own_cores(tmp_path: Path, name: str) -> None:
     for path, content in built.files.items():
         path.write_text(content)
     env |= {variable: value for variable, (value, _) in built.env.items()}
-    subprocess.run(built.argv, env=env, timeout=60, check=True)
+    subprocess.run(built.argv, env=env, timeout=scaled(60), check=True)
     assert {path.name: path.read_text() for path in tmp_path.glob("cores*")} == {
         "cores0": f"[{cores[1]}]", "cores1": f"[{cores[0]}]"}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 import ezpz_llm
 from ezpz_llm import __version__
@@ -103,8 +104,8 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
               " print(sorted({'torch', 'numpy', 'deepspeed', 'mpi4py'} & set(sys.modules))); sys.exit(code)"
 
     def ezpz_llm(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60,
-                              cwd=tmp_path, check=False)
+        return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True,
+                              timeout=scaled(60), cwd=tmp_path, check=False)
 
     listed = ezpz_llm("--help")
     assert listed.returncode == 0
@@ -123,7 +124,7 @@ def test_version_is_told_without_torch(tmp_path: Path) -> None:
                     "import sys; from ezpz_llm.cli import main; sys.argv[1:] = ['--version']; main()"):
         code = f"{program}; import sys; assert not {{'torch', 'numpy', 'mpi4py'}} & sys.modules.keys()"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                              timeout=60, check=False)
+                              timeout=scaled(60), check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == (f"ezpz_llm {__version__} from {Path(ezpz_llm.__file__).parent} "
                                f"(Python {sys.version.split()[0]})\n")
@@ -139,6 +140,6 @@ def test_a_number_beyond_all_machines_is_refused(words):
 @pytest.mark.parametrize("words", ["-h --", "--version --", "--", ""])
 def test_words_without_a_command(words):
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", *words.split()], capture_output=True, text=True,
-                          timeout=60, check=False)
+                          timeout=scaled(60), check=False)
     assert done.returncode in (0, 2)
     assert "Traceback" not in done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, launch, left_over, record, start
 from simcluster.cluster import Cluster
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch import owner
@@ -51,11 +52,11 @@ def test_of_two_at_once_one_runs(tmp_path: Path) -> None:
     while all(one.poll() is None for one in both):
         time.sleep(0.02)
     other, refused = sorted(both, key=lambda one: one.poll() is not None)
-    _, said = refused.communicate(timeout=60)
+    _, said = refused.communicate(timeout=scaled(60))
     assert refused.returncode == 2, said
     assert f"the run directory is in use: launch, pid {other.pid} on " in said
     (tmp_path / "end").touch()
-    _, said = other.communicate(timeout=60)
+    _, said = other.communicate(timeout=scaled(60))
     assert other.returncode == 0, said
     assert record(tmp_path / "r")["exit"]["code"] == 0
 
@@ -76,7 +77,7 @@ def test_a_second_launch_does_not_end_the_first(tmp_path: Path) -> None:
     (tmp_path / "r/errors/rank0000.json").write_text("{")
     time.sleep(0.5)
     (tmp_path / "end").touch()
-    _, said = first.communicate(timeout=60)
+    _, said = first.communicate(timeout=scaled(60))
     assert first.returncode == 0, said
     assert not (tmp_path / "second").exists()
     again = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
@@ -87,7 +88,7 @@ def test_a_killed_launch_is_succeeded(tmp_path: Path) -> None:
     first = start(tmp_path, "-n", "2", "--run-dir", "r", *_until("never"))
     _wait_for(tmp_path / "never.runs")
     first.kill()
-    first.communicate(timeout=120)
+    first.communicate(timeout=scaled(120))
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     assert second.returncode == 0, second.stderr
     assert f"taken over from launch, pid {first.pid} on " in second.stderr
@@ -100,7 +101,7 @@ def test_a_launch_that_is_ended_lets_go(tmp_path: Path, number: signal.Signals) 
     first = start(tmp_path, "-n", "1", "--run-dir", "r", *_until("never"))
     _wait_for(tmp_path / "never.runs")
     first.send_signal(number)
-    first.communicate(timeout=60)
+    first.communicate(timeout=scaled(60))
     second = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     assert (second.returncode, "taken over" in second.stderr) == (0, False), second.stderr
 
@@ -131,10 +132,10 @@ except UserError as error:
     launched = launch(tmp_path, "-n", "1", "--run-dir", "r", "true")
     name = f"in use: rank 0, pid {first.pid} on "
     for rank in others:
-        said, _ = rank.communicate(timeout=120)
+        said, _ = rank.communicate(timeout=scaled(120))
         assert (rank.returncode, name in said) == (2, True), said
     (tmp_path / "end").touch()
-    assert first.wait(timeout=60) == 0
+    assert first.wait(timeout=scaled(60)) == 0
     assert (launched.returncode, name in launched.stderr) == (2, True), launched.stderr
     assert launch(tmp_path, "-n", "1", "--run-dir", "r", "true").returncode == 0
 
@@ -221,7 +222,7 @@ with owner.own(RunDir(Path("r")), "x", {}):
     running = subprocess.Popen([sys.executable, "own.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     _wait_for(tmp_path / "up")
     _owned_by(tmp_path / "r", _ELSEWHERE, 2)
-    _, said = running.communicate(timeout=120)
+    _, said = running.communicate(timeout=scaled(120))
     assert running.returncode == -signal.SIGKILL
     assert "was taken over by launch, pid 1 on n9" in said
 
@@ -249,7 +250,7 @@ launch -n 1 --run-dir r hostname
     assert refused.returncode == 2, refused.stderr
     assert f"on n1, job {job}, since" in refused.stderr
     (tmp_path / "killed").touch()
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + scaled(90)
     for words in (("update", f"JobId={job}", "NodeList="), ("update", f"JobId={job}", "ExcNodeList=n1"),
                   ("release", job)):
         while cluster.run("scontrol", *words).returncode:

@@ -16,6 +16,7 @@ import pytest
 from launch_runs import SAVES, record
 from places import HELPERS
 from simcluster.cluster import Cluster
+from slowness import scaled
 
 MEET = f"python3 {HELPERS / 'connecting_ranks.py'}"
 
@@ -128,7 +129,7 @@ def test_two_nodes_with_two_ranks_each(pbs: _Pbs) -> None:
 def test_a_deleted_job(pbs: _Pbs) -> None:
     """qdel signals all processes of the job's session, tee too."""
     run = pbs.runs / "deleted"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + scaled(120)
     while not all((run / f"up{rank}").exists() for rank in (0, 1)):
         assert time.monotonic() < deadline, pbs.output("deleted")
         time.sleep(0.2)

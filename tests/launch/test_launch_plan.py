@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import captured_env, clean_env, launch
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.binding.choose import Binding
@@ -213,5 +214,5 @@ def test_dry_run_imports_nothing_heavy(tmp_path: Path) -> None:
     program = "import sys; from ezpz_llm.launch.__main__ import main; main(['--dry-run', '-n', '2', 'hostname']);" \
               " print('HEAVY', {'torch', 'numpy', 'mpi4py', 'deepspeed', 'psutil', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=clean_env(), capture_output=True,
-                          text=True, timeout=60, check=True)
+                          text=True, timeout=scaled(60), check=True)
     assert "HEAVY set()" in done.stdout

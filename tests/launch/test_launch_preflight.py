@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch, left_over, record
+from slowness import scaled
 
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 PROGRAM = "import os; open(os.path.join(os.environ['EZPZ_LLM_RUN_DIR'], 'started'), 'w'); print('it runs')"
@@ -34,7 +35,7 @@ def test_an_unfit_one_does_not(tmp_path: Path) -> None:
     assert "failed: exit code" not in done.stderr
     assert not (tmp_path / "r/started").exists()
     assert record(tmp_path / "r")["exit"]["code"] == 3
-    told = subprocess.run([sys.executable, "-m", "ezpz_llm.why", "r"], cwd=tmp_path, env=clean_env(), timeout=120,
-                          capture_output=True, text=True, check=True)
+    told = subprocess.run([sys.executable, "-m", "ezpz_llm.why", "r"], cwd=tmp_path, env=clean_env(),
+                          timeout=scaled(120), capture_output=True, text=True, check=True)
     assert "nothing was started: the preflight found the reservation unfit" in told.stdout
     assert left_over(tmp_path / "r") == left_over(tmp_path / "r/preflight") == {}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch, left_over, record, start
+from slowness import scaled
 
 _RANK = """
 import os, subprocess, sys, time
@@ -68,7 +69,7 @@ time.sleep(100)
     began = time.monotonic()
     done = launch(tmp_path, "--launcher", launcher, "-n", "3", "--run-dir", "r", sys.executable, program)
     assert done.returncode == 7, done.stderr
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < scaled(20)
     assert "rank 1 on " in done.stderr
     assert "exit code 7" in done.stderr
     assert "| bad news ✓" in done.stderr
@@ -174,7 +175,7 @@ while True:
 """, "beats.py")
     beats = start(tmp_path, "-n", "2", "--idle-timeout", "3", "--run-dir", "beats", sys.executable, "beats.py")
     began = time.monotonic()
-    said = {name: (run.communicate(timeout=60)[1], run.returncode) for name, run in
+    said = {name: (run.communicate(timeout=scaled(60))[1], run.returncode) for name, run in
             (("quiet", quiet), ("busy", busy), ("beats", beats))}
     assert {name: code for name, (_, code) in said.items()} == {"quiet": 124, "busy": 124, "beats": 124}, said
     assert "no sign of life for 2 s" in said["quiet"][0]
@@ -197,7 +198,7 @@ def test_launch_told_to_end_or_killed(tmp_path: Path, launcher: str) -> None:
         assert len([words for words in left_over(tmp_path / name).values() if words.startswith("sleep")]) == 4
         run.send_signal(signal.Signals[name])
     for name, run in runs.items():
-        _, err = run.communicate(timeout=40)
+        _, err = run.communicate(timeout=scaled(40))
         assert run.returncode == cases[name], err
         _wait_for(lambda name=name: left_over(tmp_path / name) == {}, f"the end of all processes after {name}", 10)
     assert record(tmp_path / "SIGTERM")["exit"]["cause"].startswith("launch was sent SIGTERM (")
@@ -214,7 +215,7 @@ def test_a_killed_shim_leaves_nothing(tmp_path: Path) -> None:
     os.kill(shims[0], signal.SIGKILL)
     with suppress(ProcessLookupError):  # the launcher may have ended it by now, since the first is gone
         os.kill(shims[1], signal.SIGKILL)
-    _, err = run.communicate(timeout=120)
+    _, err = run.communicate(timeout=scaled(120))
     assert run.returncode != 0, err
     _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of all processes", 10)
 
@@ -247,6 +248,6 @@ def test_inside_ranks_launch_only_executes(tmp_path: Path) -> None:
     assert _log(run_dir, 1).splitlines() == done.stdout.splitlines()
     torchrun = subprocess.run(["torchrun", "--nproc-per-node", "2", "--no-python", "--", sys.executable, "-m",
                                "ezpz_llm.launch", "sh", "-c", "exit 0"], cwd=tmp_path, env=clean_env(),
-                              capture_output=True, text=True, timeout=60, check=False)
+                              capture_output=True, text=True, timeout=scaled(60), check=False)
     assert torchrun.returncode == 0, torchrun.stderr
     assert torchrun.stderr.count("launch: already rank 0 of 2 (torchrun") == 1

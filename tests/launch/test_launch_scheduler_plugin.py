@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env
+from slowness import scaled
 
 from ezpz_llm.base.package_data import data_dir
 from ezpz_llm.launch import schedulers as room
@@ -107,7 +108,7 @@ def _env(tmp_path: Path) -> dict[str, str]:
 
 def _run(cwd: Path, env: dict[str, str], module: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", f"ezpz_llm.{module}", *words], cwd=cwd, env=env, text=True,
-                          capture_output=True, timeout=60, check=False)
+                          capture_output=True, timeout=scaled(60), check=False)
 
 
 def test_launch_in_its_job(tmp_path: Path, env: dict[str, str]) -> None:

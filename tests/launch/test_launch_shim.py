@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch, left_over, record
+from slowness import scaled
 
 from ezpz_llm.base.private import make_private, new_secret, remove_private
 from ezpz_llm.launch.node.folder import own_folders
@@ -47,7 +48,7 @@ def _shim(folder: Path, rank: int, size: int, *words: str, **env: str) -> subpro
                  "EZPZ_LLM_WORLD_SIZE": str(size), "PMI_RANK": str(rank), "PMI_SIZE": str(size),
                  "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", **env}
     return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.shim", "--", *words], env=clean_env(**variables),
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
 def test_each_line_is_whole_and_says_whose_it_is(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ sys.stdout.flush()
 """)
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", "-n", "3", "--tee", "all", "--run-dir", "r",
                            sys.executable, program], cwd=tmp_path, env=clean_env(), capture_output=True,
-                          timeout=60, check=False)
+                          timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     out = done.stdout.splitlines() + [line for line in done.stderr.splitlines() if line.startswith(b"[")]
     assert all(re.match(rb"\[[012]\] ", line) for line in done.stdout.splitlines())
@@ -105,7 +106,7 @@ def test_erased_lines_cost_no_time(log: int) -> None:
     for line in (b"\x1b[2K" * 16384, LIVE_LINE.encode() * 5461, b"\x1b[2K" * 16383 + b"\r"):
         began = time.process_time()
         assert _logged(log, [line]) == line
-        assert time.process_time() - began < 0.1
+        assert time.process_time() - began < scaled(0.1)
 
 
 def test_the_log_has_all_that_a_program_wrote_but_for_our_own_live_lines(log: int) -> None:
@@ -268,11 +269,11 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", str(folder)],
-                          capture_output=True, text=True, timeout=120, check=False)
+                          capture_output=True, text=True, timeout=scaled(120), check=False)
     if made.returncode:
         pytest.skip(f"cannot mount a small file system here: {made.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", "-l", str(folder)], timeout=120, check=True)
+    subprocess.run(["umount", "-l", str(folder)], timeout=scaled(120), check=True)
 
 
 def test_a_full_disk_changes_no_exit_code(full_disk: Path) -> None:
@@ -307,7 +308,7 @@ def small_cgroup() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"cannot make a memory cgroup (v1) here: {error}")
     yield group
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + scaled(10)
     while time.monotonic() < deadline:
         try:
             group.rmdir()
@@ -321,7 +322,8 @@ def test_the_out_of_memory_killer_is_named(tmp_path: Path, small_cgroup: Path) -
     # A shell that enters the cgroup and becomes launch.
     inside = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(small_cgroup / "cgroup.procs"), sys.executable)
     done = subprocess.run([*inside, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", "r", sys.executable, program],
-                          cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=90, check=False)
+                          cwd=tmp_path, env=clean_env(), capture_output=True, text=True,
+                          timeout=scaled(90), check=False)
     assert done.returncode == 137, done.stderr
     assert "rank 1 on" in done.stderr
     assert "out-of-memory killer" in done.stderr
@@ -336,7 +338,7 @@ before = count_kills()
 print(evidence(before, (), time.monotonic(), is_killed=False))
 subprocess.run([sys.executable, "-c", "x = b'x' * (600 << 20)"])
 print(evidence(before, (), time.monotonic(), is_killed=False))
-"""], capture_output=True, text=True, timeout=60, check=True)
+"""], capture_output=True, text=True, timeout=scaled(60), check=True)
     none, told = asked.stdout.splitlines()
     assert none == "None"
     assert re.fullmatch(r"the out-of-memory killer struck: oom_kill in "
@@ -361,7 +363,7 @@ def test_the_kernels_words(tmp_path: Path) -> None:
 def test_it_starts_quickly() -> None:
     """One is started a rank, on thousands of nodes at once: what it imports is read from a shared file system."""
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", "import ezpz_llm.launch.shim.__main__"],
-                          capture_output=True, text=True, timeout=60, check=True)
+                          capture_output=True, text=True, timeout=scaled(60), check=True)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()[1:]}
     assert not modules & {"torch", "numpy", "asyncio", "logging", "argparse", "ssl", "multiprocessing", "tempfile"}
     assert not {name for name in modules if name.startswith(("ezpz_llm.launch.failures", "ezpz_llm.launch.plan"))}
@@ -384,12 +386,12 @@ time.sleep(60)
                     MPI_LOCALNRANKS="2")
     shim = subprocess.Popen([sys.executable, "-m", "ezpz_llm.launch.shim", "--", sys.executable,
                              str(tmp_path / program), "waits"], env=env)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     while not (tmp_path / "up").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     shim.send_signal(signal.SIGTERM)
-    assert shim.wait(30) == 143
+    assert shim.wait(scaled(30)) == 143
     assert _record(tmp_path, 1)["ended_by"] == "SIGTERM"
     for folder, run_id, _ in own_folders():
         if run_id.startswith(f"test-{os.getpid()}-"):
@@ -407,7 +409,7 @@ os.kill(os.getppid(), signal.SIGKILL)
 time.sleep(60)
 """)
     assert _shim(tmp_path, 0, 1, sys.executable, str(tmp_path / program)).returncode == -signal.SIGKILL
-    log, deadline = tmp_path / "logs/rank0000.log", time.monotonic() + 30
+    log, deadline = tmp_path / "logs/rank0000.log", time.monotonic() + scaled(30)
     while b"standard error" not in log.read_bytes():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)

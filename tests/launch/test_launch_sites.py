@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.base.package_data import data_dir
@@ -343,7 +344,7 @@ def _dry_run_cpu_s(cwd: Path, env: dict[str, str]) -> tuple[float, str]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = ("--dry-run", "--no-check", "python3", "-m", "ezpz_llm.train")
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", *words], cwd=cwd, env=env,
-                          capture_output=True, text=True, timeout=60, check=True)
+                          capture_output=True, text=True, timeout=scaled(60), check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 

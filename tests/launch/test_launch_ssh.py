@@ -13,6 +13,7 @@ import pytest
 from mpi_wheels import REQUIREMENTS, mpi_environment
 from places import HELPERS
 from simcluster.cluster import Cluster
+from slowness import scaled
 
 PALS = HELPERS / "pals_standin"
 PROGRAM = (sys.executable, str(HELPERS / "reporting_ranks.py"))
@@ -130,6 +131,6 @@ def test_torchruns_started_by_pals(host_cluster: Cluster, tmp_path: Path, pals: 
                                    "--map-by core", "-x A", "--env A", "--hostfil x", "-hosts n1"])
 def test_the_stand_in_refuses_what_is_not_documented(words: str) -> None:
     done = subprocess.run([PALS / "mpiexec", *words.split(), "hostname"], capture_output=True, text=True,
-                          timeout=120, check=False)
+                          timeout=scaled(120), check=False)
     assert (done.returncode, done.stdout) == (255, "")
     assert done.stderr.startswith("mpiexec: ")

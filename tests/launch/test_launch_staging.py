@@ -18,6 +18,7 @@ import pytest
 from launch_runs import clean_env
 from places import ROOT
 from simcluster.cluster import Cluster, missing
+from slowness import scaled
 
 from ezpz_llm.base.private import new_secret
 from ezpz_llm.launch.staging.receive import _as_sent, copy_of, mover, remove_stale
@@ -113,7 +114,7 @@ def test_ranks_run_from_the_copy(environment: Path, tmp_path: Path) -> None:
         if run == "third":
             (environment / "project/demo/new.py").write_text("")
         done = subprocess.run([*command, tmp_path / run, *words], cwd=tmp_path, capture_output=True, text=True,
-                              env=clean_env(**variables(environment)), timeout=120, check=False)
+                              env=clean_env(**variables(environment)), timeout=scaled(120), check=False)
         assert done.returncode == 0, done.stderr
         assert made in done.stderr
         copies = {check_place(place, environment) for place in places(tmp_path / run)}
@@ -138,7 +139,7 @@ def test_ranks_run_from_a_mounted_image(environment: Path, tmp_path: Path) -> No
         done = subprocess.run(
             [environment / "env/bin/python3", "-m", "ezpz_llm.launch", "-n", "2", "--launcher", "mpiexec",
              "--stage-env", "--site", tmp_path / "mine.toml", "--run-dir", tmp_path / run, *words],
-            cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120, check=False)
+            cwd=tmp_path, capture_output=True, text=True, env=env, timeout=scaled(120), check=False)
         assert done.returncode == 0, done.stderr
         copies = {check_place(place, environment) for place in places(tmp_path / run)}
         assert (len(places(tmp_path / run)), len(copies)) == (2, 1)
@@ -162,8 +163,8 @@ def test_no_image_without_its_programs(environment: Path, tmp_path: Path) -> Non
         done = subprocess.run(
             [environment / "env/bin/python3", "-m", "ezpz_llm.launch", "-n", "1", "--stage-env", "--site",
              tmp_path / "mine.toml", "--run-dir", tmp_path / missing_one, "python3", "-c", "print('ran')"],
-            cwd=tmp_path, capture_output=True, text=True, env=clean_env(**bare | {"PATH": path}), timeout=120,
-            check=False)
+            cwd=tmp_path, capture_output=True, text=True, env=clean_env(**bare | {"PATH": path}),
+            timeout=scaled(120), check=False)
         assert done.returncode != 0
         assert missing_one in done.stderr
         assert "leave out stage = \"squashfs\" of the site's file" in done.stderr
@@ -263,8 +264,8 @@ def test_nobody_can_make_a_copy_s_folder_first(tmp_path: Path) -> None:
 
     def make(needed: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "ezpz_llm.launch.staging.receive", "make", begin, str(needed)],
-                              env=clean_env(EZPZ_LLM_SECRET=secret), capture_output=True, text=True, timeout=60,
-                              check=False)
+                              env=clean_env(EZPZ_LLM_SECRET=secret), capture_output=True, text=True,
+                              timeout=scaled(60), check=False)
 
     assert "has no room for a copy" in make(1 << 60).stderr
     assert list(tmp_path.iterdir()) == []

@@ -13,17 +13,18 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, left_over, record
 from places import ROOT
+from slowness import scaled
 
 
 def _inside(setting: str, cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`launch WORDS` where the shell command `setting` has changed what this process and its children see."""
-    tried = subprocess.run(["unshare", "-m", "sh", "-c", setting], capture_output=True, text=True, timeout=120,
-                           check=False)
+    tried = subprocess.run(["unshare", "-m", "sh", "-c", setting], capture_output=True, text=True,
+                           timeout=scaled(120), check=False)
     if tried.returncode:
         pytest.skip(f"not to be had here: {tried.stderr.strip()[-200:]}")
     command = f'{setting} && exec "$0" -m ezpz_llm.launch "$@"'
     return subprocess.run(["unshare", "-m", "sh", "-c", command, sys.executable, *words], cwd=cwd,
-                          env=clean_env(**env), capture_output=True, text=True, timeout=200, check=False)
+                          env=clean_env(**env), capture_output=True, text=True, timeout=scaled(200), check=False)
 
 
 @pytest.mark.parametrize("how", ["ro", "size=4k,nr_inodes=1"], ids=["read-only", "without-room"])
@@ -135,7 +136,7 @@ def test_a_clock_that_is_set_during_a_run(tmp_path: Path) -> None:
     env = clean_env(EZPZ_LLM_RUN_DIR=str(tmp_path), EZPZ_LLM_RUN_ID=f"test-clock-{os.getpid()}",
                     EZPZ_LLM_WORLD_SIZE="1", PMI_RANK="0", PMI_SIZE="1", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="1")
     done = subprocess.run([sys.executable, "-c", jumping, "--", "sh", "-c", "sleep 0.3; exit 5"], env=env,
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 5, done.stderr
     assert 0 < json.loads((tmp_path / "errors/rank0000.json").read_text())["duration_s"] < 60
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import launch, left_over, start
+from slowness import scaled
 
 from ezpz_llm.launch.failures.facts import RunFacts, Stop
 from ezpz_llm.launch.failures.postmortem import bare_postmortem, postmortem_of
@@ -72,7 +73,7 @@ def test_the_cause_keeps_its_code(tmp_path: Path, several: list[str]) -> None:
         (tmp_path / f"{number}.py").write_text(_PROGRAM.format(damage=_DAMAGES[what]))
         (tmp_path / f"r{number}").mkdir()
         runs[number] = start(tmp_path, "-n", "2", "--run-dir", f"r{number}", sys.executable, f"{number}.py")
-    said = {number: run.communicate(timeout=90)[1] for number, run in runs.items()}
+    said = {number: run.communicate(timeout=scaled(90))[1] for number, run in runs.items()}
     for number, what in enumerate(several):
         assert "Traceback" not in said[number], f"{what}\n{said[number]}"
         assert runs[number].returncode == 3, f"{what}\n{said[number]}"
@@ -114,7 +115,7 @@ def test_a_log_of_one_long_line_holds_launch_s_end_up_no_longer(tmp_path: Path, 
         path.write_text(unit * (1 << 16) + "\n" + unit * (1 << 15) + "\n")
     began = time.process_time()
     ended = postmortem_of(run_dir, RunFacts(2, ("n1", "n2"), "mpiexec", 7, 2.0))
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < scaled(5)
     assert ended.code == 7
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.launch.failures.tracebacks import last_exception
 
@@ -45,7 +46,7 @@ def test_exceptions_of_real_programs(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "p.py").write_text(program)
-        done = subprocess.run([sys.executable, "p.py"], cwd=folder, stdout=subprocess.PIPE, timeout=120,
+        done = subprocess.run([sys.executable, "p.py"], cwd=folder, stdout=subprocess.PIPE, timeout=scaled(120),
                               stderr=subprocess.STDOUT, check=False)
         found = last_exception(done.stdout.decode(errors="replace"))
         assert found is not None, program

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch, left_over, record, start
+from slowness import scaled
 
 from ezpz_llm.base.private import make_private, new_secret, remove_private
 from ezpz_llm.launch.liveness import HeartbeatMonitor, RankLife, judge
@@ -100,7 +101,8 @@ if os.environ["EZPZ_LLM_RANK"] == "0":
     raise SystemExit(3)
 """)
     done = subprocess.run([sys.executable, "soon.py", "-n", "2", "--run-dir", "r", sys.executable, "stops.py"],
-                          cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=100, check=False)
+                          cwd=tmp_path, env=clean_env(), capture_output=True, text=True,
+                          timeout=scaled(100), check=False)
     assert done.returncode == 3
     assert len(re.findall(r"rank 1 on \S+: .*; stopped by a signal \(state T; kill -CONT continues it\)",
                           done.stderr)) == 1, done.stderr
@@ -288,12 +290,12 @@ def test_a_signal_that_is_the_ranks_to_understand_reaches_all(tmp_path: Path) ->
     """As Slurm's --signal=B:USR1@60 sends it to launch, in a batch script."""
     (tmp_path / "asked.py").write_text(_ASKED)
     running = start(tmp_path, "-n", "2", "--tee", "all", "--run-dir", "r", sys.executable, "asked.py")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     while len(list((tmp_path / "r").glob("up*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     running.send_signal(signal.SIGUSR1)
-    out, err = running.communicate(timeout=120)
+    out, err = running.communicate(timeout=scaled(120))
     assert running.returncode == 0, err
     assert sorted(re.findall(r"asked \d", out)) == ["asked 0", "asked 1"]
 

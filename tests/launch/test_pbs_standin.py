@@ -11,6 +11,7 @@ import pytest
 from launch_runs import CAPTURED
 from pbs_standin.formats import as_json, as_text, table
 from pbs_standin.state import Home, place
+from slowness import scaled
 
 
 @pytest.mark.parametrize("name", ["sel2_nc2_mpi2", "sel2_plain", "sel2_scatter", "sel3_ompthreads", "mixed",
@@ -54,7 +55,7 @@ def test_its_commands_refuse(tmp_path: Path) -> None:
 
     def run(*words: str) -> tuple[int, str]:
         done = subprocess.run([str(bin_folder / words[0]), *words[1:]], input="hostname\n", capture_output=True,
-                              text=True, timeout=120, check=False)
+                              text=True, timeout=scaled(120), check=False)
         return done.returncode, done.stderr.strip()
 
     assert run("qstat", "-f", "9.login") == (153, "qstat: Unknown Job Id 9.login")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from places import HELPERS
 from simcluster.cluster import Cluster, missing
+from slowness import scaled
 
 _OWNER = """
 import sys, time
@@ -36,7 +37,7 @@ def _processes_in(namespace: str) -> list[str]:
 
 
 def _wait_until_empty(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + scaled(30)
     while what():
         assert time.monotonic() < deadline, what()
         time.sleep(0.05)
@@ -51,7 +52,7 @@ def test_a_killed_test_run_leaves_nothing(tmp_path: Path) -> None:
     namespace = owner.stdout.readline().strip()
     assert any("sshd" in words for words in _processes_in(namespace))
     owner.kill()
-    owner.communicate(timeout=120)
+    owner.communicate(timeout=scaled(120))
     _wait_until_empty(lambda: _processes_in(namespace))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 from strangers import Strangers, User
 
 from ezpz_llm.base.private import derived, new_secret
@@ -47,7 +48,7 @@ def test_the_two_are_two_and_have_no_power(strangers: Strangers) -> None:
     sleeper = victim.start("sleep", "60")
     assert attacker.run("sh", "-c", f"kill {sleeper.pid}").returncode
     victim.end_all()
-    assert sleeper.wait(timeout=10)
+    assert sleeper.wait(timeout=scaled(10))
     assert attacker.run("touch", strangers.shared / "theirs").returncode == 0
     assert victim.run("rm", "-f", strangers.shared / "theirs").returncode
     assert victim.run("python3", "-c", "import sys; print(sys.prefix)", HOME=os.devnull).returncode == 0
@@ -67,7 +68,7 @@ def test_nobody_stays_when_the_tests_are_killed(strangers: Strangers) -> None:
     folder, pid = holder.stdout.readline().split()
     holder.kill()
     holder.communicate()
-    until = time.monotonic() + 10
+    until = time.monotonic() + scaled(10)
     while is_there := Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     shutil.rmtree(folder)
@@ -270,7 +271,7 @@ def test_the_secret_is_in_no_file_and_on_no_command_line(strangers: Strangers, t
         assert victim.home / "r/run.json" in files
         assert [str(path) for path in files if word.encode() in path.read_bytes()] == []
         running.terminate()
-        running.communicate(timeout=60)
+        running.communicate(timeout=scaled(60))
         assert [str(path) for path in (victim.home / "r").rglob("*")
                 if path.is_file() and word.encode() in path.read_bytes()] == []
         secret.unlink()
@@ -361,7 +362,7 @@ while True:
 
 
 def _wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -9,6 +9,7 @@ import re
 import sys
 
 import pytest
+from slowness import scaled
 from strangers import Strangers
 
 CALM = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -125,7 +126,7 @@ def attacked(strangers: Strangers, *words: str) -> tuple[str, bool]:
         done = victim.launch(*words, timeout=150, **CALM)
     finally:
         attacker.end_all()
-        _, said = attacking.communicate(timeout=120)
+        _, said = attacking.communicate(timeout=scaled(120))
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"{text}\n{said}"
     assert "Traceback" not in said, said

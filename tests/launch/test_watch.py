@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from places import HELPERS
+from slowness import scaled
 
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
@@ -29,7 +30,7 @@ def start(run_dir: Path, *words: str) -> subprocess.Popen[str]:
 def look(run_dir: Path, *words: str) -> str:
     """One look."""
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.watch", str(run_dir), "--once", *words], env=ENV,
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,7 +39,7 @@ def look(run_dir: Path, *words: str) -> str:
 def test_a_live_run_is_followed_through_a_restart_to_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first = start(run_dir, "1000", "0.2", "7")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     # A step can be written before a rank's phase is.
     while not (run_dir / "metrics.jsonl").exists() or json.loads(look(run_dir, "--json"))["phase"] != "training":
         assert time.monotonic() < deadline
@@ -53,13 +54,13 @@ def test_a_live_run_is_followed_through_a_restart_to_its_end(tmp_path: Path) -> 
         assert found["last_words"] == "here are the last words"
         assert found["tokens_per_second"] == pytest.approx(10240)
         (run_dir / "stop").touch()
-        assert first.wait(60) == 7
+        assert first.wait(scaled(60)) == 7
         while "waiting" not in seen:
             seen += watch.stdout.readline()
         (run_dir / "stop").unlink()
         second = start(run_dir, "5", "0.2", "0")
-        assert second.wait(60) == 0
-        told = seen + watch.communicate(timeout=60)[0]
+        assert second.wait(scaled(60)) == 0
+        told = seen + watch.communicate(timeout=scaled(60))[0]
     assert watch.returncode == 0
     assert "failed after" in told
     assert "with code 7" in told
@@ -72,13 +73,13 @@ def test_why_of_a_live_run_names_watch(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = start(run_dir, "1000", "0.05", "0")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + scaled(60)
         while not (run_dir / "metrics.jsonl").exists():
             assert time.monotonic() < deadline
             assert job.poll() is None
             time.sleep(0.1)
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", str(run_dir)], env=ENV, capture_output=True,
-                              text=True, timeout=60, check=False)
+                              text=True, timeout=scaled(60), check=False)
         assert f"to follow it: ezpz-llm watch {run_dir}" in done.stdout
     finally:
         job.terminate()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, launch, left_over, record, start
+from slowness import scaled
 
 _HANGS = """
 import os, sys, time
@@ -33,13 +34,13 @@ for step in range(1000):
 
 def _why(cwd: Path, *words: str) -> str:
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", *words], cwd=cwd, env=clean_env(),
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + scaled(60)
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.2)
@@ -91,7 +92,7 @@ def test_a_hang_and_a_killed_launch(tmp_path: Path) -> None:
     assert list(told["stacks"]) == ["2"]
     assert "rank 0: " in _why(tmp_path, "r", "--stacks", "0")
     run.send_signal(signal.SIGKILL)
-    run.communicate(timeout=120)
+    run.communicate(timeout=scaled(120))
     _wait_for(lambda: left_over(tmp_path / "r") == {}, "the end of all processes")
     assert record(tmp_path / "r")["exit"] is None
     assert not (tmp_path / "r/postmortem.txt").exists()
@@ -113,14 +114,14 @@ def test_a_run_whose_ranks_have_ended_and_whose_launch_has_yet_to_say_so(tmp_pat
         assert json.loads(_why(tmp_path, "r", "--json"))["state"] == "running"
     finally:
         run.send_signal(signal.SIGCONT)
-        run.communicate(timeout=60)
+        run.communicate(timeout=scaled(60))
     assert _why(tmp_path, "r").splitlines()[1] == "all ranks ended well"
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
     def refused(*words: str) -> str:
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.why", *words], cwd=tmp_path, env=clean_env(),
-                              capture_output=True, text=True, timeout=60, check=False)
+                              capture_output=True, text=True, timeout=scaled(60), check=False)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         return done.stderr
@@ -156,14 +157,14 @@ def test_a_directory_that_was_removed_during_the_run(tmp_path: Path) -> None:
                                                          "rank": 0}
     for room, found in (("report", "no such folder"), ("explain", "no such folder")):
         told = subprocess.run([sys.executable, "-m", f"ezpz_llm.{room}", "gone"], cwd=tmp_path, env=clean_env(),
-                              capture_output=True, text=True, timeout=60, check=False)
+                              capture_output=True, text=True, timeout=scaled(60), check=False)
         assert (told.returncode, told.stderr.count("error: ")) == (2, 1)
         assert found in told.stderr
 
 
 def test_it_needs_no_torch() -> None:
     code = "import sys, ezpz_llm.why; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60), check=False).returncode == 0
 
 
 # As torch does: the lock, then ninja in the extension's folder.
@@ -199,7 +200,7 @@ def test_locks_of_builds(tmp_path: Path) -> None:
     [lock] = locks()
     assert any("compile some_op on its first use" in line for line in running.stderr)
     running.terminate()
-    running.communicate(timeout=60)
+    running.communicate(timeout=scaled(60))
     assert locks() == []
     lock.touch()
     waits = start(tmp_path, "-n", "2", "--run-dir", "w", sys.executable, "compiles.py", str(ninja), **env)
@@ -212,7 +213,7 @@ def test_locks_of_builds(tmp_path: Path) -> None:
     assert "rm " not in _why(tmp_path, "w")
     record.chmod(0o600)
     waits.terminate()
-    assert words in waits.communicate(timeout=60)[1]
+    assert words in waits.communicate(timeout=scaled(60))[1]
     assert words in _why(tmp_path, "w")
     record.chmod(0o666)
     assert "rm " not in _why(tmp_path, "w")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from deepspeed_table import TABLE, deepspeed_table, removed, write
+from slowness import scaled
 
 from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
@@ -356,7 +357,7 @@ def test_a_foreign_ds_config_runs_as_it_says_and_writes_into_the_run_directory(t
         [sys.executable, "-m", "ezpz_llm.train", "--ds-config", str(config), "--run-dir", str(run_dir.path),
          "--n-layer", "1", "--n-embd", "32", "--block-size", "32", "--steps", "6", "--micro-batch-size", "2",
          "--eval-tokens", "64", "--sample-tokens", "0", "--save-every", "-1", "--profile", "false",
-         "--device", "cpu"], cwd=here, capture_output=True, text=True, timeout=280, check=False,
+         "--device", "cpu"], cwd=here, capture_output=True, text=True, timeout=scaled(280), check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(run_dir)

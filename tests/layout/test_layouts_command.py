@@ -16,6 +16,7 @@ import torch
 from engine_ranks import CONFIGS
 from places import HELPERS, ROOT
 from rank_jobs import results_of
+from slowness import scaled
 from version_matrix import LAYOUTS
 
 from ezpz_llm.base.errors import UserError
@@ -206,7 +207,7 @@ def test_numbers_that_are_none_are_refused(argv: tuple[str, ...]) -> None:
 def test_nothing_heavy_is_imported() -> None:
     program = ("import sys; from ezpz_llm.layouts import main; main(['--world', '64', '--model', "
                "'llama3-8b']); sys.exit(bool({'torch', 'deepspeed', 'numpy', 'rich'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program], timeout=scaled(60), check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -215,7 +216,7 @@ def test_the_page_shows_what_the_command_prints(recording: bool) -> None:
     def run(block: re.Match[str]) -> str:
         program = "from ezpz_llm.cli import main; raise SystemExit(main())"
         done = subprocess.run([sys.executable, "-c", program, *shlex.split(block[1])], capture_output=True,
-                              text=True, timeout=60, check=True)
+                              text=True, timeout=scaled(60), check=True)
         return f"```\n$ ezpz-llm {block[1]}\n{done.stdout}```\n"
 
     text = PAGE.read_text()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, need_mpiexec
 from places import ROOT
+from slowness import scaled
 
 import ezpz_llm
 
@@ -31,7 +32,7 @@ def run_dir_of(folder: Path) -> Path:
 
 def command(folder: Path, *words: object) -> str:
     done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, env=clean_env(OMP_NUM_THREADS="1"),
-                          capture_output=True, text=True, timeout=300, check=False)
+                          capture_output=True, text=True, timeout=scaled(300), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

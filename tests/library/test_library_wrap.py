@@ -10,6 +10,7 @@ import pytest
 from launch_runs import clean_env, need_mpiexec
 from places import TESTS
 from rank_jobs import results_of
+from slowness import scaled
 
 LAYOUTS = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload_all")
 RESUMED = ("mlp:ddp:zero3", "mlp:fsdp2:zero2", "conv:zero3:fsdp2", "conv:zero1:ddp", "norm:zero2:fsdp2")
@@ -96,7 +97,7 @@ def test_what_the_layout_notes_is_printed(tmp_path: Path):
     (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1, "round_robin_gradients": true}, '
                                         '"bf16": {"enabled": true}}')
     done = subprocess.run([sys.executable, "-c", _NOTED], cwd=tmp_path, env=clean_env(), text=True,
-                          capture_output=True, timeout=120, check=False)
+                          capture_output=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     assert "note: uncertified: round_robin_gradients of mine.json; no certificate covers" in done.stderr
     assert "note: gradients are added and travel in bf16" in done.stderr
@@ -118,7 +119,7 @@ for code in sys.argv[1:]:
 
 def test_mistakes_are_named(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", _TRY, *MISTAKES], cwd=tmp_path, env=clean_env(), text=True,
-                          capture_output=True, timeout=120, check=False)
+                          capture_output=True, timeout=scaled(120), check=False)
     said = done.stdout.splitlines()
     assert len(said) == len(MISTAKES), done.stderr
     for line, (code, expected) in zip(said, MISTAKES.items(), strict=True):

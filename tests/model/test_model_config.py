@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.model.config import MODELS, ModelConfig, get_model_config
@@ -18,7 +19,7 @@ def test_config_and_flops_import_no_torch():
     code = ("import sys, ezpz_llm.model.parameters as f, ezpz_llm.model.config as c; "
             "f.flops_per_token(c.get_model_config('llama3-8b')); "
             "sys.exit(bool({'torch', 'numpy', 'deepspeed'} & set(sys.modules)))")
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled(120)).returncode == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from golden import check_golden
+from slowness import scaled
 
 from ezpz_llm.base.rows import aligned
 from ezpz_llm.checkpoint import NotWritten
@@ -139,7 +140,7 @@ def in_a_terminal(folder: Path, program: str, **env: str) -> bytes:
         while data := os.read(console, 4096):
             shown += data
     os.close(console)
-    assert run.wait(60) == 0
+    assert run.wait(scaled(60)) == 0
     return shown
 
 
@@ -186,7 +187,8 @@ def test_short_steps_are_not_counted_out_in_a_log(capsys):
     ({"EZPZ_LLM_TERMINAL": "123", "EZPZ_LLM_RANK": "1"}, False, 80)])
 def test_a_rank_learns_from_launch_of_its_terminal(env, is_terminal, width):
     code = "from ezpz_llm.observe.terminal import redraws, terminal_width; print(redraws(), terminal_width())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          timeout=scaled(60), check=True,
                           stdin=subprocess.DEVNULL, env={"PYTHONPATH": ":".join(sys.path), **env})
     assert done.stdout.split() == [str(is_terminal), str(width)]
 
@@ -219,7 +221,7 @@ def test_a_run_through_a_pipe_in_the_c_locale_prints_ascii_without_escapes(tmp_p
     small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "64", "--eval-tokens", "512",
              "--sample-tokens", "0", "--profile", "false", "--save-every", "-1"]
     command = [sys.executable, "-m", "ezpz_llm.train", "--run-dir", "run", "--steps", "2", *small]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=150, check=False)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=scaled(150), check=False)
     assert done.returncode == 0, done.stderr
     assert b"\x1b" not in done.stdout + done.stderr
     text = done.stdout.decode()

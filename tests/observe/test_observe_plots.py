@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_colour
 from ezpz_llm.observe.plots import downsample
@@ -35,7 +36,7 @@ json.dump(plots, sys.stdout)
 
 def test_awkward_series_draw_or_say_why_not():
     result = subprocess.run([sys.executable, "-c", AWKWARD], env={**os.environ, "COLUMNS": "40", "LINES": "8"},
-                            capture_output=True, text=True, timeout=60)
+                            capture_output=True, text=True, timeout=scaled(60))
     assert result.returncode == 0, result.stderr
     plots = json.loads(result.stdout)
     wide = plots.pop("wide").splitlines()

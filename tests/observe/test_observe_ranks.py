@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+from slowness import scaled
+
 from ezpz_llm.rundir import RunDir, read_lines
 
 RANK = """
@@ -55,7 +57,7 @@ def test_two_ranks(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "NCCL_API_KEY": "hush"}
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                              "--", str(script), str(run_dir.path)],
-                            env=env, capture_output=True, text=True, timeout=120)
+                            env=env, capture_output=True, text=True, timeout=scaled(120))
     assert result.returncode == 0, result.stdout + result.stderr
 
     lines = list(read_lines(run_dir.metrics))

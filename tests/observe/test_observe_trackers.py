@@ -11,6 +11,7 @@ import time
 from importlib.util import find_spec
 
 import pytest
+from slowness import scaled
 from tracker_files import mlflow_curves, tensorboard_curves, wandb_curves
 
 from ezpz_llm.base.errors import UserError
@@ -51,7 +52,8 @@ def train(run_dir, home, listener, *options):
                OMP_WAIT_POLICY="PASSIVE", WANDB_API_KEY="0" * 40, WANDB_INIT_TIMEOUT="8")
     command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(run_dir), sys.executable, "-m",
                "ezpz_llm.train", *TRAIN, *options]
-    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True,
+                          timeout=scaled(250), check=False)
 
 
 @pytest.mark.full
@@ -128,7 +130,7 @@ class Stubborn:
         self.let_go, self.steps, self.ended = threading.Event(), [], None
 
     def write(self, rows):
-        self.let_go.wait(30)
+        self.let_go.wait(scaled(30))
         self.steps += [row.step for row in rows]
         if 3 in self.steps:
             raise OSError("the disk is full")
@@ -151,7 +153,7 @@ def test_a_slow_tracker_holds_nothing_up_and_a_failing_one_is_left_out(tmp_path,
     for step in (1, 3, 5):
         fed.write([{"step": step, "loss": 1.0}, {"step": step + 1, "loss": None}])
     fed.rewind(5)
-    assert time.monotonic() - begin < 15, "it waited for the tracker"
+    assert time.monotonic() - begin < scaled(15), "it waited for the tracker"
     assert slow.steps == []
     slow.let_go.set()
     fed.close(failed=True)

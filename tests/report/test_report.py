@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from made_up_runs import make_run
+from slowness import scaled
 from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
@@ -141,10 +142,10 @@ def test_the_command_draws_in_the_terminal_and_writes_the_page(tmp_path):
               (("first", 101, 0.004), ("second", 61, 0.5))]
     command = [sys.executable, "-m", "ezpz_llm.report", *map(str, places), "--html", "page.html"]
     begin = time.monotonic()
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60), check=False,
                          env={**os.environ, "COLUMNS": "90"})
     assert run.returncode == 0, run.stderr
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < scaled(20)
     assert "\x1b" not in run.stdout
     drawn = run.stdout.split("loss (nats/token)")[1]
     assert {"A", "B"} <= set(drawn.split("tokens/s")[0]), "each run has its letter"
@@ -153,7 +154,7 @@ def test_the_command_draws_in_the_terminal_and_writes_the_page(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert re.findall(r"""(?:src|href)=|url\(|@import|https?:""", page) == [], "nothing is loaded from anywhere"
     unwritable = subprocess.run([*command[:-1], "nowhere/page.html"], cwd=tmp_path, capture_output=True, text=True,
-                                timeout=60, check=False)
+                                timeout=scaled(60), check=False)
     assert unwritable.returncode == 2
     assert "--html nowhere/page.html" in unwritable.stderr
 

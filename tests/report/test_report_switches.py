@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from browser import Browser
 from made_up_runs import make_run
+from slowness import scaled
 
 from ezpz_llm.report.chart import Axis, Series, chart
 from ezpz_llm.report.document import page, report_page
@@ -95,7 +96,7 @@ def test_points_are_downloaded_as_csv(browser, tmp_path):
     browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path / "got"))
     flip(browser, "moving average")
     browser.evaluate("document.querySelector('.switches button').click()")
-    file, deadline = tmp_path / "got" / "loss-a-b.csv", time.monotonic() + 30
+    file, deadline = tmp_path / "got" / "loss-a-b.csv", time.monotonic() + scaled(30)
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     with file.open(newline="") as lines:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import Job, Server, wait_for
+from slowness import scaled
 
 from ezpz_llm.rundir import RunDir, SideFiles, read_json, read_lines, side_files
 
@@ -103,7 +104,7 @@ def test_a_step_never_waits_for_a_file_that_failed(tmp_path: Path, said: list[st
     for step in range(1000):
         side.append(tmp_path / "metrics.jsonl", [{"step": step}])
     lost = side.close()
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < scaled(20)
     assert "1001 lines" in lost[0]
 
 
@@ -123,7 +124,7 @@ def test_what_can_only_be_done_now_is_told_once(said: list[str]) -> None:
 def _read_only(place: Path) -> Iterator[None]:
     """An empty file system that cannot be written stands over `place`."""
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True, text=True,
-                          timeout=120, check=False)
+                          timeout=scaled(120), check=False)
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
     try:

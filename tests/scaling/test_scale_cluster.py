@@ -19,6 +19,7 @@ from launch_runs import record
 from places import ROOT
 from scale_runs import TRAIN
 from simcluster.cluster import Cluster, missing
+from slowness import scaled
 
 from ezpz_llm.observe.traffic import measured, step_traffic
 from ezpz_llm.scaling.study import Repeat, read_repeats
@@ -65,7 +66,7 @@ def test_one_job_a_point_and_then_the_report(cluster, tmp_path: Path, cache: str
     done = cluster.run(*words, "--submit", "--time 0:05:00", *STUDY, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="1",
                        EZPZ_LLM_CACHE=cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + scaled(200)
     while cluster.run("squeue", "--noheader").stdout.strip():
         assert time.monotonic() < deadline
         time.sleep(1)

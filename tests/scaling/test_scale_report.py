@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from browser import Browser, find_browser
 from scale_laws import study
+from slowness import scaled
 from well_formed import check_balance
 
 from ezpz_llm.base.errors import UserError
@@ -95,7 +96,7 @@ def test_the_terminal_says_everything(folder):
 
 def test_the_command_writes_numbers_that_agree(folder):
     command = [sys.executable, "-m", "ezpz_llm.scale", "report", str(folder), "--target", "0.6", "--at", "8"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert run.returncode == 0, run.stderr
     assert "efficiency stays at 60% or above" in run.stdout
     assert str(folder / "report.html") in run.stdout
@@ -117,14 +118,14 @@ def test_the_command_writes_numbers_that_agree(folder):
     assert {tuple(fit["terms"])[:2] for fit in record["fits"]} >= {("work", "divided")}
     told, = (one for one in json.loads((folder / "report.json").read_text())["fits"] if one["ds_config"] == "ddp")
     assert not [note for note in told["notes"] if "cannot be divided" in note]
-    beyond = subprocess.run([*command[:-1], "17"], capture_output=True, text=True, timeout=60, check=False)
+    beyond = subprocess.run([*command[:-1], "17"], capture_output=True, text=True, timeout=scaled(60), check=False)
     assert beyond.returncode == 2
     assert "no prediction for 17 nodes: measured were 1 to 4" in beyond.stderr
     # Twelve nodes are a size for the weak curve, though not for a batch of 64.
     text = findings_text(find(folder, at=(12,)), 200, colour=False)
     assert "strong ddp at 12 nodes: a global batch of 64 in micro batches of 4 cannot be divided over 12" in text
     assert "12 nodes" in text
-    wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=60, check=False)
+    wrong = subprocess.run([*command[:-1], "abc"], capture_output=True, text=True, timeout=scaled(60), check=False)
     assert (wrong.returncode, "'abc' is not a list of whole numbers such as 16,32" in wrong.stderr) == (2, True)
 
 
@@ -183,7 +184,7 @@ def test_two_studies_compared(tmp_path, capsys):
     with pytest.raises(UserError, match="no point in common"):
         compare(find(first), find(make_study(tmp_path / "other", layouts=("zero3",))))
     command = [sys.executable, "-m", "ezpz_llm.scale", "compare", str(first), str(second)]
-    text, numbers = (subprocess.run([*command, *more], capture_output=True, text=True, timeout=60,
+    text, numbers = (subprocess.run([*command, *more], capture_output=True, text=True, timeout=scaled(60),
                                     check=True).stdout for more in ([], ["--json"]))
     assert "slower" in text
     assert json.loads(numbers)["differences"] == {"torch": ["2.13.0", "2.14.0"]}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launch_runs import clean_env, scheduler
 from scale_runs import TRAIN, scale
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.option_parsing import value_of, without
@@ -314,7 +315,8 @@ def test_one_job_a_point_is_queued_and_its_script_runs_that_point(tmp_path: Path
     assert command in " ".join(jobs[1].read_text().split())
     # The job's own command, as far as it goes without its two nodes.
     command = ["ezpz-llm", "scale", "--study", str(tmp_path / "s"), "--point", "weak-zero1-n2"]
-    done = subprocess.run(command, env=ENV, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=ENV, cwd="/", capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
     assert done.returncode == 2
     assert "point weak-zero1-n2 needs 2 nodes, and there are 1" in done.stderr
     assert read_study(tmp_path / "s").points[1].launch == ("-n", "2", "--ppn", "1")

@@ -12,6 +12,7 @@ import pytest
 from launch_runs import left_over, record
 from places import ROOT
 from scale_runs import TRAIN, scale, start
+from slowness import scaled
 
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.scaling.study import SPLIT, Repeat, points_file, read_repeats, read_study
@@ -35,7 +36,7 @@ def _end_while_it_trains(running, run_dir: Path, number: int) -> int:
     try:
         _until((run_dir / "metrics.jsonl").exists, running)
         running.send_signal(number)
-        running.communicate(timeout=90)
+        running.communicate(timeout=scaled(90))
     finally:
         if running.poll() is None:
             running.kill()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.ds_config import names
@@ -29,7 +30,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for shell in ("bash", "zsh", "fish"):
         done = subprocess.run([sys.executable, "-m", "ezpz_llm.completion", shell], capture_output=True, text=True,
-                              timeout=120, check=True)
+                              timeout=scaled(120), check=True)
         found[shell] = folder / shell
         found[shell].write_text(done.stdout)
     return found
@@ -39,7 +40,7 @@ def offered(shell: str, script: Path, *words: str) -> set[str]:
     """What the completion of the last of `words` offers."""
     begin = {"bash": [], "zsh": ["-f"]}[shell]
     done = subprocess.run([shell, *begin, "-c", ASK, shell, str(script), *words], capture_output=True, text=True,
-                          timeout=60, check=False)
+                          timeout=scaled(60), check=False)
     assert done.stderr == ""
     return set(done.stdout.split())
 
@@ -71,7 +72,7 @@ def test_what_is_offered(shell: str, scripts: dict[str, Path]) -> None:
 
 def test_bash_registers_both_commands(scripts: dict[str, Path]) -> None:
     done = subprocess.run(["bash", "-c", 'source "$1"; complete -p launch ezpz-llm', "bash", str(scripts["bash"])],
-                          capture_output=True, text=True, timeout=60, check=True)
+                          capture_output=True, text=True, timeout=scaled(60), check=True)
     assert done.stdout.splitlines() == ["complete -o default -F _ezpz_llm launch",
                                         "complete -o default -F _ezpz_llm ezpz-llm"]
 
@@ -82,4 +83,4 @@ def test_fish_has_every_option_of_train(scripts: dict[str, Path]) -> None:
     assert {option_of(name)[2:] for name in FIELDS} <= {
         line.removeprefix(begin).split()[0] for line in lines if line.startswith(begin)}
     if shutil.which("fish"):
-        subprocess.run(["fish", "--no-config", str(scripts["fish"])], timeout=60, check=True)
+        subprocess.run(["fish", "--no-config", str(scripts["fish"])], timeout=scaled(60), check=True)

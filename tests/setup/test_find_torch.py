@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from made_up_wheels import write_wheel
 from places import ROOT
+from slowness import scaled
 
 _TORCH = """
 __version__ = {version!r}
@@ -44,10 +45,10 @@ def find_torch(*folders: Path) -> subprocess.CompletedProcess[str]:
     home = folders[0].parent
     environment = home / "venv"
     if not environment.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=scaled(60))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     return subprocess.run([environment / "bin" / "python", ROOT / "launchers/lib/find_torch.py", "2.6"], env=env,
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
 @pytest.mark.parametrize(("version", "metadata"), [
@@ -126,7 +127,8 @@ def test_build_that_suits_the_machine_is_taken_and_its_size_said_first(
     program.chmod(0o755)
     env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
     done = subprocess.run(["bash", "-c", _CHOOSE, "choose", ROOT, tmp_path / "venv", sys.executable, tmp_path,
-                           str(driver).lower()], env=env, capture_output=True, text=True, timeout=60, check=False)
+                           str(driver).lower()], env=env, capture_output=True, text=True,
+                          timeout=scaled(60), check=False)
     assert (done.returncode, done.stdout) == (0, f"{taken}\n"), done.stderr
     for words in said:
         assert words in done.stderr
@@ -149,5 +151,5 @@ def test_progress_is_one_line_of_what_pip_wrote_since(tmp_path: Path, lines: lis
     log = tmp_path / "log"
     log.write_text("\n".join(["Installing collected packages: of, an, earlier, step", *lines]))
     done = subprocess.run([sys.executable, ROOT / "launchers/lib/progress.py", log, "1"], capture_output=True,
-                          text=True, timeout=60, check=True)
+                          text=True, timeout=scaled(60), check=True)
     assert done.stdout == f"{said}\n"

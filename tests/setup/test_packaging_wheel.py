@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from slowness import scaled
 
 SHIPPED = ("ezpz_llm", "ds_configs", "launchers", "jobs", "tests", "README.md", "LICENSE", "CHANGELOG.md",
            "CITATION.cff", "pyproject.toml", ".gitignore")
 
 
 def start(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True,
+                          timeout=scaled(120))
 
 
 def run(*words: str | Path, cwd: Path) -> str:

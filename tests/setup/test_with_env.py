@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from made_up_wheels import write_wheel
 from places import ROOT
+from slowness import scaled
 
 # A set-up starts pip and torch several times: seconds alone, minutes beside eight busy processes.
 pytestmark = pytest.mark.timeout(900)
@@ -97,7 +98,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 def environment_with_torch(folder: Path) -> Path:
     """The Python of a virtual environment with a torch as pip installs PyPI's: its metadata says 2.13.0 where
     torch.__version__ says 2.13.0+cu130. It is that of the tests, under metadata without the local part."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=scaled(60))
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "torch").symlink_to(Path(importlib.util.find_spec("torch").origin).parent)
     version = importlib.metadata.version("torch").partition("+")[0]
@@ -126,7 +127,7 @@ def interrupted(checkout: Checkout) -> Interrupted:
         connection, _ = silent_index.accept()
         with connection:
             process.send_signal(signal.SIGINT)
-            _, shown = process.communicate(timeout=100)
+            _, shown = process.communicate(timeout=scaled(100))
     return Interrupted(process.returncode, shown, processes_that_name(str(checkout.cache)))
 
 
@@ -225,7 +226,7 @@ def test_warm_start_adds_little(ready: Checkout) -> None:
         times = []
         for _ in range(11):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(words, env=ready.environment(), check=True, timeout=120)
+            subprocess.run(words, env=ready.environment(), check=True, timeout=scaled(120))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             times.append(1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
         return statistics.median(times)
@@ -296,8 +297,8 @@ def test_activate_and_deactivate(ready: Checkout, shell: str) -> None:
         false
         echo "still here"
     """
-    done = subprocess.run([shell, "-c", script, shell, str(ready.root)], env=ready.environment(), timeout=60,
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run([shell, "-c", script, shell, str(ready.root)], env=ready.environment(),
+                          timeout=scaled(60), capture_output=True, text=True, check=False)
     assert done.stderr == ""
     found = str(ready.venv / "bin" / "launch")
     assert done.stdout.splitlines() == [found, "as before", "outer deactivate", "still here"]
@@ -309,7 +310,7 @@ def test_two_at_once_make_one_environment_and_failure_is_explained(checkout: Che
     env = checkout.environment(EZPZ_LLM_CACHE=str(tmp_path), EZPZ_LLM_TORCH="torch==2.13.0")
     command = checkout.command("true")
     both = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    shown = [process.communicate(timeout=280)[1] for process in both]
+    shown = [process.communicate(timeout=scaled(280))[1] for process in both]
     assert [process.returncode for process in both] == [1, 1]
     assert sum("waiting for it to end" in text for text in shown) == 1
     for text in shown:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, scheduler as make_program
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.schedulers import lsf
@@ -66,7 +67,7 @@ def test_queues_of_the_sites(site: str, nodes: int, hours: int, queue: str) -> N
 
 def _submit(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ezpz_llm.submit", *words], cwd=cwd, env=clean_env(**env),
-                          text=True, capture_output=True, timeout=60, check=False)
+                          text=True, capture_output=True, timeout=scaled(60), check=False)
 
 
 _JOB = ("--nodes", "2", "--time", "90m", "--account", "proj", "--name", "x")

@@ -13,6 +13,7 @@ import pytest
 from golden import check_golden
 from launch_runs import clean_env, scheduler
 from places import ROOT
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.schedulers import pbs, slurm
@@ -35,7 +36,7 @@ def submit(cwd: Path, *words: str, path: Path | None = None, bare: bool = False,
     if path:
         env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
     return subprocess.run([sys.executable, "-m", "ezpz_llm.submit", *words], cwd=cwd, env=env, text=True,
-                          stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+                          stdin=subprocess.DEVNULL, capture_output=True, timeout=scaled(60))
 
 
 def request(**changes: object) -> Request:
@@ -94,7 +95,7 @@ def test_every_spelling_of_launch_begins_a_job(start: str) -> None:
 def test_words_arrive_in_the_job_as_they_were_typed(tmp_path: Path) -> None:
     lines = array_lines("command", [*ODD_WORDS, str(tmp_path)], {str(tmp_path): '"$run_dir"'})
     script = "\n".join([f"run_dir={shlex.quote(str(tmp_path))}", *lines, 'printf "%s\\0" "${command[@]}"'])
-    done = subprocess.run(["bash"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    done = subprocess.run(["bash"], input=script, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(120),
                           check=True)
     assert done.stdout.split("\0")[:-1] == [*ODD_WORDS, str(tmp_path)]
     assert not list(tmp_path.iterdir())
@@ -143,7 +144,7 @@ def test_the_environment_goes_along_without_secrets_and_devices(tmp_path: Path) 
            "EZPZ_LLM_CACHE": "/data/cache", "EDITOR": "vi"}
     script = "\n".join([*environment_lines(env, tmp_path, ("SET_UP=done",), 3600), "pwd", "env", "echo $SET_UP"])
     job = subprocess.run(["/bin/bash"], input=script, env={"PATH": "/bin"}, cwd="/", capture_output=True, text=True,
-                         timeout=120, check=True)
+                         timeout=scaled(120), check=True)
     lines = job.stdout.splitlines()
     assert lines[0] == str(tmp_path)
     assert {"HF_HOME=/data/it's", "NCCL_DEBUG=INFO", "EZPZ_LLM_CACHE=/data/cache", "VIRTUAL_ENV=/env"} <= set(lines)
@@ -291,7 +292,7 @@ def test_a_wrong_ds_config_is_found_before_anything_is_written(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "# ranks      4 (--ppn)" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("# queued by  sbatch --parsable ")
-    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=120)
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True, timeout=scaled(120))
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
     assert not (path / "calls").exists()
 
@@ -367,7 +368,7 @@ def test_a_run_that_ends_early_asks_to_be_queued_again(steps: int, code: int, wo
     env = clean_env() | {"SLURM_JOB_ID": "7", "PATH": f"{path}{os.pathsep}{clean_env()['PATH']}"}
     for _ in range(4):
         ended = subprocess.run(["bash", str(tmp_path / "r/job.sh")], env=env, capture_output=True, text=True,
-                               timeout=60, check=False)
+                               timeout=scaled(60), check=False)
         assert ended.returncode == code, ended.stderr
     calls = (path / "calls").read_text().splitlines() if (path / "calls").exists() else []
     assert calls == ["requeue 7"] * asks
@@ -378,4 +379,4 @@ def test_a_run_that_ends_early_asks_to_be_queued_again(steps: int, code: int, wo
 def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
     code = ("import sys; from ezpz_llm.submit.__main__ import main; main(['--help']); "
             "assert not {'torch', 'numpy', 'deepspeed'} & sys.modules.keys()")
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=scaled(120), capture_output=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from launch_runs import clean_env, launch
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.dist import Dist
@@ -44,8 +45,8 @@ raise SystemExit(run_command(main))
 
 
 def run(*words: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=folder, env={**ENV, **env}, capture_output=True, text=True, timeout=120,
-                          check=False)
+    return subprocess.run(words, cwd=folder, env={**ENV, **env}, capture_output=True, text=True,
+                          timeout=scaled(120), check=False)
 
 
 def free_port() -> str:
@@ -264,8 +265,8 @@ try:
 finally:
     print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=ENV,
-                              check=False)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              timeout=scaled(120), env=ENV, check=False)
         assert done.returncode == 0
         assert done.stderr.split() == ["False", "False"]
 

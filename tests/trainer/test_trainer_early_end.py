@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from launch_runs import LONG
+from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete
 from ezpz_llm.observe import WallClock
@@ -60,13 +61,13 @@ def check_stopped(run_dir: Path, out: str, why: str) -> None:
 def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     running = start(run_dir)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + scaled(100)
     while not (run_dir / "metrics.jsonl").exists():
         assert time.monotonic() < deadline
         assert running.poll() is None, running.communicate()
         time.sleep(0.1)
     os.kill(rank_process(run_dir, 1), number)
-    out, err = running.communicate(timeout=100)
+    out, err = running.communicate(timeout=scaled(100))
     assert running.returncode == 0, out + err
     check_stopped(run_dir, out, f"{number.name} was received")
 
@@ -76,7 +77,7 @@ def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ends_at = time.time() + 44
     running = start(run_dir, EZPZ_LLM_ENDS_AT=f"{ends_at:.0f}")
-    out, err = running.communicate(timeout=100)
+    out, err = running.communicate(timeout=scaled(100))
     assert running.returncode == 0, out + err
     assert time.time() < ends_at - 5
     check_stopped(run_dir, out, "the reservation ends at")
@@ -92,7 +93,7 @@ def test_a_clock_that_is_set_makes_no_reservation_shorter(monkeypatch: pytest.Mo
     clock.passed("the next")
     assert 0 <= clock.marks[1][1] - clock.marks[0][1] < 60
     monkeypatch.setattr(early_end, "_ask_after", 0)
-    monkeypatch.setattr(early_end, "_over_at", time.monotonic() + 10)
+    monkeypatch.setattr(early_end, "_over_at", time.monotonic() + scaled(10))
     assert early_end.agreed(2).ends.startswith("the reservation ends at")
 
 

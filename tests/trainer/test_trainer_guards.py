@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from places import HELPERS
 from poisoned_train import poisoned
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete, read_json
@@ -53,7 +54,7 @@ def job(run_dir: Path, *options: str, poison: str = "0:0", ranks: int = 1) -> Do
     command = [shutil.which("mpiexec") or "mpiexec", "-n", str(ranks), sys.executable, str(SCRIPT), *SMALL,
                *options, "--run-dir", str(run_dir)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POISON": poison}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(300), check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 

@@ -10,6 +10,7 @@ import sys
 from typing import get_args, get_type_hints
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm import train
 from ezpz_llm.base.errors import UserError
@@ -151,7 +152,8 @@ def test_help_has_each_option_once_in_the_sections_of_the_configuration():
 
 def test_options_import_no_torch():
     code = "import sys, ezpz_llm.trainer.options as o; o.parse(['--steps', '5']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          timeout=scaled(120), check=True)
     assert done.stdout.strip() == "False"
 
 

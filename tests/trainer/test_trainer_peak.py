@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.rundir import RunDir, read_lines
 from ezpz_llm.trainer.options import parse
@@ -34,7 +35,7 @@ def test_twenty_steps_of_the_default_never_rise_above_their_first_loss(tmp_path:
     words = ["--steps", "20", "--ds-config", "ddp", "--eval-tokens", "2048", "--sample-tokens", "0", "--profile",
              "false", "--save-every", "-1", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-m", "ezpz_llm.train", *words], capture_output=True, text=True,
-                          timeout=300, check=False)
+                          timeout=scaled(300), check=False)
     assert done.returncode == 0, done.stderr
     first, *later = (line["loss"] for line in read_lines(RunDir(tmp_path / "run").metrics))
     assert max(later) < first

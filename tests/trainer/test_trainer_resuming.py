@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch_runs import launch, left_over, start
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete
@@ -134,7 +135,7 @@ def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
     words = ["-n", "1", sys.executable, "-m", "ezpz_llm.train", *SMALL, "--device", "cpu", "--run-dir", "r",
              "--resume", "auto", "--save-every", "5000", "--steps"]
     first = start(tmp_path, *words, "9000", OMP_NUM_THREADS="1")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + scaled(90)
     while not (tmp_path / "r/metrics.jsonl").exists():
         assert first.poll() is None, first.communicate()
         assert time.monotonic() < deadline
@@ -142,7 +143,7 @@ def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
     for pid, command in left_over(tmp_path / "r").items():
         if "ezpz_llm.train" in command and "ezpz_llm.launch" not in command:
             os.kill(pid, signal.SIGKILL)
-    _, said = first.communicate(timeout=60)
+    _, said = first.communicate(timeout=scaled(60))
     assert first.returncode == 137, said
     done = launch(tmp_path, *words, "4", timeout=120, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr

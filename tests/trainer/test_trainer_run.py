@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from places import HELPERS, ROOT
+from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.certify.cases import natural_worlds
@@ -197,7 +198,7 @@ def test_a_run_goes_on_in_its_own_directory_on_text_of_ones_own(tmp_path):
 
     def alone(*more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ezpz_llm.train", *options, *more]
-        return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=scaled(60), check=False)
 
     done = alone("--steps", "5")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -257,7 +258,8 @@ def test_a_mistake_is_found_before_any_rank_starts(options, found, tmp_path):
 def test_the_check_imports_no_torch():
     code = ("import sys; from ezpz_llm.train import main; code = main(['--check', '--world-size', '4']); "
             "print(code, 'torch' in sys.modules, 'deepspeed' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          timeout=scaled(120), check=True)
     assert done.stdout.splitlines()[-1] == "0 False False"
 
 
@@ -278,7 +280,7 @@ def test_yardstick(tmp_path):
     if not text.is_file():
         pytest.skip(f"no {text}: name its folder with EZPZ_LLM_TEST_DATA")
     script = ROOT / "benchmarks" / "yardstick.py"
-    subprocess.run([sys.executable, str(script), str(text)], env=ENV, timeout=3600, check=True)
+    subprocess.run([sys.executable, str(script), str(text)], env=ENV, timeout=scaled(3600), check=True)
 
 
 @pytest.mark.full
@@ -289,8 +291,8 @@ def test_an_exception_is_told_before_groups_that_wait_for_others(tmp_path):
                "--steps", "100000"]
     began = time.monotonic()
     done = subprocess.run(command, env={**ENV, "FAILS_IN": "5"}, cwd=tmp_path, capture_output=True, text=True,
-                          timeout=150, check=False)
-    assert time.monotonic() - began < 120
+                          timeout=scaled(150), check=False)
+    assert time.monotonic() - began < scaled(120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in done.stderr
     assert "a smaller micro batch (--micro-batch-size)" in done.stderr

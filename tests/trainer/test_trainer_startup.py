@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from slowness import scaled
 
 from ezpz_llm.trainer.session import durations
 
@@ -27,7 +28,7 @@ def test_a_run_says_where_its_start_up_went(tmp_path) -> None:
              "32", "--steps", "2", "--eval-every", "0", "--sample-tokens", "0", "--save-every", "-1",
              "--profile", "false", "--device", "cpu", "--compile", "true", "--verbose"]
     began = time.time()
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(200), check=False)
     took = time.time() - began
     assert done.returncode == 0, done.stderr
     assert "s to the end of the first step: launching" in done.stdout
@@ -69,6 +70,6 @@ def test_a_run_imports_only_what_it_uses(tmp_path, layout, used) -> None:
     words = ["--ds-config", layout, "--corpus", str(text), "--n-layer", "1", "--block-size", "32", "--steps", "2",
              "--sample-tokens", "0", "--profile", "false", "--device", "cpu", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", USED.replace("HEAVY", repr(HEAVY)[1:-1]), *words],
-                          capture_output=True, text=True, timeout=120, check=False)
+                          capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     assert set(done.stderr.splitlines()[-1].split()) == used

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from launch_runs import clean_env
+from slowness import scaled
 
 _SCRIPT = Path(__file__).with_name("simcluster.sh")
 _PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
@@ -55,7 +56,7 @@ class Command(subprocess.Popen):
 
     def _inner(self) -> int | None:
         """The process id of the command, as this machine sees it, once it has begun; None if it has ended."""
-        deadline = time.monotonic() + _BEGIN_TIMEOUT_S
+        deadline = time.monotonic() + scaled(_BEGIN_TIMEOUT_S)
         while self.poll() is None and time.monotonic() < deadline:
             pid: int | None = self.pid
             while pid is not None and _is_way_in(pid):
@@ -97,7 +98,7 @@ class Cluster:
         try:
             done = subprocess.run(["bash", str(_SCRIPT), "up", str(self.folder)], pass_fds=[lifeline],
                                   env=clean_env(**self._settings, SIM_LIFELINE=str(lifeline)), capture_output=True,
-                                  text=True, timeout=_UP_TIMEOUT_S, check=False)
+                                  text=True, timeout=scaled(_UP_TIMEOUT_S), check=False)
             if done.returncode:
                 raise RuntimeError(f"the simulated cluster has not started: {done.stderr}")
         except BaseException:
@@ -129,21 +130,23 @@ class Cluster:
         """A command to its end.
 
         Raises:
-            AssertionError: it did not end within `timeout` seconds; all that it had started is killed.
+            AssertionError: it did not end within `timeout` seconds (scaled by the machine's slowness); all that it
+                had started is killed.
         """
         started = self.start(*words, node=node, cwd=cwd, **env)
         return self.finish(started, timeout)
 
     def finish(self, started: Command, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Wait for what `start` returned; else as `run`."""
+        timeout = scaled(timeout)
         try:
             out, err = started.communicate(timeout=timeout)
         except BaseException as error:
             self.kill(started)
-            out, err = started.communicate(timeout=30)
+            out, err = started.communicate(timeout=scaled(30))
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            raise AssertionError(f"{started.args[4:]} did not end within {timeout} s\n{out}\n{err}") from None
+            raise AssertionError(f"{started.args[4:]} did not end within {timeout:.0f} s\n{out}\n{err}") from None
         return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
     def batch(self, *words: str | Path, cwd: Path, timeout: float = 60) -> list[str]:
@@ -154,14 +157,14 @@ class Cluster:
         """
         sent = self.run("sbatch", "--parsable", *words, cwd=cwd)
         assert sent.returncode == 0, sent.stderr
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + scaled(timeout)
         while True:
             # sbatch --wait would ask at intervals that grow to 30 s.
             lines = self._inside("scontrol", "--oneliner", "show", "job", sent.stdout.strip()).splitlines()
             states = [line.partition("JobState=")[2].split(maxsplit=1)[0] for line in lines]
             if states and not {"PENDING", "RUNNING", "COMPLETING"} & set(states):
                 return states
-            assert time.monotonic() < deadline, f"the job has not ended within {timeout} s: {lines}"
+            assert time.monotonic() < deadline, f"the job has not ended in time: {lines}"
             time.sleep(0.2)
 
     def kill(self, started: Command) -> None:
@@ -260,7 +263,7 @@ class Cluster:
         namespace = self._namespace(name)
         self._dead.add(name)
         self._script("kill-node", name)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + scaled(10)
         while list(self._on(namespace)):
             assert time.monotonic() < deadline, f"{name} does not die"
             time.sleep(0.05)
@@ -269,9 +272,9 @@ class Cluster:
         """Switch it on again, and wait until Slurm would use it."""
         self._script("boot-node", name)
         self._dead.discard(name)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + scaled(timeout)
         while self.slurm and self._inside("sinfo", "-h", "-p", "debug", "-n", name, "-o", "%T").strip() != "idle":
-            assert time.monotonic() < deadline, f"{name} is not idle {timeout} s after it was switched on"
+            assert time.monotonic() < deadline, f"{name} is not idle in time after it was switched on"
             time.sleep(0.2)
 
     def settle(self, timeout: float = 60) -> None:
@@ -281,12 +284,12 @@ class Cluster:
             self._dead.discard(name)
         if not self.slurm:
             return
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + scaled(timeout)
         look = "squeue --noheader --format %i; sinfo --noheader --partition debug --format '%T %D'"
         wanted = f"idle {len(self.nodes)}"
         while (seen := self.run("bash", "-c", look, timeout=30).stdout.strip()) != wanted:
             if time.monotonic() > deadline:
-                raise AssertionError(f"nodes are not idle after {timeout} s: {seen}")
+                raise AssertionError(f"nodes are not idle in time: {seen}")
             self._cancel_jobs()
             time.sleep(0.3)
 
@@ -297,11 +300,12 @@ class Cluster:
 
     def _inside(self, *words: str) -> str:
         return subprocess.run(["bash", str(_SCRIPT), "exec", str(self.folder), "--", *words], cwd="/",
-                              env=clean_env(), capture_output=True, text=True, timeout=30, check=False).stdout
+                              env=clean_env(), capture_output=True, text=True,
+                              timeout=scaled(30), check=False).stdout
 
     def _script(self, verb: str, *node: str) -> None:
         subprocess.run(["bash", str(_SCRIPT), verb, *node, str(self.folder)], env=clean_env(), capture_output=True,
-                       timeout=60, check=True)
+                       timeout=scaled(60), check=True)
 
     def _on(self, namespace: str) -> Iterator[Path]:
         """The folders in /proc of a node's processes."""
