@@ -60,7 +60,7 @@ class TrainConfig:
     micro_batch: int | None = _value(None, "sequences a rank takes at once (default: 4, or what the others imply)")
     accumulation: int | None = _value(None, "micro-steps a step (default: 1, or what the others imply)")
 
-    steps: int = _value(1500, "optimizer steps in all")
+    steps: int = _value(600, "optimizer steps in all")
     lr: float = _value(4e-3, "peak learning rate; the default is less for models wider than 128 and runs of "
                              "under 200 steps")
     schedule: Literal["cosine", "linear", "wsd", "constant",
@@ -91,7 +91,7 @@ class TrainConfig:
     overfit_one_batch: bool = _value(False, "train on the first batch alone, which a model that works overfits; "
                                             "the run fails if it does not")
 
-    eval_every: int = _value(250, "steps between validations; 0 for one at the end")
+    eval_every: int = _value(100, "steps between validations; 0 for one at the end")
     eval_tokens: int = _value(65536, "validation tokens, always the same ones; 0 for the whole split")
     sample_every: int = _value(0, "steps between samples of generated text; 0 for one at the end")
     sample_tokens: int = _value(200, "tokens to generate; 0 for no sample")
@@ -102,7 +102,7 @@ class TrainConfig:
     hellaswag: str | None = _value(None, "file of HellaSwag items to score: hellaswag_val.jsonl, or that gzipped")
     hellaswag_every: int = _value(0, "steps between scores of HellaSwag; 0 for one at the end")
     hellaswag_items: int = _value(0, "only the first N items; 0 for all")
-    save_every: int = _value(500, "steps between checkpoints; 0 for one at the end, -1 for none")
+    save_every: int = _value(200, "steps between checkpoints; 0 for one at the end, -1 for none")
     keep_last: int = _value(2, "checkpoints to keep")
     keep_every: int = _value(0, "keep those of every N-th step besides, for ever; 0 for none")
     save_async: bool = _value(True, "write checkpoints in the background, from a copy in host memory")

@@ -283,7 +283,7 @@ def _check_numbers(options: Options) -> None:
     if config.on_bad_steps == "rollback" and config.save_every <= 0 and config.resume is None:
         raise UserError(f"with save_every {config.save_every} there is no checkpoint to go back to before the end",
                         where=f"--on-bad-steps rollback ({sources['on_bad_steps']})",
-                        instead="--save-every 500, or --on-bad-steps stop")
+                        instead="--save-every 200, or --on-bad-steps stop")
     if config.prompt == "" and config.sample_tokens:
         raise UserError("the prompt is empty", where=f"--prompt ({sources['prompt']})",
                         instead="--sample-tokens 0 for no sample")
