@@ -40,7 +40,7 @@ def check_training(run_dir: Path) -> int:
     record = json.loads((run_dir / "run.json").read_text())
     code, loss, entropy = record["exit"]["code"], record["val_loss"], record["unigram_entropy"]
     step_ms = 1000 * record["summary"]["step_time"]["median"]
-    precision = record["config"]["precision"]
+    precision = record["precision"]
     print(f"{step_ms:.0f} ms per step in {precision}; exit code {code}; "
           f"validation loss {loss:.4f} = {loss / entropy:.3f} x unigram entropy (limit {MAX_LOSS_RATIO})")
     return 0 if code == 0 and loss <= MAX_LOSS_RATIO * entropy else 1
