@@ -44,7 +44,7 @@ def test_an_old_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[st
     ("", "no command"),
     ("-n 2", "no command"),
     ("--dryrun x", "--dry-run"),
-    ("--time 3 x", "unknown option --time"),
+    ("--time 3 x", "unknown option '--time'"),
     ("--launch mpiexec x", "--launcher"),
     ("-n", "-n needs a value"),
     ("-n 0 x", "'0' is not a whole number"),
