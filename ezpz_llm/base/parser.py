@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ezpz_llm.base.errors import UserError, nearest
+from ezpz_llm.base.shell_commands import typable, typable_text
 from ezpz_llm.base.synonyms import unknown_option
 
 _WIDEST = 110
@@ -38,8 +40,11 @@ def wrapped(text: str, begin: str = "", indent: int = 0) -> str:
 
 
 def typed_name(command: str) -> str:
-    """Return how a command was typed: `ezpz-llm report`, or `python3 -m ezpz_llm.report`."""
-    return sys.argv[0] if sys.argv[0] == f"ezpz-llm {command}" else f"python3 -m ezpz_llm.{command}"
+    """Return how a command was typed: `ezpz-llm report`, `python3 -m ezpz_llm.report`, or `launch`."""
+    if command == "launch" and os.path.basename(sys.argv[0]) == command:
+        return typable(command)
+    typed = f"ezpz-llm {command}"
+    return typable(typed if sys.argv[0] == typed else f"python3 -m ezpz_llm.{command}")
 
 
 def examples(lines: Sequence[str]) -> str:
@@ -47,6 +52,7 @@ def examples(lines: Sequence[str]) -> str:
     shown = []
     for line in lines:
         command, _, why = line.partition("  ")
+        command = typable_text(command)
         one = f"  {command}   # {why.strip()}" if why else f"  {command}"
         shown += [one] if not why or len(one) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
     return "\n".join(["examples:", *shown])

@@ -22,7 +22,7 @@ from ezpz_llm.base import (
     user_path,
     whole_number,
 )
-from ezpz_llm.base.parser import examples, help_width, wrapped
+from ezpz_llm.base.parser import examples, help_width, typed_name, wrapped
 from ezpz_llm.base.synonyms import unknown_option
 from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
@@ -296,7 +296,7 @@ def parse(words: Sequence[str]) -> Options:
 def help_text() -> str:
     """The page that `launch --help` prints."""
     return "\n".join([
-        "usage: launch [options] [--] COMMAND ARGUMENTS…", "",
+        f"usage: {typed_name('launch')} [options] [--] COMMAND ARGUMENTS…", "",
         wrapped("Start COMMAND on every rank of the reservation that this shell stands in: Slurm, PBS, a hostfile, "
                 "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's."), "",
         *option_lines(_OPTIONS), "",

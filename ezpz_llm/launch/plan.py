@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     Raises:
         UserError: any contradiction between what was typed, the environment and what is installed.
     """
+    _refuse_script(options)
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(user_path(chosen).absolute()) if chosen else default_run_dir(target.name)
@@ -179,6 +181,25 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
 
 
 # The steps of a plan, in their order.
+def _refuse_script(options: Options) -> None:
+    """Refuse a Python script, or a module of ours, in place of a program.
+
+    Raises:
+        UserError: the first word is one and cannot be executed.
+    """
+    word, more = options.command[0], " …" if options.command[1:] else ""
+    # Words before it may well run it, and an image may have a program of its name.
+    if options.wrap or options.container or shutil.which(word) is not None:
+        return
+    if word.startswith("ezpz_llm."):
+        raise UserError(f"{word!r} is a Python module, not a program", where="the command to launch",
+                        instead=f"launch [options] python3 -m {word}{more}")
+    if word.endswith(".py"):
+        what = "a Python script, not a program" if Path(word).is_file() else "not a program, and not a file here"
+        raise UserError(f"{word!r} is {what}", where="the command to launch",
+                        instead=f"launch [options] python3 {shlex.quote(word)}{more}")
+
+
 def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
     """The reservation, or the part of it that the user named."""
     hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None

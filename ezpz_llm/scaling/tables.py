@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
@@ -193,5 +194,5 @@ def curve_notes(curve: Curve) -> tuple[str, ...]:
 
 def study_notes(findings: Findings) -> list[str]:
     """Notes of the whole study."""
-    left = f"{findings.missing} run(s) are still to be made: ezpz-llm scale --study continues them"
+    left = f"{findings.missing} run(s) are still to be made: {typable('ezpz-llm scale --study D')} continues them"
     return [*findings.notes, *([left] if findings.missing > 0 else [])]

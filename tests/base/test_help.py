@@ -72,6 +72,30 @@ def test_a_mistake_in_any_command_is_one_message():
         assert instead in raised.value.instead
 
 
+@pytest.mark.parametrize("words", [
+    *([command, "--no-such-option"] for command in find_commands()),
+    ["report", "--html"], ["layouts", "--world", "x"], ["why", "--stacks", "q"], ["explain", "more", "more"],
+    ["checkpoint"], ["checkpoint", "exprt"], ["checkpoint", "export", "--shard-gb", "x"], ["data", "prepare"],
+    ["evaluate", "foo"], ["scale", "report"], ["scale", "report", "--x"], ["scale", "paper"], ["completion", "csh"],
+    ["generate", "run", "--tokens", "many"]], ids=" ".join)
+def test_each_command_reports_a_mistake_in_the_same_form(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ezpz-llm", *words])
+    assert cli.main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    labels = [line[:11] for line in said.err.splitlines()]
+    assert labels[0].startswith("error: ")
+    assert labels[1:] in (["  where:   ", "  instead: "], ["  instead: "]), said.err
+    assert not re.search("usage:|argument |invalid .* value|expected one", said.err), said.err
+
+
+@pytest.mark.parametrize("command", find_commands())
+@pytest.mark.parametrize("begin", ["ezpz-llm ", "python3 -m ezpz_llm."])
+def test_each_usage_line_names_the_command_as_it_was_typed(command, begin, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{begin}{command}" if begin == "ezpz-llm " else "/a/path/__main__.py"])
+    assert page(capsys, command).startswith(f"usage: {begin}{command} ")
+
+
 def test_the_list_of_commands_is_grouped_and_every_line_leads_to_a_command():
     done = subprocess.run([sys.executable, "-c", "from ezpz_llm.cli import main; main()"], capture_output=True,
                           text=True, timeout=scaled(60), check=False, env={"COLUMNS": "60", "PATH": ""})
