@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import cleaned, run_command
+from ezpz_llm.base import cleaned, counted, run_command
 from ezpz_llm.base.parser import CommandParser, wrapped
 from ezpz_llm.base.shell_commands import typable_text
 from ezpz_llm.explain import tables
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 def diagnosis_text(diagnosis: Diagnosis, width: int, *, colour: bool) -> str:
     """Causes first, then what they were found from."""
-    head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {diagnosis.ranks} rank(s)"
+    head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}"
     parts = [cleaned(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
         milliseconds = [(name, seconds * 1e3) for name, seconds in tables.mean_step(split).items()]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from ezpz_llm.base import counted
 from ezpz_llm.base.shell_commands import typable_text
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.causes import Cause
@@ -18,7 +19,7 @@ from ezpz_llm.report.document import items, page, table_of, written_by
 def explain_page(diagnosis: Diagnosis, now: float | None = None) -> str:
     """The page; `now` in epoch seconds."""
     intro = written_by("ezpz-llm explain", now) + items(
-        [f"layout {diagnosis.layout}, {diagnosis.ranks} rank(s)", str(diagnosis.run_dir)])
+        [f"layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}", str(diagnosis.run_dir)])
     sections = [("What cost most", _causes(diagnosis))]
     if diagnosis.split is not None:
         sections += _traced(diagnosis.split)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.base import UserError, counted, user_path
 from ezpz_llm.launch.addresses import Rendezvous, find_rendezvous, is_here, own_interfaces
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
@@ -320,7 +320,7 @@ def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: 
     notes += [f"{name}={env[name]} is yours and stays" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
-        notes.append(f"{placement.most} ranks share {binding.cpus_per_host} CPU(s) of a host")
+        notes.append(f"{placement.most} ranks share {counted(binding.cpus_per_host, 'CPU')} of a host")
     unused = len(allocation.hosts) - len(placement.ranks)
     if unused:
         notes.append(f"{unused} of {len(allocation.hosts)} hosts get no rank")

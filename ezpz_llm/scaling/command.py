@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.base import UserError, counted, user_path
 from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.options import Options, help_text, parse
@@ -76,8 +76,9 @@ def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
 def _described(study: Study, folder: Path, runs: int) -> str:
     rows = [f"study      {folder}",
             f"runs       {len(study.points)} points x {study.repeats}, of which {runs} are to be made"]
-    rows += [f"  {point.name:<24} {point.nodes} node(s), {point.ranks} rank(s), {point.global_batch} sequences a "
-             f"step ({point.micro_batch} a rank x {point.accumulation} micro-steps)" for point in study.points]
+    rows += [f"  {point.name:<24} {counted(point.nodes, 'node')}, {counted(point.ranks, 'rank')}, "
+             f"{point.global_batch} sequences a step "
+             f"({point.micro_batch} a rank x {point.accumulation} micro-steps)" for point in study.points]
     return "\n".join([*rows, *(f"note       {note}" for note in study.notes)])
 
 
