@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ezpz_llm.base import UserError, run_command, unknown, version_text
 from ezpz_llm.base.parser import examples, help_width
+from ezpz_llm.base.shell_commands import typable
 
 _PACKAGE = Path(__file__).parent
 _GROUPS = {
@@ -78,7 +79,8 @@ def _help() -> str:
     commands = find_commands()
     grouped = {name for names in _GROUPS.values() for name in names}
     others = tuple(name for name in commands if name not in grouped)
-    lines = ["usage: ezpz-llm COMMAND …     (each has --help, with examples)", "       ezpz-llm --version"]
+    lines = [f"usage: {typable('ezpz-llm COMMAND')} …     (each has --help, with examples)",
+             f"       {typable('ezpz-llm --version')}"]
     for title, names in {**_GROUPS, "Other commands": others}.items():
         lines += ["", title] if names else []
         lines += [textwrap.fill(f"  {name:<10}  {_summary(commands[name])}", help_width(), break_on_hyphens=False,

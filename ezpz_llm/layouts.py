@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.layout.listing import (
     as_json,
     check_world,
@@ -63,8 +64,8 @@ def _recommend(options: argparse.Namespace, model: ModelConfig) -> int:
     found = choices(model, options.world, options.micro_batch_size, options.ranks_per_node, memory)
     print(choices_text(found, memory, f"{options.model} on {options.world} ranks, GB a device with "
                        f"{options.micro_batch_size} sequences at once", rich=sys.stdout.isatty()))
-    print(recommendation(found, memory, f"launch python3 -m ezpz_llm.train --model {options.model} "
-                         f"--micro-batch-size {options.micro_batch_size}"))
+    print(recommendation(found, memory, typable(f"launch python3 -m ezpz_llm.train --model {options.model} "
+                                                f"--micro-batch-size {options.micro_batch_size}")))
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ezpz_llm.base import cleaned, run_command
 from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.base.rows import aligned
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.observe.throughput import duration, short_number
@@ -121,7 +122,7 @@ def block(run_dir: RunDir, status: Status, width: int) -> str:
         ("slowest", "" if behind is None else
          f"rank {behind['rank']} on {behind['host']}, {behind['steps_behind']} steps behind"),
         ("silent", "" if not status.silent else
-         f"ranks {', '.join(map(str, status.silent[:8]))} (ezpz-llm why shows what they do)"),
+         f"ranks {', '.join(map(str, status.silent[:8]))} ({typable('ezpz-llm why')} shows what they do)"),
         ("last words", (status.last_words or "")[:4 * width]),
     ]
     return aligned(((label, text) for label, text in rows if text), width, 12)
@@ -140,9 +141,9 @@ def _state(status: Status) -> str:
     after = f" after {took}" if took else ""
     if status.state == "ended":
         return f"ended well{after}" if not status.code else (
-            f"failed{after} with code {status.code}: {status.cause} (ezpz-llm why tells more)")
+            f"failed{after} with code {status.code}: {status.cause} ({typable('ezpz-llm why')} tells more)")
     if status.state == "lost":
-        return "launch left no word of its end (ezpz-llm why tells what its files say)"
+        return f"launch left no word of its end ({typable('ezpz-llm why')} tells what its files say)"
     phase = f", {status.phase}" if status.phase and status.phase != status.state else ""
     return f"{status.state}{phase}{f', for {took}' if took else ''}"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ezpz_llm.base import UserError, open_private, run_command, show
 from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.launch.failures.facts import NOT_STARTED, facts_from
 from ezpz_llm.launch.failures.postmortem import postmortem_of, tail_text
 from ezpz_llm.launch.hostlist import expand_numbers
@@ -158,7 +159,7 @@ def _going_on(run_dir: RunDir, record: dict, live: Live, options: argparse.Names
     own = (own_record(run_dir) or {}).get("launch") or {}
     for line in (*as_lines(live), *locks_of(own.get("env") or {}), *silent):
         show(f"  {line}")
-    show(f"  to follow it: ezpz-llm watch {run_dir.path}")
+    show(f"  to follow it: {typable(f'ezpz-llm watch {run_dir.path}')}")
     for rank in wanted:
         if rank not in stacks:
             show(f"  the stack of rank {rank} could not be had within {_STACKS_WITHIN_S:.0f} s")

@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests start keeps bytecode, too: else each of some thousand processes compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Messages are those of a shell with the environment on PATH, however pytest was started.
+os.environ.pop("EZPZ_LLM_WITH_ENV", None)
 
 _SETTLED = ("cluster", "gpu_cluster", "host_cluster")
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "EZPZ_LLM_RUN_DIR")

@@ -106,6 +106,7 @@ __all__ = [
     "cache_dir",
     "cleaned",
     "command_line",
+    "counted",
     "data_dir",
     "derived",
     "end_at_once_when_shown",
@@ -158,6 +159,11 @@ def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     for key, value in pairs:
         found.setdefault(key, []).append(value)
     return found
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from ezpz_llm import __version__
+from ezpz_llm.base.shell_commands import typable_text
 
 # Text that comes from outside, made safe for a terminal.
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
@@ -113,7 +114,7 @@ class UserError(Exception):
         if self.where:
             lines.append(f"  where:   {self.where}")
         if self.instead:
-            lines.append(f"  instead: {self.instead}")
+            lines.append(f"  instead: {typable_text(self.instead)}")
         # Names and words in it may come from files, hosts and processes of others.
         return cleaned("\n".join(lines))
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ezpz_llm.base.errors import UserError, nearest
+from ezpz_llm.base.shell_commands import typable, typable_text
+from ezpz_llm.base.synonyms import unknown_option
 
 _WIDEST = 110
-SYNONYMS = {
-    "--run": "the run directory, without an option before it", "--max-new-tokens": "--tokens",
-    "--run-dir": "the run directory, without an option before it", "--max-tokens": "--tokens",
-    "--checkpoint": "the checkpoint, without an option before it", "--num-samples": "--samples",
-    "--output": "--out", "--gpus": "--world", "--world-size": "--world", "--layout": "--ds-config",
+_REWORDED = {
+    r"argument (.*): invalid int value: (.*)": r"\1 is \2: it must be a whole number",
+    r"argument (.*): invalid float value: (.*)": r"\1 is \2: it must be a number",
+    r"argument (.*): expected (?:one|at least one) argument": r"\1 needs a value",
+    r"argument (.*): ignored explicit argument (.*)": r"\1 takes no value, but was given \2",
+    r"argument (.*): (.*)": r"\1: \2",
+    r"the following arguments are required: (.*)": r"missing: \1",
+    r"unrecognized arguments: (.*)": r"unexpected: \1",
 }
-"""Options that other programs have, and what to type here; only where a command has what is offered."""
+"""Messages of argparse, and our words for them."""
 
 
 def help_width() -> int:
@@ -35,8 +40,11 @@ def wrapped(text: str, begin: str = "", indent: int = 0) -> str:
 
 
 def typed_name(command: str) -> str:
-    """Return how a command was typed: `ezpz-llm report`, or `python3 -m ezpz_llm.report`."""
-    return sys.argv[0] if sys.argv[0] == f"ezpz-llm {command}" else f"python3 -m ezpz_llm.{command}"
+    """Return how a command was typed: `ezpz-llm report`, `python3 -m ezpz_llm.report`, or `launch`."""
+    if command == "launch" and os.path.basename(sys.argv[0]) == command:
+        return typable(command)
+    typed = f"ezpz-llm {command}"
+    return typable(typed if sys.argv[0] == typed else f"python3 -m ezpz_llm.{command}")
 
 
 def examples(lines: Sequence[str]) -> str:
@@ -44,17 +52,10 @@ def examples(lines: Sequence[str]) -> str:
     shown = []
     for line in lines:
         command, _, why = line.partition("  ")
+        command = typable_text(command)
         one = f"  {command}   # {why.strip()}" if why else f"  {command}"
         shown += [one] if not why or len(one) <= help_width() else [f"  # {why.strip()}", f"  {command}"]
     return "\n".join(["examples:", *shown])
-
-
-def synonym(word: str, known: Iterable[str], synonyms: Mapping[str, str]) -> str | None:
-    """What to type instead of an option that other programs have, or a slip of the pen in one: None where the
-    command has nothing like it."""
-    meant = next((synonyms[near] for near in get_close_matches(word.replace("_", "-"), synonyms, 1, 0.9)), None)
-    options = re.findall(r"--[a-z][a-z-]*", meant or "")
-    return meant if meant and all(option in known for option in options) else None
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -89,24 +90,22 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: always.
         """
+        help_page = f"{self.prog} --help lists all options"
         if message.startswith("unrecognized arguments: "):
             words = message.partition(": ")[2].split()
             option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
             if option is not None:
-                raise UserError(f"unknown option {option!r}", where=self.prog, instead=self._instead(option))
+                raise unknown_option(option, self._options(), where=self.prog, remark=help_page)
         found = re.fullmatch(r"argument (.*): (invalid choice: '(.*)') \(choose from (.*)\)", message, re.DOTALL)
         if found:
             choices = found[4].replace("'", "").split(", ")
             near = nearest(found[3], choices)
             instead = f"did you mean {' or '.join(near)}?" if near else f"one of {', '.join(choices)}"
             raise UserError(f"{found[1]}: {found[2]}", where=self.prog, instead=instead)
-        raise UserError(message, where=self.prog, instead=f"{self.prog} --help lists what there is")
-
-    def _instead(self, option: str) -> str:
-        known = self._options()
-        near = nearest(option, known)
-        return (synonym(option, known, SYNONYMS)
-                or (f"did you mean {' or '.join(near)}?" if near else f"{self.prog} --help lists what there is"))
+        for pattern, better in _REWORDED.items():
+            if found := re.fullmatch(pattern, message, re.DOTALL):
+                raise UserError(found.expand(better), where=self.prog, instead=help_page)
+        raise UserError(message, where=self.prog, instead=help_page)
 
     def _options(self) -> set[str]:
         """The options of this parser and of its subcommands: argparse lets the outer one refuse both's."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ezpz_llm.base import UserError, as_dataclass, as_type, read_json
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.certify.cases import Case, Work
 from ezpz_llm.certify.injected_faults import find_fault
 from ezpz_llm.certify.target_file import TargetFile
@@ -90,7 +91,7 @@ def _take_failure(root: Path, code: int, folder: Path) -> str:
         path.rename(folder / path.name)
     if told:
         return f"{told[0]['error']} (rank {told[0]['rank']}; see {folder})"
-    return f"its ranks ended with code {code}; ezpz-llm why {folder}"
+    return f"its ranks ended with code {code}; {typable(f'ezpz-llm why {folder}')}"
 
 
 # A job for ranks and the files it leaves behind.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import traceback
 from argparse import Namespace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, run_command
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.certify.case import certify_case
 from ezpz_llm.certify.cases import Work
 from ezpz_llm.certify.definitions import hold_to_definitions
@@ -33,7 +33,7 @@ from ezpz_llm.rundir import append_line, update_record, write_json
 
 def main(argv: Sequence[str]) -> int:
     """Do the job; 0 when it came to its end, whatever the verdicts."""
-    parser = argparse.ArgumentParser(prog="certify.worker", description=__doc__)
+    parser = CommandParser("certify.worker", description=__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--world-size", type=int, default=1)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ezpz_llm.base import UserError, cache_dir
+from ezpz_llm.base import UserError, cache_dir, counted
 from ezpz_llm.check import software
 from ezpz_llm.check.facts import host_facts, named_interfaces, numa_domains, room
 from ezpz_llm.check.judge.gathered import Finding, format_bytes, judged
@@ -61,7 +61,7 @@ def job(scheduler: str, job_id: str | None, hosts: int, ends_at: float | None) -
         inside = "not inside a job: launch uses this host alone" if scheduler == local.NAME else scheduler
         return Finding("ok", "job", inside)
     left = "" if ends_at is None else f", {max(0, ends_at - time.time()) / 60:.0f} min left"
-    return Finding("ok", "job", f"inside {scheduler} job {job_id}: {hosts} host(s){left}")
+    return Finding("ok", "job", f"inside {scheduler} job {job_id}: {counted(hosts, 'host')}{left}")
 
 
 def site(env: Mapping[str, str]) -> Finding:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ezpz_llm.base import counted
 from ezpz_llm.check.judge import Finding, Gathered
 from ezpz_llm.check.judge.gathered import (
     COMPUTE,
@@ -111,9 +112,10 @@ def _verdict(report: Report) -> str:
     levels = [finding.level for finding in report.findings]
     bad, warn = levels.count("bad"), levels.count("warn")
     what = (f"{len(report.gathered.told)} of {report.gathered.world_size} ranks on "
-            f"{len(report.gathered.by_host())} host(s) in {report.seconds:.1f} s")
-    warned = f", {warn} warning(s)" if warn else ""
-    return f"preflight: {'fit' if report.is_fit else f'unfit: {bad} thing(s) to mend'}{warned} ({what})"
+            f"{counted(len(report.gathered.by_host()), 'host')} in {report.seconds:.1f} s")
+    warned = f", {counted(warn, 'warning')}" if warn else ""
+    verdict = "fit" if report.is_fit else f"unfit: {counted(bad, 'thing')} to mend"
+    return f"preflight: {verdict}{warned} ({what})"
 
 
 def write_report(run_dir: RunDir, report: Report) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, run_command, show, user_path
+from ezpz_llm.base import UserError, counted, run_command, show, user_path
 from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.checkpoint.index import Parameter, check_model, read_index
 from ezpz_llm.checkpoint.manifest import LATEST, MANIFEST, complete, latest, read_manifest, read_state, verify
@@ -87,7 +87,8 @@ def _export(options: argparse.Namespace) -> int:
 
     done = export(source, options.out.expanduser().absolute(), dtype=options.dtype,
                   shard_bytes=int(options.shard_gb * 1e9))
-    print(f"{done.folder}: {done.bytes:,} bytes of weights in {done.files} file(s), from {source.describe()}",
+    print(f"{done.folder}: {done.bytes:,} bytes of weights in {counted(done.files, 'file')}, "
+          f"from {source.describe()}",
           *(f"note: {note}" for note in done.notes), sep="\n")
     return 0
 
@@ -110,7 +111,7 @@ def _line(name: str, found: Parameter) -> str:
     """Name, shape and elements of a parameter, and in how many pieces it lies in which files."""
     files = sorted({piece.file for piece in found.pieces})
     shape = "x".join(map(str, found.shape))
-    return (f"{name:<40} {shape:>14} {math.prod(found.shape):>14,}  {len(found.pieces)} piece(s) in "
+    return (f"{name:<40} {shape:>14} {math.prod(found.shape):>14,}  {counted(len(found.pieces), 'piece')} in "
             f"{files[0]}{f' … {files[-1]}' if len(files) > 1 else ''}")
 
 

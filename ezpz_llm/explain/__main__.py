@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import cleaned, run_command
+from ezpz_llm.base import cleaned, counted, run_command
 from ezpz_llm.base.parser import CommandParser, wrapped
+from ezpz_llm.base.shell_commands import typable_text
 from ezpz_llm.explain import tables
 from ezpz_llm.explain.counterfactual import rerun
 from ezpz_llm.explain.diagnosis import Diagnosis, check_sentences, diagnose
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 def diagnosis_text(diagnosis: Diagnosis, width: int, *, colour: bool) -> str:
     """Causes first, then what they were found from."""
-    head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {diagnosis.ranks} rank(s)"
+    head = f"{diagnosis.run_dir}: layout {diagnosis.layout}, {counted(diagnosis.ranks, 'rank')}"
     parts = [cleaned(f"{head}\n\n{_causes(diagnosis)}")]
     if split := diagnosis.split:
         milliseconds = [(name, seconds * 1e3) for name, seconds in tables.mean_step(split).items()]
@@ -82,7 +83,7 @@ def _causes(diagnosis: Diagnosis) -> str:
     lines.append(wrapped(f"{tables.CAUSES}:"))
     for number, cause in enumerate(diagnosis.shown_causes, 1):
         lines.append(wrapped(cause.what, f"  {number}. {cause.share:6.1%}  {cause.seconds:8.2f} s  ", indent=7))
-        lines += [wrapped(line, "       try: ", indent=12) for line in cause.advice]
+        lines += [wrapped(typable_text(line), "       try: ", indent=12) for line in cause.advice]
     if not diagnosis.shown_causes:
         lines.append(f"  {tables.NO_CAUSE}")
     if diagnosis.unseen:

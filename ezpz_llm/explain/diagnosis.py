@@ -17,7 +17,7 @@ from ezpz_llm.explain.counterfactual import Taken, taken
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
 from ezpz_llm.explain.trace import BETWEEN
-from ezpz_llm.launch.hostlist import fold_numbers
+from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.layout.batch import Batch
 from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import bucket_bytes
@@ -176,8 +176,8 @@ class Diagnosis:
             return ("Exposed communication and slow ranks show in traces alone"
                     + ("." if self.is_foreign else ": run with --trace-steps 10."))
         if self.untraced:
-            return (f"No trace of rank(s) {fold_numbers(self.untraced)}: means are over the others, and waits for "
-                    "these are not seen.")
+            return (f"No trace of {rank_ranges(self.untraced)}: means are over the others, and waits for these are "
+                    "not seen.")
         return ""
 
     def as_record(self) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from ezpz_llm.base import (
     MOST_RANKS_ON_A_HOST,
     MOST_SECONDS,
     UserError,
-    nearest,
     user_path,
     whole_number,
 )
-from ezpz_llm.base.parser import examples, help_width, synonym, wrapped
+from ezpz_llm.base.parser import examples, help_width, typed_name, wrapped
+from ezpz_llm.base.synonyms import unknown_option
 from ezpz_llm.launch.schedulers import SCHEDULERS as OURS, schedulers, step_launchers
 
 
@@ -83,33 +83,13 @@ def split_options(words: Sequence[str], options: Sequence[Option],
     return found, rest
 
 
-_SYNONYMS = {
-    **dict.fromkeys(("-np", "--np", "--ntasks", "--num-processes", "--world-size", "--nranks"), "-n N"),
-    **dict.fromkeys(("--nproc-per-node", "--nproc", "--num-gpus", "--gpus", "--gpus-per-node", "--ranks-per-node",
-                     "--ntasks-per-node", "-ppn"), "--ppn P"),
-    **dict.fromkeys(("-N", "--nnodes", "--num-nodes"), "--nodes K"),
-    **dict.fromkeys(("-H", "--host", "--nodelist", "-w"), "--hosts LIST"),
-    **dict.fromkeys(("-f", "--machinefile", "--hosts-file"), "--hostfile F"),
-    **dict.fromkeys(("--timeout",), "--idle-timeout S"), **dict.fromkeys(("--cpu-bind",), "--bind HOW"),
-    **dict.fromkeys(("--output-dir", "--log-dir"), "--run-dir D"),
-    **dict.fromkeys(("-t", "--walltime"), "--time T"), "-A": "--account A",
-    **dict.fromkeys(("-p", "-q", "--partition"), "--queue Q"),
-}
-"""Options of torchrun, mpiexec, srun and sbatch, and what says the same here."""
-
-
 def _find(name: str, options: Sequence[Option], example: str) -> Option:
     for option in options:
         if name in (*option.words, option.old_name):
             return option
     known = [word for option in options for word in option.words]
-    meant = synonym(name, known, _SYNONYMS)
-    if meant is not None:
-        raise UserError(f"unknown option {name}", instead=meant)
-    near = nearest(name, known)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(f"unknown option {name}",
-                    instead=f"{hint}(options of the command come after it: {example.format(option=name)})")
+    raise unknown_option(name, known,
+                         remark=f"(options of the command come after it: {example.format(option=name)})")
 
 
 # Options on a command line, read and left out; each takes one value, as `--name value` or `--name=value`.
@@ -316,7 +296,7 @@ def parse(words: Sequence[str]) -> Options:
 def help_text() -> str:
     """The page that `launch --help` prints."""
     return "\n".join([
-        "usage: launch [options] [--] COMMAND ARGUMENTS…", "",
+        f"usage: {typed_name('launch')} [options] [--] COMMAND ARGUMENTS…", "",
         wrapped("Start COMMAND on every rank of the reservation that this shell stands in: Slurm, PBS, a hostfile, "
                 "or this machine alone. Options end at the first word that is not one: the rest is COMMAND's."), "",
         *option_lines(_OPTIONS), "",

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import overload
 
-from ezpz_llm.base import MOST_RANKS_ON_A_HOST, UserError
+from ezpz_llm.base import MOST_RANKS_ON_A_HOST, UserError, counted
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.devices import Devices
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
@@ -52,7 +52,7 @@ def place(allocation: Allocation, devices: Devices, ranks: int | None, per_host:
     if per_host is not None:
         wanted = per_host * len(hosts) if ranks is None else ranks
         if wanted > per_host * len(hosts):
-            raise UserError(f"{ranks} ranks do not fit on {len(hosts)} host(s) with {per_host} a host",
+            raise UserError(f"{ranks} ranks do not fit on {counted(len(hosts), 'host')} with {per_host} a host",
                             where=f"-n {ranks} --ppn {per_host}",
                             instead=f"-n {per_host * len(hosts)}, or a larger --ppn")
         room, source = [per_host] * len(hosts), "--ppn"
@@ -113,7 +113,7 @@ def _check_slots(allocation: Allocation, counts: list[int]) -> None:
         return
     for host, count in zip(allocation.hosts, counts, strict=True):
         if host.slots is not None and count > host.slots:
-            raise UserError(f"{count} ranks for host {host.name}, which has {host.slots} slot(s)",
+            raise UserError(f"{count} ranks for host {host.name}, which has {counted(host.slots, 'slot')}",
                             where=allocation.source, instead=f"--ppn {host.slots}, or more slots in the hostfile")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.base import UserError, counted, user_path
 from ezpz_llm.launch.addresses import Rendezvous, find_rendezvous, is_here, own_interfaces
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
@@ -84,6 +85,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
     Raises:
         UserError: any contradiction between what was typed, the environment and what is installed.
     """
+    _refuse_script(options)
     target = read_command(options.command)
     chosen = run_dir_of(target, options.run_dir)
     run_dir = RunDir(user_path(chosen).absolute()) if chosen else default_run_dir(target.name)
@@ -179,6 +181,25 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
 
 
 # The steps of a plan, in their order.
+def _refuse_script(options: Options) -> None:
+    """Refuse a Python script, or a module of ours, in place of a program.
+
+    Raises:
+        UserError: the first word is one and cannot be executed.
+    """
+    word, more = options.command[0], " …" if options.command[1:] else ""
+    # Words before it may well run it, and an image may have a program of its name.
+    if options.wrap or options.container or shutil.which(word) is not None:
+        return
+    if word.startswith("ezpz_llm."):
+        raise UserError(f"{word!r} is a Python module, not a program", where="the command to launch",
+                        instead=f"launch [options] python3 -m {word}{more}")
+    if word.endswith(".py"):
+        what = "a Python script, not a program" if Path(word).is_file() else "not a program, and not a file here"
+        raise UserError(f"{word!r} is {what}", where="the command to launch",
+                        instead=f"launch [options] python3 {shlex.quote(word)}{more}")
+
+
 def _select_allocation(options: Options, env: Mapping[str, str]) -> Allocation:
     """The reservation, or the part of it that the user named."""
     hosts_from = "--hostfile" if options.hostfile else "--hosts" if options.hosts else None
@@ -299,7 +320,7 @@ def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: 
     notes += [f"{name}={env[name]} is yours and stays" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:
-        notes.append(f"{placement.most} ranks share {binding.cpus_per_host} CPU(s) of a host")
+        notes.append(f"{placement.most} ranks share {counted(binding.cpus_per_host, 'CPU')} of a host")
     unused = len(allocation.hosts) - len(placement.ranks)
     if unused:
         notes.append(f"{unused} of {len(allocation.hosts)} hosts get no rank")

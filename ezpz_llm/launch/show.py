@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from ezpz_llm.base import counted
 from ezpz_llm.base.rows import aligned
 from ezpz_llm.launch.plan import LaunchPlan
 from ezpz_llm.rundir import redact, redact_words
@@ -108,7 +109,7 @@ def _launcher(plan: LaunchPlan) -> str:
 
 def _ranks(plan: LaunchPlan) -> str:
     hosts = ", ".join(plan.hosts[:4]) + (", …" if len(plan.hosts) > 4 else "")
-    return f"{len(plan.ranks)} on {len(plan.hosts)} host(s): {hosts} ({plan.ranks_source})"
+    return f"{len(plan.ranks)} on {counted(len(plan.hosts), 'host')}: {hosts} ({plan.ranks_source})"
 
 
 def _container(plan: LaunchPlan) -> list[str]:
@@ -125,7 +126,7 @@ def _binding(plan: LaunchPlan) -> str:
     else:
         how = "none"
     far = sum(distance == "far" for distance in binding.distances)
-    more = f"; {far} rank(s) of a host are on another socket than their device" if far else ""
+    more = f"; {counted(far, 'rank')} of a host on another socket than their device" if far else ""
     return f"{how} ({binding.source}){more}"
 
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError, data_dir, nearest, parse_toml, read_text, unknown, user_path
+from ezpz_llm.base import UserError, counted, data_dir, nearest, parse_toml, read_text, unknown, user_path
 from ezpz_llm.launch.schedulers import schedulers, step_launchers
 from ezpz_llm.launch.variables import SITE_VARIABLE
 
@@ -162,14 +162,15 @@ def _frozen(value: Any) -> Any:
 
 def _check_domains(site: Site, path: Path, text: str) -> None:
     if site.sockets > 1 and (not site.cores or len(site.cores) % site.sockets):
-        raise UserError(f"sockets is {site.sockets}, with {len(site.cores)} domain(s) in cores",
+        raise UserError(f"sockets is {site.sockets}, with {counted(len(site.cores), 'domain')} in cores",
                         where=_place(path, text, "sockets"), instead="a number that divides the domains evenly")
     if not site.device_domains:
         return
     count = site.devices_per_host
     if len(site.device_domains) != count or max(site.device_domains) >= len(site.cores):
         raise UserError(f"device_domains is {list(site.device_domains)}, with devices_per_host {count} and "
-                        f"{len(site.cores)} domain(s) in cores", where=_place(path, text, "device_domains"),
+                        f"{counted(len(site.cores), 'domain')} in cores",
+                        where=_place(path, text, "device_domains"),
                         instead="one number for each device, each the position of a domain in cores")
 
 

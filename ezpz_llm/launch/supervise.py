@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ezpz_llm.base import UserError, shown
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.launch.cleanup import die_with_parent, end_marked, start_janitor
 from ezpz_llm.launch.failures.differences import as_compared
 from ezpz_llm.launch.failures.facts import Postmortem, RunFacts, Stop, read_failures
@@ -276,7 +277,7 @@ class _Watch:
             left = len(self.plan.ranks) - len(ended)
             say(f"launch: {rank_ranges(ended)} {'has' if len(ended) == 1 else 'have'} ended with code 0 more than"
                 f" {_ONE_HAS_ENDED_S:.0f} s ago; {left} still run{'s' if left == 1 else ''}"
-                f" (ezpz-llm why {self.plan.run_dir.path} tells what they do)")
+                f" ({typable(f'ezpz-llm why {self.plan.run_dir.path}')} tells what they do)")
 
     def _tell(self, silent: list[RankLife], ranks: list[RankLife], limit_s: float) -> dict[int, Path]:
         """Have the stacks taken, of one rank that goes on too, and say where they are. Returns the files."""

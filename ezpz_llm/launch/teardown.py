@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from ezpz_llm.launch.cleanup import end_marked
+from ezpz_llm.launch.hostlist import rank_ranges
 from ezpz_llm.launch.liveness import HeartbeatMonitor
 from ezpz_llm.launch.node.messages import (
     ENDED,
@@ -158,4 +159,4 @@ def _awaited(report: NodeReport) -> str:
     """What a node has not cleared yet, by its last report."""
     if report.state == RANKS_ENDED:
         return "the launcher's own processes"
-    return f"rank(s) {', '.join(map(str, report.ranks))}" if report.ranks else "its ranks"
+    return rank_ranges(report.ranks) if report.ranks else "its ranks"

@@ -125,8 +125,9 @@ def check_pipeline_bubble(case: Case) -> Found:
     micro_batches = case.batch(case.layout.dp_size(case.world_size)).accumulation
     if micro_batches < stages:
         bubble = (stages - 1) / (micro_batches + stages - 1)
-        yield Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {micro_batches} "
-                                  f"micro batch(es) a step: (p - 1)/(m + p - 1); "
+        count = f"{micro_batches} micro batch{'' if micro_batches == 1 else 'es'}"
+        yield Repair(case.layout, f"{stages} pipeline stages idle {bubble:.0%} of the time with {count} "
+                                  f"a step: (p - 1)/(m + p - 1); "
                                   f"--gradient-accumulation-steps {4 * stages} would make it "
                                   f"{(stages - 1) / (5 * stages - 1):.0%}")
 

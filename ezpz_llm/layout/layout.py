@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, as_dataclass, unknown
+from ezpz_llm.base import UserError, as_dataclass, counted, unknown
 from ezpz_llm.dist.degrees import AXES, Degrees
 from ezpz_llm.layout.ds_config import OUR_BLOCK, DsConfig
 from ezpz_llm.layout.ds_config_overrides import translated_degrees
@@ -222,8 +222,8 @@ def crossing(layout: Layout, places: Places, can_run: Callable[[int, int], bool]
         return None
     first, last = cut[0] * layout.tp, cut[0] * layout.tp + layout.tp - 1
     hosts = [places[bisect_right(ends, rank)][0] for rank in (first, last)]
-    text = (f"warning: {len(cut)} tensor-parallel group(s) of {layout.tp} cross hosts, such as ranks {first} to "
-            f"{last} on {' to '.join(hosts)}")
+    text = (f"warning: {counted(len(cut), 'tensor-parallel group')} of {layout.tp} cross"
+            f"{'es' if len(cut) == 1 else ''} hosts, such as ranks {first} to {last} on {' to '.join(hosts)}")
     offers = _offers(layout, places, can_run)
     return f"{text}\n  instead: {' or '.join(offers)}" if offers else text
 

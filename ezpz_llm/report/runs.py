@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, counted
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.observe.trackers import flat
@@ -178,10 +178,11 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"{missing} steps between the first and the last have no line"
     skipped = steps[rows.column("skipped") > 0]
     if len(skipped):
-        yield f"{len(skipped)} step(s) were skipped and changed nothing, first step {skipped[0]}"
+        were = "was" if len(skipped) == 1 else "were"
+        yield f"{counted(len(skipped), 'step')} {were} skipped and changed nothing, first step {skipped[0]}"
     bad = steps[~np.isfinite(rows.column("loss"))]
     if len(bad):
-        yield f"the loss is not a number at {len(bad)} step(s), first at step {bad[0]}"
+        yield f"the loss is not a number at {counted(len(bad), 'step')}, first at step {bad[0]}"
 
 
 # Rows of a report: results, settings, and those in which runs differ.

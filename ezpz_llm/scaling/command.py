@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, user_path
+from ezpz_llm.base import UserError, counted, user_path
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.rundir import default_run_dir
 from ezpz_llm.scaling.options import Options, help_text, parse
 from ezpz_llm.scaling.precheck import plan_study
@@ -42,12 +43,13 @@ def main(argv: Sequence[str]) -> int:
         submit_points(study, folder, [point for point in study.points if point.name in names], options.submit)
         return 0
     if runs:
+        again = typable(f"ezpz-llm scale --study {folder}")
         try:
             run_all(study, folder, runs)
         except Cut as cut:
-            print(f"not finished: {cut}\n  continue with: ezpz-llm scale --study {folder}", flush=True)
+            print(f"not finished: {cut}\n  continue with: {again}", flush=True)
         except (KeyboardInterrupt, SystemExit):
-            print(f"ended; continue with: ezpz-llm scale --study {folder}", file=sys.stderr, flush=True)
+            print(f"ended; continue with: {again}", file=sys.stderr, flush=True)
             raise
     return _conclude(study, folder, options)
 
@@ -74,8 +76,9 @@ def _study(options: Options, typed: Sequence[str]) -> tuple[Study, Path]:
 def _described(study: Study, folder: Path, runs: int) -> str:
     rows = [f"study      {folder}",
             f"runs       {len(study.points)} points x {study.repeats}, of which {runs} are to be made"]
-    rows += [f"  {point.name:<24} {point.nodes} node(s), {point.ranks} rank(s), {point.global_batch} sequences a "
-             f"step ({point.micro_batch} a rank x {point.accumulation} micro-steps)" for point in study.points]
+    rows += [f"  {point.name:<24} {counted(point.nodes, 'node')}, {counted(point.ranks, 'rank')}, "
+             f"{point.global_batch} sequences a step "
+             f"({point.micro_batch} a rank x {point.accumulation} micro-steps)" for point in study.points]
     return "\n".join([*rows, *(f"note       {note}" for note in study.notes)])
 
 
@@ -90,5 +93,5 @@ def _conclude(study: Study, folder: Path, options: Options) -> int:
         report(folder, options.target)
     for repeat in failures:
         print(f"failed: {repeat.point} run {repeat.repeat}: {repeat.error}\n"
-              f"  ezpz-llm why {folder / repeat.run_dir}", flush=True)
+              f"  {typable(f'ezpz-llm why {folder / repeat.run_dir}')}", flush=True)
     return 1 if failures or to_make else 0

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ezpz_llm.base import UserError
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.rundir import RunDir, read_layout
 from ezpz_llm.scaling.efficiency import CONFIDENCE, DISAGREEING, Curve, Estimate, Measured
 
@@ -422,7 +423,7 @@ def explain_superlinear(curve: Curve, point: Measured) -> tuple[str, ...]:
     if not found:
         found.append(f"not explained: {curve.base.name}, which all others are compared with, is too slow for a "
                      "reason that was not measured; do not use this number before its runs have been looked at "
-                     f"(ezpz-llm explain {curve.base.first.run_dir})")
+                     f"({typable(f'ezpz-llm explain {curve.base.first.run_dir}')})")
     return tuple(found)
 
 

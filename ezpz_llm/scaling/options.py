@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import MOST_RANKS, MOST_REPEATS, UserError
-from ezpz_llm.base.parser import examples, wrapped
+from ezpz_llm.base.parser import examples, typed_name, wrapped
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -205,11 +205,12 @@ def _split_launch(words: tuple[str, ...]) -> tuple[LaunchOptions, tuple[str, ...
 
 def help_text() -> str:
     """The page that `scale --help` prints."""
+    name = typed_name("scale")
     return "\n".join([
-        "usage: ezpz-llm scale --nodes LIST [options] -- [launch [its options]] python3 -m ezpz_llm.train …",
-        "       ezpz-llm scale --nodes LIST [options] -- [launch [its options]] python3 mine.py …",
-        "       ezpz-llm scale --study D                    continue a study",
-        "       ezpz-llm scale report D | paper D | compare A B    each has --help", "",
+        f"usage: {name} --nodes LIST [options] -- [launch [its options]] python3 -m ezpz_llm.train …",
+        f"       {name} --nodes LIST [options] -- [launch [its options]] python3 mine.py …",
+        f"       {name} --study D                    continue a study",
+        f"       {name} report D | paper D | compare A B    each has --help", "",
         wrapped("Run the command on every size, several times in a random order, and say how it scales."), "",
         *option_lines(_OPTIONS), "",
         wrapped("Exit code: 0 where every run has ended well; 1 where one failed or is still to be run; 2 where a "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.parser import CommandParser, typed_name
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.report.figures import COLUMN, PAGE, Panel, mark, write_figure
 from ezpz_llm.rundir import write_file
@@ -21,7 +21,7 @@ _ESCAPED = str.maketrans({character: f"\\{character}" for character in "&%$#_{}"
 
 def main(argv: Sequence[str]) -> int:
     """`scale paper`; returns its exit code."""
-    parser = CommandParser(prog="ezpz-llm scale paper", shown=(
+    parser = CommandParser(prog=f"{typed_name('scale')} paper", shown=(
         "ezpz-llm scale paper runs/scale-20261122-011944",), description=(
         "Write a study's figure (PDF, SVG, PNG), its table (LaTeX, booktabs) and a paragraph that says what was "
         "measured and how, with the source of each number."))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_llm.base import UserError, as_dataclass, parse_json
+from ezpz_llm.base import UserError, as_dataclass, counted, parse_json
 from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.option_parsing import parse as parse_launch, read_command, value_of, without
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
@@ -259,8 +259,8 @@ def _strong(commands: Mapping[str, tuple[str, ...]], sizes: Sequence[Size],
         most = [ask(command, sizes[-1].ranks, directory, f"strong-{layout}-{sizes[-1].label}")
                 for layout, command in commands.items()]
         global_batch = str(max(answer.global_batch for answer in most))
-        note = (f"strong: every step has {global_batch} sequences, what {sizes[-1].ranks} rank(s) take by "
-                "themselves; --global-batch-size in the command gives another number")
+        note = (f"strong: every step has {global_batch} sequences, the default of "
+                f"{counted(sizes[-1].ranks, 'rank')}; --global-batch-size in the command gives another number")
     return [_Wanted("strong", layout, size, (*without(command, *_GLOBAL_BATCH, *_ACCUMULATION),
                                              _GLOBAL_BATCH[0], global_batch))
             for layout, command in commands.items() for size in sizes], note

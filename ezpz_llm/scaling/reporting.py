@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base.parser import CommandParser
+from ezpz_llm.base.parser import CommandParser, typed_name
 from ezpz_llm.observe.plots import COLOURS, LETTERS, Curve as Drawn, curves_plot
 from ezpz_llm.observe.tables import Table, table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_colour
@@ -46,7 +46,7 @@ def report(folder: Path, target: float = DEFAULT_TARGET, at: Sequence[int] = ())
 
 def report_main(argv: Sequence[str]) -> int:
     """`scale report`; returns its exit code."""
-    parser = CommandParser(prog="ezpz-llm scale report", shown=(
+    parser = CommandParser(prog=f"{typed_name('scale')} report", shown=(
         "ezpz-llm scale report runs/scale-20261122-011944 --target 0.9",), description=(
         "Say what a study came to, also while it is still running: tables, a fit, a page."))
     parser.add_argument("study", type=Path, metavar="STUDY", help="its folder")
@@ -61,7 +61,7 @@ def report_main(argv: Sequence[str]) -> int:
 
 def compare_main(argv: Sequence[str]) -> int:
     """`scale compare`; returns its exit code."""
-    parser = CommandParser(prog="ezpz-llm scale compare", shown=(
+    parser = CommandParser(prog=f"{typed_name('scale')} compare", shown=(
         "ezpz-llm scale compare runs/scale-a runs/scale-b",), description=(
         "Compare the points that two studies have in common."))
     parser.add_argument("studies", type=Path, nargs=2, metavar="STUDY", help="the folders of two studies")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ezpz_llm.base import counted
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.observe.tables import Table
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.scaling.efficiency import CONFIDENCE, Curve, Estimate, Measured, ratio
@@ -95,7 +97,7 @@ def contest_table(contest: Sequence[Measured]) -> Table:
         rows.append((point.ds_config, *_speed(point), f"{point.mfu:.1%}" if point.mfu is not None else "-",
                      _memory(point.peak_device_bytes), _memory(point.peak_host_bytes), f"{share.value:.1%}",
                      "-" if point is best else interval_text(share)))
-    size = f"{best.ranks} rank(s) on {best.nodes} node(s) ({best.mode})"
+    size = f"{counted(best.ranks, 'rank')} on {counted(best.nodes, 'node')} ({best.mode})"
     batches = {point.first.step_tokens for point in contest}
     held = f"{best.first.global_batch} sequences a step" if len(batches) == 1 else "each with a batch of its own"
     return Table(f"Layouts on {size}, {held}", (
@@ -193,5 +195,5 @@ def curve_notes(curve: Curve) -> tuple[str, ...]:
 
 def study_notes(findings: Findings) -> list[str]:
     """Notes of the whole study."""
-    left = f"{findings.missing} run(s) are still to be made: ezpz-llm scale --study continues them"
+    left = f"{counted(findings.missing, 'run')} left to do: {typable('ezpz-llm scale --study D')} continues them"
     return [*findings.notes, *([left] if findings.missing > 0 else [])]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ezpz_llm.base import EXIT_USAGE, run_command
+from ezpz_llm.base import EXIT_USAGE, counted, run_command
 from ezpz_llm.launch.precheck import check_first
 from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, default_run_dir, read_record, update_record, write_atomic
@@ -88,7 +88,7 @@ def _queue(job: Job, typed: list[str]) -> None:
 def _told(job: Job, jobs: list[str]) -> str:
     nodes, time_s = job.options.nodes, job.options.time_s
     return "\n".join([
-        f"queued     {', then '.join(jobs)}: {nodes} node(s), {clock(time_s)} at most",
+        f"queued     {', then '.join(jobs)}: {counted(nodes, 'node')}, {clock(time_s)} at most",
         f"queue      {_queue_line(job)}",
         f"ranks      {_ranks(job)}",
         f"run        {job.run_dir.path}",

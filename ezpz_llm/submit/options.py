@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ezpz_llm.base import MOST_HOSTS, MOST_REPEATS, MOST_SECONDS, UserError
-from ezpz_llm.base.parser import examples, wrapped
+from ezpz_llm.base.parser import examples, typed_name, wrapped
 from ezpz_llm.launch.option_parsing import (
     Option,
     Options as LaunchOptions,
@@ -155,8 +155,9 @@ def _split_launch(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, .
 
 def help_text() -> str:
     """The page that `submit --help` prints."""
+    name = typed_name("submit")
     return "\n".join([
-        "usage: ezpz-llm submit --nodes N --time T [options] [--] launch [its options] COMMAND ARGUMENTS…", "",
+        f"usage: {name} --nodes N --time T [options] [--] launch [its options] COMMAND ARGUMENTS…", "",
         wrapped("Check COMMAND, write a job script into the run directory, and queue it: sbatch, qsub, flux batch "
                 "or bsub."), "",
         *option_lines(_OPTIONS), "",

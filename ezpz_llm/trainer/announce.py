@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ezpz_llm.base import counted
 from ezpz_llm.base.rows import aligned
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenize_corpus import remarks as left_out
@@ -67,7 +68,7 @@ def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount
     tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
     peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
     rows = [
-        ("world", f"{dist.world_size} rank(s) ({dist.info.source}), {dist.device.type}{peak}, "
+        ("world", f"{counted(dist.world_size, 'rank')} ({dist.info.source}), {dist.device.type}{peak}, "
                   f"backend {dist.backend or 'none'}"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {plan.resolved.precision}"),
         ("batch", f"{batch.global_batch} sequences of {model.block_size} = {work.tokens} tokens a step "

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from ezpz_llm.base import UserError
+from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.data.tokenizers import Tokenizer
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.layout.value_source import Origin
@@ -27,7 +28,7 @@ def next_commands(session: Session) -> str:
         if not (session.failed or session.spikes.last_loss_non_finite):
             found.append(("train it further", _resume(session, place)))
     width = max(len(what) for what, _ in found)
-    return "next\n" + "".join(f"  {what:<{width}}  {command}\n" for what, command in found)
+    return "next\n" + "".join(f"  {what:<{width}}  {typable(command)}\n" for what, command in found)
 
 
 def _short(path: Path) -> str:

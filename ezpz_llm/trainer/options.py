@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,7 +13,8 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from ezpz_llm.base import NoFile, UserError, read_yaml, unknown
-from ezpz_llm.base.parser import HelpFormatter, examples, synonym, typed_name, wrapped
+from ezpz_llm.base.parser import HelpFormatter, examples, typed_name, wrapped
+from ezpz_llm.base.synonyms import synonym, unknown_option
 from ezpz_llm.layout.batch import SPELLINGS, option_of
 from ezpz_llm.layout.value_source import COMMAND_LINE, DEFAULT, Origin, ValueSource
 from ezpz_llm.trainer.config import FIELDS, FINE_TUNING, PRESETS, RECIPES, SECTIONS, TrainConfig
@@ -58,47 +59,6 @@ _FIRST = ("--model", "--corpus", "--tokenizer", "--ds-config", "--steps", "--glo
 _EXAMPLES = ("launch -n 2 python3 -m ezpz_llm.train",
              "launch python3 -m ezpz_llm.train --model gpt2-124m --corpus my_text/ --ds-config zero1",
              "launch python3 -m ezpz_llm.train --resume runs/train-20261122-011944 --steps 3000")
-_SYNONYMS = {
-    **dict.fromkeys(("--batch-size", "--batch", "--bs"), "--micro-batch-size (of a rank, at once) or "
-                    "--global-batch-size (of a step, over all ranks)"),
-    **dict.fromkeys(("--per-device-train-batch-size", "--train-micro-batch-size-per-gpu", "--micro-bsz"),
-                    "--micro-batch-size"),
-    **dict.fromkeys(("--train-batch-size", "--total-batch-size"), "--global-batch-size"),
-    **dict.fromkeys(("--grad-accum", "--grad-accumulation-steps"), "--gradient-accumulation-steps"),
-    **dict.fromkeys(("--learning-rate", "--max-lr"), "--lr"),
-    **dict.fromkeys(("--max-iters", "--max-steps", "--train-iters", "--num-steps", "--iterations"), "--steps"),
-    **dict.fromkeys(("--epochs", "--num-epochs", "--num-train-epochs"),
-                    "--steps (an epoch is the corpus's tokens / the tokens of a step)"),
-    **dict.fromkeys(("--output-dir", "--out-dir", "--save", "--out", "--output"), "--run-dir"),
-    **dict.fromkeys(("--data", "--dataset", "--data-path", "--data-dir", "--train-data"), "--corpus"),
-    **dict.fromkeys(("--deepspeed", "--deepspeed-config", "--zero", "--zero-stage", "--strategy"), "--ds-config"),
-    **dict.fromkeys(("--tensor-parallel", "--tp-size", "--tensor-model-parallel-size"), "--tp"),
-    **dict.fromkeys(("--pipeline-parallel", "--pp-size", "--pipeline-model-parallel-size"), "--pp"),
-    **dict.fromkeys(("--sequence-parallel", "--sp-size", "--context-parallel-size"), "--sp"),
-    **dict.fromkeys(("--seq-length", "--seq-len", "--sequence-length", "--max-length", "--context-length"),
-                    "--block-size"),
-    **dict.fromkeys(("--num-layers", "--layers", "--depth"), "--n-layer"),
-    **dict.fromkeys(("--hidden-size", "--width", "--d-model", "--dim"), "--n-embd"),
-    **dict.fromkeys(("--num-attention-heads", "--heads", "--num-heads"), "--n-head"),
-    **dict.fromkeys(("--dtype", "--bf16", "--fp16", "--mixed-precision", "--amp"), "--precision"),
-    **dict.fromkeys(("--warmup", "--lr-warmup-iters", "--warmup-iters"), "--warmup-steps"),
-    **dict.fromkeys(("--lr-scheduler", "--lr-scheduler-type", "--lr-decay-style"), "--schedule"),
-    **dict.fromkeys(("--clip-grad", "--max-grad-norm", "--gradient-clipping"), "--grad-clip"),
-    "--wandb": "--track wandb", "--tensorboard": "--track tensorboard",
-    "--report-to": "--track wandb or --track tensorboard",
-    **dict.fromkeys(("--gpus", "--num-gpus", "--nproc-per-node"), "launch -n N, before the command"),
-    "--num-workers": "leave it out: the data is read ahead, and there is nothing to set",
-    **dict.fromkeys(("--gradient-checkpointing", "--activation-checkpointing", "--checkpoint-activations"),
-                    "--recompute"),
-    **dict.fromkeys(("--save-interval", "--save-steps", "--checkpoint-every"), "--save-every"),
-    **dict.fromkeys(("--eval-interval", "--eval-steps"), "--eval-every"),
-    **dict.fromkeys(("--log-interval", "--logging-steps"), "--log-every"),
-    **dict.fromkeys(("--load", "--checkpoint", "--resume-from-checkpoint", "--ckpt"), "--resume"),
-    **dict.fromkeys(("--pretrained", "--model-name-or-path"), "--init-from"),
-    "--torch-compile": "--compile true", "--adam-beta1": "--beta1", "--adam-beta2": "--beta2",
-    "--adam-eps": "--eps",
-}
-"""Options of other trainers, and what says the same here."""
 
 
 class _FirstHelp(argparse.Action):
@@ -120,7 +80,7 @@ def build_parser() -> ArgumentParser:
     """The parser of `ezpz_llm.train`: one option a field of TrainConfig, plus those that choose values in bulk."""
     parser = ArgumentParser(prog=typed_name("train"), usage="%(prog)s [options]", add_help=False,
                             description="Train a GPT on text.", exit_on_error=False, epilog=examples(_EXAMPLES),
-                            formatter_class=HelpFormatter)
+                            formatter_class=HelpFormatter, allow_abbrev=False)
     hints = get_type_hints(TrainConfig)
     parser.add_argument("-h", "--help", nargs=0, action=_FirstHelp, help="print the most used options and end")
     parser.add_argument("--help-all", action="help", help="print this and end")
@@ -209,13 +169,11 @@ def dump(config: TrainConfig) -> str:
 def _unreadable(parser: ArgumentParser, argv: Sequence[str], error: Exception) -> UserError:
     """The message for a command line that jsonargparse refused."""
     options = [option for action in parser._actions for option in action.option_strings]
+    help_page = f"{parser.prog} --help-all lists all options"
     for word in argv:
         option = word.split("=")[0]
-        if option.startswith("--") and option not in options:
-            meant = synonym(option, options, _SYNONYMS)
-            if meant is not None:
-                return UserError(f"unknown option {option!r}", where=parser.prog, instead=meant)
-            return unknown("option", option, options, where=parser.prog)
+        if re.match("--?[A-Za-z]", option) and option not in options:
+            return unknown_option(option, options, where=parser.prog, remark=help_page)
     return _mistyped(error, "--", where=parser.prog)
 
 
@@ -229,7 +187,7 @@ def _mistyped(error: Exception, prefix: str, where: str) -> UserError:
     name = found and _NAMES.get(found[1], found[1])
     if found is None or name not in FIELDS:
         return UserError(text, where=where,
-                         instead="python3 -m ezpz_llm.train --help-all lists every option and its type")
+                         instead=f"{typed_name('train')} --help-all lists every option and its type")
     value, hint = found[2], get_type_hints(TrainConfig)[name]
     option = option_of(name) if prefix else found[1]
     if isinstance(FIELDS[name].default, str) and (choices := get_args(hint)):
@@ -256,7 +214,7 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     loaded = {SPELLINGS.get(name, name): value for name, value in loaded.items()}
     for name in loaded:
         if name not in settings:
-            raise unknown("setting", name, settings, where=os.fspath(path))
+            raise _unknown_setting(name, settings, where=os.fspath(path))
         if loaded[name] is None and settings[name].default is not None:
             raise UserError(f"{name} has no value", where=os.fspath(path),
                             instead="give it one, or delete the line")
@@ -269,3 +227,12 @@ def _from_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     except Exception as error:  # jsonargparse raises several types, each with the key and the reason in its text
         raise _mistyped(error, "", where=os.fspath(path)) from error
     return {**values, **({"preset": preset} if preset is not None else {})}
+
+
+def _unknown_setting(name: str, settings: Collection[str], where: str) -> UserError:
+    """Return the error for a name in a YAML file that is not a setting; other trainers' options are answered."""
+    programs, answer = synonym(f"--{name}", [f"--{setting.replace('_', '-')}" for setting in settings])
+    if answer is None:
+        return unknown("setting", name, settings, where=where)
+    as_settings = re.sub(r"--([a-z][a-z0-9-]*)", lambda option: option[1].replace("-", "_") + ":", answer)
+    return UserError(f"unknown setting {name!r}, an option of {programs}", where=where, instead=as_settings)

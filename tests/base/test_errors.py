@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from slowness import scaled
 
+from ezpz_llm import base
+from ezpz_llm.base import counted
 from ezpz_llm.base.errors import UserError, run_command, unknown
 from ezpz_llm.base.package_data import user_path
 
@@ -74,3 +79,13 @@ def test_an_unknown_name_offers_the_nearest_or_all():
     assert "zero1" in unknown("ds_config", "zer01", ["ddp", "zero1"]).instead
     assert "gpt2-124m" in unknown("model", "gpt2", ["gpt2-124m", "gpt3-125m", "tiny-gpt2"]).instead
     assert unknown("ds_config", "qqq", ["ddp", "zero1"]).instead == "known: ddp, zero1"
+
+
+def test_no_message_leaves_the_plural_to_the_reader():
+    assert (counted(1, "rank"), counted(2, "other host")) == ("1 rank", "2 other hosts")
+    found = []
+    for path in Path(base.__file__).parents[1].rglob("*.py"):
+        texts = (node.value for node in ast.walk(ast.parse(path.read_text()))
+                 if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        found += [(path.name, text) for text in texts if re.search(r"\w\(e?s\)", text)]
+    assert found == []

@@ -13,11 +13,8 @@ from slowness import scaled
 
 from ezpz_llm import cli
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.base.parser import SYNONYMS, CommandParser
+from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.cli import find_commands, module_of
-from ezpz_llm.launch import option_parsing
-from ezpz_llm.submit import options as submit_options
-from ezpz_llm.trainer import options as trainer_options
 
 
 def page(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
@@ -51,53 +48,11 @@ def test_the_usage_line_is_what_was_typed(typed, shown, capsys, monkeypatch):
     assert page(capsys, "report").startswith(shown)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [
-    ("--batch-size", "--micro-batch-size"), ("--batch_size", "--global-batch-size"), ("--learning-rate", "--lr"),
-    ("--epochs", "--steps"), ("--max-iters", "--steps"), ("--output-dir", "--run-dir"), ("--dataset", "--corpus"),
-    ("--tensor-parallel", "--tp"), ("--dtype", "--precision"), ("--lerning-rate", "--lr"),
-    ("--gpus", "launch"), ("--num-gpus", "launch"), ("--nproc-per-node", "launch"),
-    ("--num-workers", "leave"), ("--report-to", "tensorboard")])
-def test_options_of_other_trainers_are_answered_in_one_line(typed, meant):
-    with pytest.raises(UserError) as raised:
-        trainer_options.parse([typed, "3"])
-    assert meant in raised.value.instead.split()
-    assert "\n" not in raised.value.instead
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_a_tracker_is_answered_with_its_own_option(tracker):
-    with pytest.raises(UserError) as raised:
-        trainer_options.parse([f"--{tracker}"])
-    assert raised.value.instead == f"--track {tracker}"
-
-
 @pytest.mark.parametrize("word", ["status", "tail", "follow"])
 def test_what_others_call_watch_leads_there(word):
     with pytest.raises(UserError) as raised:
         cli._dispatch([word])
     assert raised.value.instead == "ezpz-llm watch"
-
-
-def test_what_is_offered_for_a_synonym_exists():
-    known = {word for action in trainer_options.build_parser()._actions for word in action.option_strings}
-    for typed, meant in trainer_options._SYNONYMS.items():
-        assert typed not in known
-        assert set(re.findall(r"--[a-z][a-z0-9-]*", meant)) <= known, typed
-
-
-@pytest.mark.parametrize(("words", "meant"), [
-    (["--nproc-per-node", "2"], "--ppn P"), (["-np", "2"], "-n N"), (["--num-gpus=4"], "--ppn P"),
-    (["--nnodes", "2"], "--nodes K"), (["--timeout", "9"], "--idle-timeout S")])
-def test_options_of_other_launchers_are_answered(words, meant):
-    with pytest.raises(UserError) as raised:
-        option_parsing.parse([*words, "x"])
-    assert raised.value.instead == meant
-
-
-def test_sbatchs_short_options_are_answered():
-    with pytest.raises(UserError) as raised:
-        submit_options.parse(["-t", "10", "launch", "x"])
-    assert raised.value.instead == "--time T"
 
 
 def test_a_mistake_in_any_command_is_one_message():
@@ -107,14 +62,38 @@ def test_a_mistake_in_any_command_is_one_message():
     for words, found, instead in (
             (["exprt"], "command: invalid choice: 'exprt'", "did you mean export?"),
             (["export", "--tokns", "1"], "unknown option '--tokns'", "did you mean --tokens?"),
-            (["export", "--max-new-tokens", "1"], "unknown option '--max-new-tokens'", "--tokens"),
-            (["export", "--tokens"], "argument --tokens: expected one argument", "export --help lists"),
-            (["export", "more"], "unrecognized arguments: more", "--help")):
+            (["export", "--max-new-tokens", "1"],
+             "unknown option '--max-new-tokens', an option of Hugging Face's Trainer", "--tokens"),
+            (["export", "--tokens"], "--tokens needs a value", "export --help lists"),
+            (["export", "more"], "unexpected: more", "--help")):
         with pytest.raises(UserError) as raised:
             parser.parse_args(words)
         assert raised.value.found == found
         assert instead in raised.value.instead
-    assert "--tokens" in SYNONYMS.values()
+
+
+@pytest.mark.parametrize("words", [
+    *([command, "--no-such-option"] for command in find_commands()),
+    ["report", "--html"], ["layouts", "--world", "x"], ["why", "--stacks", "q"], ["explain", "more", "more"],
+    ["checkpoint"], ["checkpoint", "exprt"], ["checkpoint", "export", "--shard-gb", "x"], ["data", "prepare"],
+    ["evaluate", "foo"], ["scale", "report"], ["scale", "report", "--x"], ["scale", "paper"], ["completion", "csh"],
+    ["generate", "run", "--tokens", "many"]], ids=" ".join)
+def test_each_command_reports_a_mistake_in_the_same_form(words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ezpz-llm", *words])
+    assert cli.main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    labels = [line[:11] for line in said.err.splitlines()]
+    assert labels[0].startswith("error: ")
+    assert labels[1:] in (["  where:   ", "  instead: "], ["  instead: "]), said.err
+    assert not re.search("usage:|argument |invalid .* value|expected one", said.err), said.err
+
+
+@pytest.mark.parametrize("command", find_commands())
+@pytest.mark.parametrize("begin", ["ezpz-llm ", "python3 -m ezpz_llm."])
+def test_each_usage_line_names_the_command_as_it_was_typed(command, begin, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{begin}{command}" if begin == "ezpz-llm " else "/a/path/__main__.py"])
+    assert page(capsys, command).startswith(f"usage: {begin}{command} ")
 
 
 def test_the_list_of_commands_is_grouped_and_every_line_leads_to_a_command():

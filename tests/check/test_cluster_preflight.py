@@ -54,7 +54,7 @@ def test_a_preflight_before_the_program(cluster: Cluster, tmp_path: Path) -> Non
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert "preflight: fit" in text
-    assert "8 of 8 ranks on 4 host(s)" in text
+    assert "8 of 8 ranks on 4 hosts" in text
     hosts = [(tmp_path / "r" / "logs" / f"rank{rank:04d}.log").read_text().strip() for rank in range(8)]
     assert hosts == [f"n{1 + rank // 2}" for rank in range(8)]
     report = json.loads((tmp_path / "r" / "preflight" / "preflight.json").read_text())
@@ -93,10 +93,10 @@ def test_an_unfit_reservation_runs_nothing(cluster: Cluster, tmp_path: Path) -> 
                     "bad   interface: n4: no interface fab0 (NCCL_SOCKET_IFNAME=fab0)",
                     "warn  environment: NCCL_CROSS_NIC differs: n3: 0, all others unset",
                     # SLURM_MPI_TYPE=none, as CALM says.
-                    "counts 1 rank(s) where the environment counts 8 (ranks 0-7)",
+                    "counts 1 rank where the environment counts 8 (ranks 0-7)",
                     "warn  devices: on n[1-4] local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 0)"):
         assert finding in text, text
-    assert "preflight: unfit: 3 thing(s) to mend" in text, text
+    assert "preflight: unfit: 3 things to mend" in text, text
 
 
 @pytest.mark.full

@@ -127,7 +127,7 @@ def test_what_a_login_node_and_a_job_look_like(tmp_path: Path) -> None:
     assert doctor.available({"PATH": str(tmp_path)}).found == "Slurm (sbatch) and PBS (qsub)"
     assert "not inside a job" in doctor.job("none", None, 1, None).found
     inside = doctor.job("slurm", "7", 2, time.time() + 3615)
-    assert inside.found == "inside slurm job 7: 2 host(s), 60 min left"
+    assert inside.found == "inside slurm job 7: 2 hosts, 60 min left"
     broken = list(doctor.reservation_checks({"PATH": "", "SLURM_JOB_ID": "7"}))
     assert [check.level for check in broken if check.topic == "job"] == ["bad"]
     assert doctor.site({"EZPZ_LLM_SITE": "polari"}).level == "bad"

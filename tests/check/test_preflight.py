@@ -127,12 +127,12 @@ CASES = {
     "a device in use": (setting("stages|ready|device|free", 10 * GIB), [5], "warn",
                         ["rank 5 on n3 has only 10.0 GiB of 40.0 GiB free"]),
     "another kind of GPU": (setting("stages|ready|device|name", "V100"), N3, "warn", ["n3: V100, all others A100"]),
-    "torch without the GPUs": (CPU, range(8), "bad", ["torch computes on the CPU on n[1-4]", "2 device(s)"]),
+    "torch without the GPUs": (CPU, range(8), "bad", ["torch computes on the CPU on n[1-4]", "2 devices"]),
     "ranks crowd on one core": (setting("cores", [0]), N3, "bad",
-                                ["on n3 2 ranks run on 1 core(s) (0), while cores 1-7 have none"]),
+                                ["on n3 2 ranks run on 1 core (0), while cores 1-7 have none"]),
     "ranks share some cores": (setting("cores", [0, 1, 2, 3]), N3, "warn",
                                ["ranks 4-5 share cores, while cores 4-7 have no rank"]),
-    "little memory": (setting("memory|free", GIB), N3, "warn", ["n3: only 1.0 GiB of memory for 2 rank(s) free"]),
+    "little memory": (setting("memory|free", GIB), N3, "warn", ["n3: only 1.0 GiB of memory for 2 ranks free"]),
     "Docker's /dev/shm": (setting("shm|free", 2**26), range(8), "warn", ["n[1-4]: only 64.0 MiB of /dev/shm free"]),
     "a full /tmp": (setting("tmp|free", 1000), N3, "warn", ["n3: only 1000 B of /tmp free"]),
     "a wrong clock": (setting("clock", [-65.0, 0.001]), N3[:1], "warn", ["the clock of n3 is 65.0 s behind"]),
@@ -151,7 +151,7 @@ CASES = {
     "oneCCL on TCP": (setting("stages|network", {"library": "oneCCL", "network": "tcp;ofi_rxm"}), range(8), "bad",
                       ["oneCCL chose 'tcp;ofi_rxm'"]),
     "MPI counts otherwise": (both(setting("stages|mpi|size", 1), setting("stages|mpi|rank", 0)), range(1, 8),
-                             "warn", ["counts 1 rank(s) where the environment counts 8 (ranks 1-7)"]),
+                             "warn", ["counts 1 rank where the environment counts 8 (ranks 1-7)"]),
     "MPI does not start": (setting("stages|mpi", {"error": "ImportError: libmpi.so"}), [2], "warn",
                            ["MPI cannot be started by rank 2: ImportError: libmpi.so"]),
     "MPI hangs": (both(setting("stuck_in", "mpi"), without("stages|mpi")), range(8), "warn",
@@ -344,8 +344,8 @@ def test_the_report_leads_with_the_worst_and_says_what_to_do() -> None:
     text = as_text(Report(Gathered(**healthy()), findings, 12.34))
     assert text.index("bad   versions: torch differs") < text.index("warn  room: n3")
     assert text.count("      do: ") == 2
-    assert text.splitlines()[-1] == ("preflight: unfit: 1 thing(s) to mend, 1 warning(s) (8 of 8 ranks on 4 "
-                                     "host(s) in 12.3 s)")
+    assert text.splitlines()[-1] == ("preflight: unfit: 1 thing to mend, 1 warning (8 of 8 ranks on 4 "
+                                     "hosts in 12.3 s)")
     assert "versions  python 3.11.7" in text
 
 

@@ -108,7 +108,7 @@ def test_a_hanging_torch_a_taken_port_one_core_and_one_device(tmp_path: Path) ->
     taken = f"bad   rendezvous: MASTER_PORT {port} cannot be bound on rank 0's host: Address already in use: "
     for finding in (taken +
                     f"pid {os.getpid()} (",
-                    f"2 ranks run on 1 core(s) ({core}), while cores",
+                    f"2 ranks run on 1 core ({core}), while cores",
                     "local ranks 0-1 share one device (CUDA_VISIBLE_DEVICES 7)",
                     "did not come back from importing torch and taking its device",
                     "torch differs: ", "2.11.0"):

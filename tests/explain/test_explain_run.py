@@ -197,7 +197,7 @@ def test_what_is_missing_or_damaged_is_said(runs, tmp_path, capsys):
     run_dir = RunDir(tmp_path / "a")
     run_dir.trace(1).unlink()
     assert explain([str(tmp_path / "a")]) == 0
-    assert "No trace of rank(s) 1: means are over the others" in capsys.readouterr().out
+    assert "No trace of rank 1: means are over the others" in capsys.readouterr().out
     assert diagnose(tmp_path / "a").as_record()["split"]["untraced"] == [1]
     assert diagnose(whole).as_record()["split"]["untraced"] == []
     (run_dir.profile / "host.json").write_text('{"torch": 1.0, "other": 1.0}')

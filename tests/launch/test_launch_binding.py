@@ -116,7 +116,7 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
     part = system_topology(site, _NO_DEVICES, root, (0, 1, 8, 9, 3))
     for topology, ranks, changes, why in (
         (None, 2, {}, "not known from here"),
-        (whole, 9, {}, "9 ranks share 8 core(s)"),
+        (whole, 9, {}, "9 ranks share 8 cores"),
         (whole, 1, {}, "one rank has its host's cores"),
         (whole, 2, {"allotted": 4}, "the job has 4 of a host's 16 CPUs"),
         (part, 2, {}, "only some of this host's cores"),
@@ -127,7 +127,7 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
     assert _bind("generic", whole, 2, "mpiexec", allotted=4).cores_per_rank == 1
     # Half a host of a site.
     assert _bind("perlmutter", site_topology(find_site("perlmutter", {})), 2, "mpiexec", allotted=64).kind == "none"
-    assert _bind("aurora", site_topology(find_site("aurora", {})), 103).source == "103 ranks share 102 core(s)"
+    assert _bind("aurora", site_topology(find_site("aurora", {})), 103).source == "103 ranks share 102 cores"
     # On one host its mask is that of all ranks; a core's two threads stay together, and a lone one counts as one.
     assert _bind("generic", part, 3, "mpiexec", hosts=1).cores == ("0,8", "1,9", "3")
     around = BindingInputs(2, 1, "torchrun", whole, None, (None, None))

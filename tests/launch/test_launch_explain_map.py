@@ -57,7 +57,7 @@ def test_the_map_of_a_slurm_job_of_two_hosts(tmp_path: Path) -> None:
 def test_a_group_that_crosses_hosts_is_warned_about_and_what_is_offered_has_none(tmp_path: Path) -> None:
     done = explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2")
     assert done.returncode == 0
-    assert done.stderr == ("warning: 1 tensor-parallel group(s) of 2 cross hosts, such as ranks 2 to 3 on n1 to "
+    assert done.stderr == ("warning: 1 tensor-parallel group of 2 crosses hosts, such as ranks 2 to 3 on n1 to "
                            "n2\n  instead: launch --ppn 2 or launch --ppn 4 or --tp 1\n")
     assert explained(tmp_path, "--ppn", "4", *TRAIN, "--ds-config", "tp2").stderr == ""
     assert explained(tmp_path, "--ppn", "3", *TRAIN, "--ds-config", "tp2", "--tp", "1").stderr == ""
@@ -148,7 +148,7 @@ def test_every_group_that_crosses_is_counted() -> None:
     split = {tuple(degrees.peers(rank, "tp")) for rank in range(16)
              if len({host_of[peer] for peer in degrees.peers(rank, "tp")}) > 1}
     text = crossing(layout, uneven, lambda world_size, tp: world_size % (tp * 2) == 0)
-    assert f"{len(split)} tensor-parallel group(s)" in text
+    assert f"{len(split)} tensor-parallel group{'s' * (len(split) > 1)} of" in text
     assert "ranks 4 to 7 on b to d" in text
     assert text.endswith("instead: launch --ppn 8 or launch --ppn 12 or --tp 1")
     assert crossing(layout, [("a", 8), ("b", 4), ("c", 4)], lambda *_: True) is None

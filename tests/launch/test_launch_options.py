@@ -44,7 +44,7 @@ def test_an_old_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[st
     ("", "no command"),
     ("-n 2", "no command"),
     ("--dryrun x", "--dry-run"),
-    ("--time 3 x", "unknown option --time"),
+    ("--time 3 x", "unknown option '--time'"),
     ("--launch mpiexec x", "--launcher"),
     ("-n", "-n needs a value"),
     ("-n 0 x", "'0' is not a whole number"),
@@ -113,7 +113,7 @@ def test_console_scripts_list_and_dispatch_without_torch(tmp_path: Path) -> None
     assert "[]" in listed.stdout
     assert "Other commands" not in listed.stdout, "each command is in a group"
     assert max(map(len, listed.stdout.splitlines())) < 80
-    assert "usage: launch" in ezpz_llm("launch", "--help").stdout
+    assert "usage: ezpz-llm launch" in ezpz_llm("launch", "--help").stdout
     wrong = ezpz_llm("lunch")
     assert wrong.returncode == 2
     assert "did you mean launch?" in wrong.stderr

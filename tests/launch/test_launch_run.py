@@ -141,6 +141,27 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("word", "found", "instead"), [
+    ("train.py", "'train.py' is a Python script, not a program", "launch [options] python3 train.py …"),
+    ("./train.py", "'./train.py' is a Python script, not a program", "launch [options] python3 ./train.py …"),
+    ("trian.py", "'trian.py' is not a program, and not a file here", "launch [options] python3 trian.py …"),
+    ("ezpz_llm.train", "'ezpz_llm.train' is a Python module", "launch [options] python3 -m ezpz_llm.train …")])
+def test_a_script_without_python_is_answered_before_the_start(word, found, instead, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    done = launch(tmp_path, "-n", "2", word, "--x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert found in done.stderr
+    assert f"instead: {instead}\n" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_can_be_executed_is_a_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("#!/bin/sh\necho ran\n")
+    (tmp_path / "train.py").chmod(0o755)
+    done = launch(tmp_path, "-n", "1", "./train.py")
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+
+
 def test_launchers_own_failure_is_seen(tmp_path: Path) -> None:
     """MPI_Abort has MPICH kill every process at once, the shims too: its code and the last lines still appear."""
     program = _script(tmp_path, """

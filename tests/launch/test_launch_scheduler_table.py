@@ -234,7 +234,7 @@ def test_flux_resources() -> None:
                                     {"rank": "0-1", "children": {"core": "0", "gpu": "0-1"}}]
     assert [host.devices for host in read_resources(json.dumps(found))[0]] == [2, 2, None]
     for text, why in (("{}", "RFC 20"), ("[]", "RFC 20"), (step_standin.resources("vm,vm", "0-1"), "on one host"),
-                      (step_standin.resources("h1", "0-1"), r"2 broker\(s\) on 1")):
+                      (step_standin.resources("h1", "0-1"), r"2 brokers on 1")):
         with pytest.raises(UserError, match=why):
             read_resources(text)
 
@@ -284,7 +284,7 @@ def test_lsf_on_summit(tmp_path: Path) -> None:
     found = find_allocation(env)
     assert [(host.name, host.slots, host.cores) for host in found.hosts] == [("h41n08", None, 42),
                                                                              ("h41n13", None, 42)]
-    assert found.notes == ("batch5 is the launch node: ranks run on the 2 other host(s)",)
+    assert found.notes == ("batch5 is the launch node: ranks run on the 2 other hosts",)
 
 
 def test_lsf_forms(tmp_path: Path) -> None:

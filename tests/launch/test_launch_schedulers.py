@@ -169,7 +169,7 @@ def test_slurm_end_time_and_cores() -> None:
 def test_contradictions_are_said_with_both_values() -> None:
     env = captured_env("slurm/env_sbatch_N2_no_ntasks.txt")
     (note,) = find_allocation(env | {"SLURM_JOB_NODELIST": "n1"}).notes
-    assert note == "SLURM_JOB_NUM_NODES is 2, but SLURM_JOB_NODELIST=n1 names 1 host(s): the list counts"
+    assert note == "SLURM_JOB_NUM_NODES is 2, but SLURM_JOB_NODELIST=n1 names 1 host: the list counts"
     with pytest.raises(UserError, match="tasks for 2 nodes, but 1 hosts"):
         find_allocation(captured_env("slurm/env_sbatch_script.txt") | {"SLURM_JOB_NODELIST": "n1"})
     (note,) = find_allocation(env | {"SLURM_RESTART_COUNT": "1"}).notes

@@ -290,7 +290,7 @@ def test_the_same_under_mpiexec(tmp_path: Path) -> None:
     assert {distance for _, _, distance in _bound(own)} == {"near"}
     # Half of Aurora's ranks all take devices of its first socket: both sockets' cores stay in use, as a note says.
     half = _plan("--ppn 6 python3 x.py", _pbs(tmp_path, ("a1",), EZPZ_LLM_SITE="aurora"))
-    assert ("3 of 6 rank(s) of a node are not near their device: local rank 3 has cores 53-69, and device 3 is on "
+    assert ("3 of 6 ranks of a node are not near their device: local rank 3 has cores 53-69, and device 3 is on "
             "another socket") in half.notes
 
 
@@ -304,7 +304,7 @@ def test_the_key_that_device_domains_replaced_is_noted(tmp_path: Path) -> None:
 def test_more_ranks_than_the_job_has_cpus(tmp_path: Path) -> None:
     plan = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 1))
     assert " -c 1 --cpu-bind=cores --overcommit " in _line(plan)
-    assert "2 ranks share 1 CPU(s) of a host" in plan.notes
+    assert "2 ranks share 1 CPU of a host" in plan.notes
     enough = _plan("--ppn 2 python3 x.py", _slurm(tmp_path, "n[1-2]", 2, 2))
     assert "--overcommit" not in _line(enough)
     assert not any("share" in note for note in enough.notes)
@@ -327,7 +327,7 @@ def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkey
     monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
     plan = _plan("--site polaris python3 x.py", _slurm(tmp_path, "localhost", 1, 2))
     assert "site polaris has pbs, and this is a job of slurm" in plan.notes
-    assert any(note.startswith("3 device(s) here") and note.endswith("polaris have 4") for note in plan.notes)
+    assert any(note.startswith("3 devices here") and note.endswith("polaris have 4") for note in plan.notes)
     assert len(plan.ranks) == 3
 
 
@@ -355,12 +355,12 @@ def test_a_plan_of_ten_thousand_hosts_takes_less_than_half_a_second(tmp_path: Pa
     hosts = tuple(f"x{4000 + number // 64}c{number // 8 % 8}s{number % 8}b0n0" for number in range(10624))
     env = clean_env(**_pbs(tmp_path, hosts, PBS_O_HOST="aurora-uan-0010"))
     spent, text = _dry_run_cpu_s(tmp_path, env)
-    assert "127488 on 10624 host(s)" in text
+    assert "127488 on 10624 hosts" in text
     assert "127487" in text
     assert len(text.splitlines()) < 120
     of_two, _ = _dry_run_cpu_s(tmp_path, clean_env(**_pbs(tmp_path, hosts[:2], PBS_O_HOST="aurora-uan-0010")))
     assert spent < max(0.5, 5 * of_two)
     spent, text = _dry_run_cpu_s(tmp_path, clean_env(**_slurm(tmp_path, "frontier[00001-10000]", 10000, 64,
                                                               SLURM_CLUSTER_NAME="frontier")))
-    assert "80000 on 10000 host(s)" in text
+    assert "80000 on 10000 hosts" in text
     assert spent < max(0.5, 5 * of_two)

@@ -67,7 +67,7 @@ def test_resumed_with_another_batch_cut_short_and_not_a_number(tmp_path):
     said = " ".join(run.notes)
     for part in ("begin at step 11: it continues runs/first",
                  "from step 21 on a step has 4,096 tokens, before 2,048", "1 steps between",
-                 "not a number at 1 step(s), first at step 31"):
+                 "not a number at 1 step, first at step 31"):
         assert part in said
     assert "Nothing to draw" not in report_page([run])
     assert "loss (nats/token)" in report_text([run], 80, colour=False)

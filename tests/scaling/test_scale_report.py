@@ -84,11 +84,11 @@ def test_the_terminal_says_everything(folder):
     assert "\x1b" not in text
     for part in ("Weak scaling, ddp: 4 sequences a step and device at every size",
                  "Strong scaling, zero3: 64 sequences a step at every size",
-                 "Layouts on 4 rank(s) on 4 node(s) (strong), 64 sequences a step", "baseline", "95% interval",
+                 "Layouts on 4 ranks on 4 nodes (strong), 64 sequences a step", "baseline", "95% interval",
                  "strong-zero3-n4-r4: 1 of 3 runs failed", "rank 1 was killed (code 137)", "exposed", "3 n4 (3/3)",
                  "weak scaling: efficiency (%) over nodes", "A weak ddp: measured; line: by its fit",
                  "Fit of the step time of zero3", "divided", "By the fit of ddp",
-                 "efficiency stays at 80% or above", "a note of the study", "1 run(s) are still to be made",
+                 "efficiency stays at 80% or above", "a note of the study", "1 run left to do",
                  "41.0%"):
         assert part in text, part
     assert max(map(len, text.splitlines())) < 130
@@ -148,7 +148,7 @@ def test_what_of_a_study_is_gone_or_damaged_is_said(tmp_path):
 
 def test_a_study_of_layouts_and_one_of_two_sizes(tmp_path):
     layouts = findings_text(find(make_study(tmp_path / "one", modes=("strong",), sizes=(2,))), 100, colour=False)
-    assert "Layouts on 2 rank(s) on 2 node(s)" in layouts
+    assert "Layouts on 2 ranks on 2 nodes" in layouts
     assert "of fastest" in layouts
     assert "scaling:" not in layouts
     two = findings_text(find(make_study(tmp_path / "two", sizes=(1, 2))), 100, colour=False)

@@ -105,7 +105,7 @@ def test_weak_keeps_a_ranks_batch_and_strong_the_whole_one(tmp_path: Path) -> No
                  "--gradient-accumulation-steps", "3")
     assert batches(found) == {"weak-ddp-r1": (6, 2, 3), "weak-ddp-r2": (12, 2, 3),
                               "strong-ddp-r1": (12, 2, 6), "strong-ddp-r2": (12, 2, 3)}
-    assert "strong: every step has 12 sequences, what 2 rank(s) take by themselves" in found.notes[0]
+    assert "strong: every step has 12 sequences, the default of 2 ranks" in found.notes[0]
     # A global batch is the strong study's own; the weak one takes from it what a rank has at the smallest size.
     found = plan(tmp_path, "--ranks 2,4 --mode both --ds-config ddp,tp2", *TRAIN, "--global-batch-size", "16")
     assert batches(found) == {
@@ -294,7 +294,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
     code, said = scale(tmp_path, "--ranks", "1,2", "--repeats", "2", "--study", "s", "--dry-run", "--", *TRAIN)
     assert code == 0, said
     assert "2 points x 2, of which 4 are to be made" in said
-    assert "2 rank(s)" in said
+    assert "2 ranks" in said
     assert not (tmp_path / "s").exists()
     code, said = scale(tmp_path, "reprot", "s")
     assert (code, "ezpz-llm scale report D" in said) == (2, True)

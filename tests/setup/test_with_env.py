@@ -242,6 +242,15 @@ def test_unchanged_pyproject_with_a_newer_date_costs_nothing(ready: Checkout) ->
 
 
 @pytest.mark.full
+def test_suggested_commands_begin_as_with_env_was_typed(ready: Checkout) -> None:
+    typed = ready.command()[0].replace(" ", "\\ ")
+    bare, own = "/usr/bin:/bin", f"{ready.venv / 'bin'}:/usr/bin:/bin"
+    assert ready.run("printenv", "EZPZ_LLM_WITH_ENV", PATH=bare).stdout == f"{typed}\n"
+    assert ready.run("printenv", "EZPZ_LLM_WITH_ENV", PATH=own).stdout == "", "launch is on PATH"
+    assert f"instead: {typed} launch --dry-run" in ready.run("launch", "--json", "x", PATH=bare).stderr
+
+
+@pytest.mark.full
 def test_own_mpiexec_comes_after_a_sites(ready: Checkout, tmp_path: Path) -> None:
     ours, site = ready.venv / "mpi" / "mpiexec", tmp_path / "site" / "mpiexec"
     write_program(site, "echo site")

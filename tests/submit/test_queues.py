@@ -36,9 +36,9 @@ def test_the_first_queue_that_takes_the_job(nodes: int, hours: int, jobs: int, q
 
 
 @pytest.mark.parametrize(("queue", "nodes", "hours", "jobs", "said", "instead"), [
-    (None, 1, 73, 1, r"no queue of mine takes 1 node\(s\) for 3-01:00:00: short takes 1:00:00 at most;", "--nodes"),
+    (None, 1, 73, 1, r"no queue of mine takes 1 node for 3-01:00:00: short takes 1:00:00 at most;", "--nodes"),
     ("short", 64, 1, 1, "it takes 1 to 10 nodes$", "--queue big or long, or"),
-    ("short", 1, 2, 2, r"2:00:00, 2 times: it takes 1:00:00 at most and takes 1 job\(s\) of a", "--queue long"),
+    ("short", 1, 2, 2, r"2:00:00, 2 times: it takes 1:00:00 at most and takes 1 job of a", "--queue long"),
     ("big", 30, 7, 1, "it takes 6:00:00 at most$", "--queue long"),
     ("big", 5, 1, 1, "takes 10 to 24 nodes, or takes 25 to 99 nodes$", "--queue short"),
 ])
@@ -115,7 +115,7 @@ def test_which_scheduler(tmp_path: Path) -> None:
     assert "#PBS -m abe" in done.stdout.splitlines()
     assert "# queue      the scheduler's own choice" in done.stdout
     done = _submit(tmp_path, *_JOB, "--site", "polaris", "--queue", "debug", "--dry-run", *_COMMAND)
-    assert "queue debug of polaris does not take 2 node(s) for 1:30:00: it takes 1:00:00 at most" in done.stderr
+    assert "queue debug of polaris does not take 2 nodes for 1:30:00: it takes 1:00:00 at most" in done.stderr
 
 
 def test_requirements_of_lsf_are_combined() -> None:

@@ -177,7 +177,7 @@ def test_a_few_bad_steps_are_skipped_and_the_run_goes_on(alone, tmp_path):
     assert "skipped steps   2: they changed nothing\n" in done.out
     assert read_record(RunDir(tmp_path / "run"))["summary"]["skipped_steps"] == 2
     [run_] = load_runs([tmp_path / "run"])
-    assert "2 step(s) were skipped and changed nothing, first step 5" in run_.notes
+    assert "2 steps were skipped and changed nothing, first step 5" in run_.notes
     assert complete(RunDir(tmp_path / "run").checkpoints)[-1].name == "step-00000012"
 
 

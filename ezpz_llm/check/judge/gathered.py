@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ezpz_llm.base import grouped
+from ezpz_llm.base.shell_commands import typable_text
 from ezpz_llm.launch.hostlist import fold_numbers
 
 Facts = Mapping[str, Any]
@@ -46,8 +47,8 @@ def judged(topic: str, found: str, *problems: tuple[bool, Level, str]) -> Findin
 
 def findings_text(findings: Iterable[Finding]) -> str:
     """A line a finding, its remedy under it; empty without any."""
-    return "".join(f"{one.level:<5} {one.topic}: {one.found}\n" + f"      do: {one.instead}\n" * bool(one.instead)
-                   for one in findings)
+    return "".join(f"{one.level:<5} {one.topic}: {one.found}\n"
+                   + (f"      do: {typable_text(one.instead)}\n" if one.instead else "") for one in findings)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ezpz_llm.base import grouped
+from ezpz_llm.base import counted, grouped
 from ezpz_llm.check.judge.gathered import (
     MPI,
     READY,
@@ -72,7 +72,7 @@ def _unused(gathered: Gathered) -> Iterator[Finding]:
         names = host_ranges(facts["host"] for facts in on_cpu)
         yield Finding("bad" if driver else "warn", "devices",
                       f"torch computes on the CPU on {names}, though {on_cpu[0]['devices']['source']} shows "
-                      f"{len(on_cpu[0]['devices']['ids'])} device(s)",
+                      f"{counted(len(on_cpu[0]['devices']['ids']), 'device')}",
                       "a torch built for these devices and their driver (ezpz-llm doctor says which is installed)")
 
 
@@ -111,7 +111,7 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
     if len(used) < len(ranks):
         more = f", while cores {fold_numbers(idle)} have none" if idle else ""
         return ("bad" if idle else "warn",
-                f"{len(ranks)} ranks run on {len(used)} core(s) ({fold_numbers(used)}){more}")
+                f"{len(ranks)} ranks run on {counted(len(used), 'core')} ({fold_numbers(used)}){more}")
     sharing = [facts["rank"] for facts, mask in zip(ranks, masks, strict=True)
                if sum(bool(mask & other) for other in masks) > 1]
     # Ranks that all may use the whole host are unbound, which is no mistake.
@@ -123,7 +123,7 @@ def _shared_cores(ranks: Sequence[Facts]) -> tuple[Level, str] | None:
 
 def _room(gathered: Gathered) -> Iterator[Finding]:
     wants = [(host, *want) for host, ranks in gathered.by_host().items() for want in (
-        (f"memory for {len(ranks)} rank(s)", ranks[0]["memory"]["free"], LEAST_MEMORY_A_RANK * len(ranks),
+        (f"memory for {counted(len(ranks), 'rank')}", ranks[0]["memory"]["free"], LEAST_MEMORY_A_RANK * len(ranks),
          "end other processes there, or fewer ranks a host"),
         ("/dev/shm", ranks[0]["shm"]["free"], LEAST_SHARED_MEMORY,
          "a larger one (docker --shm-size, mount -o remount,size=…)"),
@@ -229,7 +229,7 @@ def _mpi(gathered: Gathered) -> Iterator[Finding]:
              if facts["world_size"] == gathered.world_size
              and (answer["rank"], answer["size"]) != (facts["rank"], facts["world_size"])]
     for (size, library), numbers in grouped(wrong).items():
-        yield Finding("warn", "MPI", f"MPI ({library}) counts {size} rank(s) where the environment counts "
+        yield Finding("warn", "MPI", f"MPI ({library}) counts {counted(size, 'rank')} where the environment counts "
                                      f"{gathered.world_size} ({rank_ranges(numbers)})",
                       "for programs that use MPI: the mpiexec (or srun --mpi plug-in) of mpi4py's own MPI library")
     failed = [(facts["stages"][MPI]["error"], facts["rank"]) for facts in gathered.told

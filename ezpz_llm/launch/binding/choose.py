@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ezpz_llm.base import apportioned
+from ezpz_llm.base import apportioned, counted
 from ezpz_llm.launch.binding.topology import Core, Domain, Topology
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.sites import Site
@@ -145,7 +145,7 @@ def _hindrance(site: Site, around: BindingInputs) -> str | None:
     if topology is None or not topology.cores:
         return "the hosts' cores are not known from here"
     if around.ranks > len(topology.cores):
-        return f"{around.ranks} ranks share {len(topology.cores)} core(s)"
+        return f"{around.ranks} ranks share {counted(len(topology.cores), 'core')}"
     cpus = sum(map(len, topology.cores)) * (site.threads_per_core if site.cores else 1)
     if around.allotted is not None and around.allotted < cpus:
         return f"the job has {around.allotted} of a host's {cpus} CPUs, and nothing says which"

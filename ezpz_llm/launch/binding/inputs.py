@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ezpz_llm.base import counted
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.binding.choose import COUNTING, Binding, BindingInputs, bind, device_order, near_in_order
 from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
@@ -47,12 +48,12 @@ def device_notes(placement: Placement, devices: Devices, allocation: Allocation)
     notes = []
     if idle:
         host, has, count = idle[0]
-        notes.append(f"IDLE DEVICES: {count} rank(s) for the {has} devices of {host}{_more(idle)}; --ppn {has} uses"
-                     f" all ({devices.source})")
+        notes.append(f"IDLE DEVICES: {counted(count, 'rank')} for the {has} devices of {host}{_more(idle)};"
+                     f" --ppn {has} uses all ({devices.source})")
     if shared:
         host, has, count = shared[0]
-        notes.append(f"{count} ranks for the {has} device(s) of {host}{_more(shared)}: some share one or have none;"
-                     f" --ppn {has} gives one to each ({devices.source})")
+        notes.append(f"{count} ranks for the {counted(has, 'device')} of {host}{_more(shared)}:"
+                     f" some share one or have none; --ppn {has} gives one to each ({devices.source})")
     return tuple(notes)
 
 
@@ -69,8 +70,8 @@ def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mappin
         notes.append(f"site {site.name} has {site.scheduler}, and this is a job of {allocation.scheduler}")
     count = site.devices_per_host
     if count and devices.source not in MASKS and len(devices.ids) != count:
-        notes.append(f"{len(devices.ids)} device(s) here ({devices.source}), and hosts of site {site.name} have"
-                     f" {count}")
+        notes.append(f"{counted(len(devices.ids), 'device')} here ({devices.source}), and hosts of site"
+                     f" {site.name} have {count}")
     return tuple(notes)
 
 
@@ -105,8 +106,9 @@ def _distance_notes(binding: Binding, around: BindingInputs) -> tuple[str, ...]:
     if away:
         rank, distance = away[0]
         where = "on another socket" if distance == "far" else "in another NUMA domain of their socket"
-        return (f"{len(away)} of {around.ranks} rank(s) of a node are not near their device: local rank {rank} has"
-                f" cores {binding.cores[rank]}, and device {binding.devices[rank]} is {where}",)
+        return (f"{len(away)} of {counted(around.ranks, 'rank')} of a node are not near their device:"
+                f" local rank {rank} has cores {binding.cores[rank]}, and"
+                f" device {binding.devices[rank]} is {where}",)
     if binding.kind == "depth" and not binding.cores and not near_in_order(around):
         return (f"{around.launcher} deals cores in order, and not every rank's are near its device: binding = "
                 '"list" in the site file deals them by device_domains',)
@@ -147,8 +149,8 @@ def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -
     if len(shares) < 2 or not min(shares) or binding.cpus_per_rank is None:
         return ()
     (least, least_cores, few), (most, most_cores, many) = shares[min(shares)], shares[max(shares)]
-    return (f"hosts differ: {least_cores} CPU(s) for {few} rank(s) on {least}, {most_cores} for {many} on {most};"
-            f" every rank gets {binding.cpus_per_rank}",)
+    return (f"hosts differ: {counted(least_cores, 'CPU')} for {counted(few, 'rank')} on {least},"
+            f" {most_cores} for {many} on {most}; every rank gets {binding.cpus_per_rank}",)
 
 
 def _order(ids: Sequence[str], order: Sequence[str], ranks: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ezpz_llm.base import grouped
+from ezpz_llm.base.shell_commands import typable_text
 from ezpz_llm.launch.failures import log_kinds, log_patterns
 from ezpz_llm.launch.failures.classify import Finding, has_crashed, what_was_lost, words_before_a_crash
 from ezpz_llm.launch.failures.facts import Failure, Raised
@@ -79,9 +80,9 @@ def as_text(findings: Findings, with_lines: bool = True) -> str:
     lines += [f"  {line}" for line in (*_others(findings), *_absent(findings), *_behind(findings))]
     lines += [f"  {found.source}: {_short(found.text)}" for found in _to_show(findings)]
     if findings.advice:
-        lines.append(f"  try: {findings.advice}")
+        lines.append(f"  try: {typable_text(findings.advice)}")
     if findings.resume and "--resume" not in (findings.advice or ""):
-        lines.append(f"  resume: {findings.resume}")
+        lines.append(f"  resume: {typable_text(findings.resume)}")
     # With a line end in it, a host's name or a reason out of another user's run.json would pass for a line of ours.
     return "\n".join(line.replace("\n", " ") for line in lines)
 

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ezpz_llm.base import UserError, ask_command, parse_json
+from ezpz_llm.base import UserError, ask_command, counted, parse_json
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
 from ezpz_llm.launch.hostlist import expand_hosts, expand_numbers, short_name
 from ezpz_llm.launch.schedulers.scheduler import (
@@ -96,7 +96,7 @@ def read_resources(text: str) -> tuple[tuple[Host, ...], float | None]:
     ranks = [(rank, entry["children"]) for entry in execution.get("R_lite") or () for rank in _ids(entry["rank"])]
     ranks.sort(key=lambda one: one[0])
     if not names or len(names) != len(ranks):
-        raise UserError(f"its resources have {len(ranks)} broker(s) on {len(names)} host(s)")
+        raise UserError(f"its resources have {counted(len(ranks), 'broker')} on {counted(len(names), 'host')}")
     if len({short_name(name) for name in names}) < len(names):
         raise UserError(f"several of its brokers are on one host: {', '.join(names[:4])}")
     # Its cores are none of the CPUs that a rank is bound to, where these are hardware threads.

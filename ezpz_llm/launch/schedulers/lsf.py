@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, read_text, whole_number
+from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, counted, read_text, whole_number
 from ezpz_llm.launch.hostlist import count_repeats
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
@@ -103,7 +103,7 @@ def _by_steps(job_id: str, counts: Mapping[str, int], source: str) -> Allocation
     first, *others = counts
     notes: tuple[str, ...] = ()
     if others and counts[first] == 1 < min(counts[name] for name in others):
-        notes = (f"{first} is the launch node: ranks run on the {len(others)} other host(s)",)
+        notes = (f"{first} is the launch node: ranks run on the {counted(len(others), 'other host')}",)
     else:
         others = [first, *others]
     hosts = tuple(Host(name, cores=counts[name]) for name in sorted(others))

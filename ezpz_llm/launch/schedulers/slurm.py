@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ezpz_llm.base import UserError, ask_command, epoch, system_text, whole_number
+from ezpz_llm.base import UserError, ask_command, counted, epoch, system_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import (
     CANCELLED,
     ENDED,
@@ -181,7 +181,7 @@ def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]
     number, in_job = (whole_number(env.get(name, "")) for name in (names.number_of_hosts, _JOB.number_of_hosts))
     if number is not None and number != len(hosts):
         notes.append(f"{names.number_of_hosts} is {number}, but {names.hosts}={env.get(names.hosts)} names "
-                     f"{len(hosts)} host(s): the list counts")
+                     f"{counted(len(hosts), 'host')}: the list counts")
     if names is _STEP and in_job is not None and in_job > len(hosts):
         notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job, with {len(hosts)} of its {in_job} hosts:"
                      " those of the step count")

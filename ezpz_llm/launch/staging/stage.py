@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir
+from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, counted
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
@@ -91,8 +91,8 @@ def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
 def _told(archives: Sequence[Archive], way: str, plan: LaunchPlan, place: Path) -> str:
     files, size = sum(archive.files for archive in archives), sum(archive.bytes for archive in archives)
     made = "made now" if any(archive.is_new for archive in archives) else "as it was archived"
-    return (f"staging    {files} files, {size / 1e6:.0f} MB ({made}) to {place} on {len(plan.hosts)} host(s) by"
-            f" {way}")
+    return (f"staging    {files} files, {size / 1e6:.0f} MB ({made}) to {place} on"
+            f" {counted(len(plan.hosts), 'host')} by {way}")
 
 
 def _send(plan: LaunchPlan, options: Options, archives: Sequence[Archive], folder: Path) -> None:

@@ -1,0 +1,79 @@
+"""Options of other trainers and launchers, as data, and the error for an option that a command does not have."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from ezpz_llm.base.errors import UserError, nearest
+from ezpz_llm.base.outside import parse_toml, read_text
+
+_TABLE = Path(__file__).with_name("synonyms.toml")
+_CUTOFF = 0.9
+"""Similarity from which an option is a misspelled synonym: --lerning-rate is, --layr is not."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option of another program; see synonyms.toml."""
+
+    option: str
+    program: str
+    docs: str
+    answers: tuple[str, ...]
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Return the table, in the order of the file."""
+    tables = parse_toml(read_text(_TABLE), str(_TABLE)).values()
+    return tuple(Row(option, table["program"], table["docs"], tuple(answers))
+                 for table in tables for option, answers in table["options"].items())
+
+
+def rows_of(option: str) -> list[Row]:
+    """Return the rows of an option, spelled with `_` or `-`, or else of the synonym that it misspells."""
+    by_name: dict[str, list[Row]] = {}
+    for row in rows():
+        by_name.setdefault(_with_dashes(row.option), []).append(row)
+    name = _with_dashes(option)
+    similar = get_close_matches(name, by_name, 1, _CUTOFF)
+    return by_name.get(name) or [row for near in similar for row in by_name[near]]
+
+
+def synonym(option: str, known: Collection[str]) -> tuple[str, str | None]:
+    """Return the programs that have an option, "" if none, and what to type instead, None if nothing is known."""
+    found = rows_of(option)
+    answers = (answer for row in found for answer in row.answers)
+    return (" and ".join(dict.fromkeys(row.program for row in found)),
+            next((answer for answer in answers if all(name in known for name in options_in(answer))), None))
+
+
+def unknown_option(option: str, known: Collection[str], *, where: str | None = None, remark: str = "") -> UserError:
+    """Return the error for an option that a command does not have.
+
+    It names the programs whose option it is, and what to type instead: an option of this command, if one has the
+    same meaning or a similar name. `remark` follows a guess, and stands alone where there is no guess.
+    """
+    if _with_dashes(option) in known:
+        return UserError(f"unknown option {option!r}", where=where, instead=_with_dashes(option))
+    programs, answer = synonym(option, known)
+    message = f"unknown option {option!r}" + (f", an option of {programs}" if programs else "")
+    if answer is not None:
+        return UserError(message, where=where, instead=answer)
+    near = [] if programs else nearest(option, known)
+    guess = f"did you mean {' or '.join(near)}?" if near else ""
+    return UserError(message, where=where, instead=f"{guess} {remark}".strip())
+
+
+def options_in(answer: str) -> Sequence[str]:
+    """Return the options that an answer offers of the command itself."""
+    return re.findall(r"(?<!\S)-{1,2}[A-Za-z][A-Za-z0-9-]*", answer) if answer.startswith("-") else []
+
+
+def _with_dashes(option: str) -> str:
+    return option.replace("_", "-")
