@@ -15,7 +15,7 @@ from ezpz_llm.base.rows import aligned
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.observe.throughput import duration, short_number
-from ezpz_llm.rundir import RunDir, newest_run
+from ezpz_llm.rundir import ANY, RunDir, newest_run
 
 _EVERY_S = 2.0
 _PLAIN_EVERY_S = 10.0
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_dir(named: Path | None) -> RunDir:
-    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm watch RUN_DIR")
+    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), ANY, "ezpz-llm watch RUN_DIR")
     run_dir.check_there()
     return run_dir
 

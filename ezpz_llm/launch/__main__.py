@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import Checked
 
 
+_PRINTS_ALONE = ("ezpz_llm.evaluate", "ezpz_llm.generate")
 _SHOWN_LINES, _SHOWN_BYTES = 64, 16384
 """What the other ranks may have printed in all to be shown at the end."""
 
@@ -107,10 +108,17 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
     shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
+    if outcome.code == 0 and _leaves_no_run(plan, options):
+        shutil.rmtree(plan.run_dir.path, ignore_errors=True)
     if outcome.code == 0 and options.tee == "0" and plan.target.module is None:
         with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
             _show_other_logs(plan)
     return outcome.code
+
+
+def _leaves_no_run(plan: LaunchPlan, options: Options) -> bool:
+    """True of a command that only prints, unless a run directory was named. It would be the newest run in runs/."""
+    return plan.target.module in _PRINTS_ALONE and run_dir_of(plan.target, options.run_dir) is None
 
 
 def _dry_check(plan: LaunchPlan, options: Options) -> int:

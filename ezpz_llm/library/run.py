@@ -171,7 +171,8 @@ class Run:
                                 straggler=straggler if straggler and straggler.seconds else None, history=history)
             print("\n" + plot_run(run_dir, colour=wants_colour(), history=history, side=side, unit=""))
             side.update_record(run_dir, steps=self.step, summary=summary and asdict(summary),
-                               load_at_end=load_now(), config={**read_record(run_dir).get("config", {}), "steps": self.step})
+                               load_at_end=load_now(),
+                               config={**read_record(run_dir).get("config", {}), "steps": self.step})
             side.attempt("report.html", lambda: write_atomic(
                 run_dir.report, report_page([run_of(run_dir, history)])))
             if summary is not None:

@@ -16,8 +16,9 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width, wants_colour
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
-from ezpz_llm.rundir import newest_run, write_file
+from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 
+_NAMED = "ezpz-llm report RUN_DIR; ezpz-llm why tells how a run without a step ended"
 _LONGEST = 31  # characters of a setting's value
 
 DRAWABLE = len(LETTERS)
@@ -34,12 +35,12 @@ def main(argv: Sequence[str]) -> int:
         "ezpz-llm report  the newest run",
         "ezpz-llm report runs/a runs/b --html page.html"))
     parser.add_argument("run_dir", nargs="*", type=Path, metavar="RUN_DIR",
-                        help="the runs, finished or not (default: the newest in runs/)")
+                        help="the runs, finished or not (default: the newest in runs/ with a step)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
     parser.add_argument("--figures", type=Path, metavar="DIR",
                         help="also write loss and throughput as PDF, SVG and PNG, fit for a paper")
     options = parser.parse_args(argv)
-    runs = load_runs(options.run_dir or [newest_run(Path("runs"), "ezpz-llm report RUN_DIR").path])
+    runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _NAMED).path])
     if not any(len(run.rows) for run in runs):
         raise UserError("no step has been written yet", where=", ".join(str(run.path) for run in runs),
                         instead="again after the first line of its progress, or ezpz-llm why if there is none")

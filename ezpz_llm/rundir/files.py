@@ -176,18 +176,6 @@ def default_run_dir(name: str, parent: Path | None = None, now: float | None = N
     return RunDir(path)
 
 
-def newest_run(folder: Path, instead: str) -> RunDir:
-    """The run in `folder` whose record was written last.
-
-    Raises:
-        UserError: there is none; it says to type `instead`.
-    """
-    records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    if not records:
-        raise UserError(f"no run in {folder}/", where=os.getcwd(), instead=instead)
-    return RunDir(records[-1].parent.absolute())
-
-
 # Writing that is never seen half done: whole files, whole lines; and sweeping what killed runs left.
 _MODE = 0o644
 """Of a new file, but for what the umask takes away: nobody else writes our records."""
