@@ -138,6 +138,8 @@ def one_line(status: Status) -> str:
 def _state(status: Status) -> str:
     took = "" if status.elapsed_s is None else duration(status.elapsed_s)
     after = f" after {took}" if took else ""
+    if status.state == "ended" and status.stopped:
+        return f"stopped{after}: {status.stopped}"
     if status.state == "ended":
         return f"ended well{after}" if not status.code else (
             f"failed{after} with code {status.code}: {status.cause} (ezpz-llm why tells more)")

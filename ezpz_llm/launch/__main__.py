@@ -17,6 +17,7 @@ from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.relay import say
+from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.launch.show import details, first_lines, json_text, summary
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, sweep_checkpoints, update_record, write_atomic
 
@@ -94,6 +95,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         # Lines of a log stay whole, for those who search it.
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
         say(summary(plan) if is_verbose else first_lines(plan, width))
+    started = time.time()
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     if options.preflight:
         from ezpz_llm.launch.precheck import fit_for
@@ -110,9 +112,12 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
     shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
     if outcome.code == 0 and _leaves_no_run(plan, options):
         shutil.rmtree(plan.run_dir.path, ignore_errors=True)
-    if outcome.code == 0 and options.tee == "0" and plan.target.module is None:
-        with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
-            _show_other_logs(plan)
+    if outcome.code == 0 and plan.target.module is None:
+        if options.tee == "0":
+            with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
+                _show_other_logs(plan)
+        # Our own commands end with lines of their own.
+        say(f"launch: exit code 0 after {clock(round(time.time() - started))}, run directory {plan.run_dir.path}")
     return outcome.code
 
 

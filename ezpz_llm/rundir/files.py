@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -340,6 +340,11 @@ def own_record(run_dir: RunDir) -> dict[str, Any] | None:
     except outside.NoFile:
         return None
     return None if content is None else _as_record(outside.parse_json(content, str(run_dir.record)), run_dir)
+
+
+def is_interrupted(ended: Mapping[str, Any]) -> bool:
+    """True of an `exit` in run.json if the run ended because launch was sent a signal."""
+    return (ended.get("stopped") or {}).get("kind") == "signal"
 
 
 def _as_record(stored: Any, run_dir: RunDir) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
             if run != runs[0]:
                 print(f"note: reading {run}; {runs[0]} is newer, but not a {kind.name}", file=sys.stderr)
             return run_dir
-    raise UserError(f"no {kind.name} in {folder}/", where=os.getcwd(), instead=instead)
+    raise UserError(f"no {kind.name if runs else 'run'} in {folder}/", where=os.getcwd(), instead=instead)
 
 
 def _written(run: Path) -> float:
@@ -57,5 +57,5 @@ def _written(run: Path) -> float:
 def _fits(run_dir: RunDir, kind: RunKind) -> bool:
     try:
         return kind.fits(run_dir, read_record(run_dir))
-    except UserError:  # a record that cannot be read is of no kind; a command that is given its name says why
-        return False
+    except UserError:  # the command that reads it says what is wrong with it
+        return True

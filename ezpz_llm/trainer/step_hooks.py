@@ -184,7 +184,10 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
                         history=history)
     colour = wants_colour()
     profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
-    print("\n" + plot_run(run_dir, colour=colour, history=history, side=side))
+    charts = plot_run(run_dir, colour=colour, history=history, side=side)
+    if session.stopped is None or session.failed:
+        # Who stops a run wants the prompt back; plots/ and report.html have the charts.
+        print("\n" + charts)
     if session.verbose:
         if summary is not None:
             print(where_time_went(summary, session.dist.world_size, rich=colour))
