@@ -66,12 +66,12 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
     """The report as text, with escape codes only if `colour`."""
     found = differences(runs)
     parts = [_results([result_row(run) for run in runs], width, colour),
-             "".join(cleaned(f"{name}: {text}\n") for name, text in comments(runs))]
+             "".join(_wrapped(f"{name}: {text}", width) for name, text in comments(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
         rows = [[name, *(_short(value) for value in values)]
                 for name, values in found.items()]
-        parts.append((table("What differs", columns, rows) if found else "") + cleaned(verdict(found)) + "\n")
+        parts.append((table("What differs", columns, rows) if found else "") + _wrapped(verdict(found), width))
     parts.append(_plot(runs, "loss", "loss", "nats/token", width, colour))
     if any(np.isfinite(run.column("tokens_per_second")).any() for run in runs):
         parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, colour))
@@ -89,6 +89,11 @@ def _results(rows: Sequence[Sequence[str]], width: int, colour: bool) -> str:
         lines += [f"  {cleaned(name)}", textwrap.fill(", ".join(known), width, initial_indent=" " * 4,
                                                       subsequent_indent=" " * 4)]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(cleaned(text), width, subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False) + "\n"
 
 
 def _short(value: str) -> str:

@@ -61,6 +61,14 @@ def test_how_a_run_stands(tmp_path, record, silent_s, state):
     assert run.state == state
 
 
+def test_no_line_is_wider_than_the_terminal(tmp_path):
+    runs = load_runs([make_run(tmp_path / "a", range(1, 41), exit={
+        "code": 1, "cause": "rank 3 on a-node-with-a-long-name raised an error of many words " * 3,
+        "ended": 2000.0}),
+        make_run(tmp_path / "b", lr=0.002)])
+    assert max(map(len, report_text(runs, 80, colour=False).splitlines())) <= 80
+
+
 def test_an_interrupted_run_with_a_checkpoint_has_stopped(tmp_path):
     folder = make_run(tmp_path / "a", range(1, 41), exit={
         "code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}})
