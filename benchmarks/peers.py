@@ -8,8 +8,9 @@ Every run is in processes of its own. Rounds go through all programs one after t
 machine does falls on all alike, and ratios are of runs of the same round. The first 3 steps of each are left out.
 All read the same tokens, and each ends with its loss on the same validation tokens; a program that did not learn
 by that loss fails the benchmark. Tokens a CPU-second count all processor time, user and system, of all ranks.
-Memory is the most that a program's processes held until its last step. "ceiling" is the best rate of matrix
-products on this machine, in bf16, measured in each round; "shards" reads samples and does nothing with them.
+Ours computes in the precision that the machine has natively, bf16 or fp32, which is printed. Memory is the most
+that a program's processes held until its last step. "ceiling" is the best rate of matrix products on this machine,
+in our precision, measured in each round; "shards" reads samples and does nothing with them.
 
 What ZeRO's collectives allow is ddp's step with its collectives taken out, and then the layout's own, one after
 the other with nothing beside them. Above 1, some were hidden, or the divided optimizer saved more than they cost.

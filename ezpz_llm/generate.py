@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ezpz_llm.base import UserError, run_command
 from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.dist.seeds import seed_for
-from ezpz_llm.evaluate.model import ModelPlan, add_arguments, open_model, plan_model
+from ezpz_llm.evaluate.model import ModelPlan, add_arguments, as_rank, open_model, plan_model
 from ezpz_llm.hf.tokenizer import given_warning, tokenizer_of
 from ezpz_llm.launch.ranks import find_rank
 
@@ -32,9 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         print(plan.resolved.explain())
         return 0
-    from ezpz_llm.dist.setup import setup
-
-    with setup(device=options.device, run_dir=options.run_dir, name="generate") as dist:
+    with as_rank(options, "generate") as dist:
         texts = generate(plan, dist, tokenizer, prompt, options)
         if dist.is_main:
             _report(plan, dist, texts, options)

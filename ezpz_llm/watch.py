@@ -16,7 +16,7 @@ from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.launch.status import Status, read_status
 from ezpz_llm.observe.terminal import terminal_width
 from ezpz_llm.observe.throughput import duration, short_number
-from ezpz_llm.rundir import RunDir, newest_run
+from ezpz_llm.rundir import ANY, RunDir, newest_run
 
 _EVERY_S = 2.0
 _PLAIN_EVERY_S = 10.0
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_dir(named: Path | None) -> RunDir:
-    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm watch RUN_DIR")
+    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), ANY, "ezpz-llm watch RUN_DIR")
     run_dir.check_there()
     return run_dir
 
@@ -139,6 +139,8 @@ def one_line(status: Status) -> str:
 def _state(status: Status) -> str:
     took = "" if status.elapsed_s is None else duration(status.elapsed_s)
     after = f" after {took}" if took else ""
+    if status.state == "ended" and status.stopped:
+        return f"stopped{after}: {status.stopped}"
     if status.state == "ended":
         return f"ended well{after}" if not status.code else (
             f"failed{after} with code {status.code}: {status.cause} ({typable('ezpz-llm why')} tells more)")

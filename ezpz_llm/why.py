@@ -21,7 +21,7 @@ from ezpz_llm.launch.liveness import Live, as_details, as_lines, look, who_is_si
 from ezpz_llm.launch.node.builds import locks_of
 from ezpz_llm.launch.node.messages import order_logs, take_stacks
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir, newest_run, own_record, read_record
+from ezpz_llm.rundir import LAUNCHED, RunDir, newest_run, own_record, read_record
 
 _STACKS_WITHIN_S = 15.0
 _STACK_LINES = 60
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse(argv)
     named = options.run_dir
-    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), "ezpz-llm why RUN_DIR")
+    run_dir = RunDir(named.absolute()) if named else newest_run(Path("runs"), LAUNCHED, "ezpz-llm why RUN_DIR")
     run_dir.check_there()
     record = read_record(run_dir)
     if (ended := record.get("exit")) and "launch" not in record and ended.keys() >= {"cause", "code"}:
@@ -59,7 +59,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "ezpz-llm why  the newest run",
         "ezpz-llm why runs/gpt2 --stacks 0  where rank 0 of a run that hangs is"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="the run (default: the newest in runs/)")
+                        help="the run (default: the newest in runs/ that launch started)")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--stacks", metavar="RANKS", type=_ranks, default=set(),
                         help="of a run in progress, show what these ranks do: 0,4-7 (default: silent ones)")

@@ -26,6 +26,16 @@ def machine() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}}
 
 
+def own_precision() -> str:
+    """The precision of our trainer's `--precision auto` here: fp32 on a CPU that multiplies no bf16."""
+    import torch
+
+    from ezpz_llm.engine.precision import native_precision
+    from ezpz_llm.layout.layout import Layout
+
+    return "fp32" if native_precision(torch.device("cpu"), Layout("ddp", "ddp")) == "fp32" else "bf16"
+
+
 def state_of(folder: Path, main: str) -> str:
     """Which state of a checkout this is: its commit, or the hash of its main file where git knows none."""
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True,

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from peers.programs import PROGRAMS, Work
+from peers.machine import own_precision
+from peers.programs import NATIVE, PROGRAMS, Work
 from peers.task import Task
 
 TIMEOUT_S = 1800
@@ -33,9 +34,10 @@ class Bench:
 
     def task(self, program: str, scratch: Path) -> Task:
         entry = PROGRAMS[program]
+        native = {"precision": own_precision()} if entry.module in NATIVE else {}
         return Task(program, str(self.folder / "data"), str(scratch), steps=self.steps,
                     peer=str(self.peers[entry.peer]) if entry.peer else None,
-                    **{**self.work.changes, **self.changes, **entry.changes})
+                    **{**native, **self.work.changes, **self.changes, **entry.changes})
 
     def lacks(self, program: str) -> str | None:
         """What a program needs that is not here; None where it can run."""

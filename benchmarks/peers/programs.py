@@ -55,6 +55,8 @@ PROGRAMS: dict[str, Program] = {
 """All but `ours…`, `ceiling` and `shards` are other people's, or what they would write."""
 
 TRAINS_NOT = ("ceiling", "shards")
+NATIVE = ("ours", "ceiling")
+"""Modules that compute in the precision that the machine has natively; the others in that of their names."""
 EAGER_PEERS = ("nanogpt", "build-nanogpt", "picotron", "hf-bf16")
 
 

@@ -72,4 +72,4 @@ def stated(work: str, task: Task) -> str:
     """The work in words."""
     tokens = "letters" if WORKS[work].letters else "bytes"
     return (f"{work}: {task.n_layer} layers of {task.n_embd}, T {task.block_size}, {task.tokens_per_step} tokens a "
-            f"step, V {task.vocab_size}, {tokens} of the standard library's sources")
+            f"step, V {task.vocab_size}, {tokens} of the standard library's sources; ours in {task.precision}")

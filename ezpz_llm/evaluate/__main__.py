@@ -10,7 +10,7 @@ from typing import Any
 from ezpz_llm.base import run_command
 from ezpz_llm.base.parser import CommandParser
 from ezpz_llm.evaluate import tasks
-from ezpz_llm.evaluate.model import add_arguments, plan_model
+from ezpz_llm.evaluate.model import add_arguments, as_rank, plan_model
 from ezpz_llm.launch.ranks import find_rank
 
 _TASKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -30,10 +30,9 @@ def main(argv: Sequence[str]) -> int:
     if options.check:
         print(plan.resolved.explain())
         return 0
-    from ezpz_llm.dist.setup import setup
     from ezpz_llm.rundir import update_record
 
-    with setup(device=options.device, run_dir=options.run_dir, name=f"evaluate-{options.task}") as dist:
+    with as_rank(options, f"evaluate-{options.task}") as dist:
         result = run_task(plan, planned, dist, options)
         if dist.is_main:
             update_record(dist.run_dir, source=plan.source.describe(), evaluation={options.task: result})

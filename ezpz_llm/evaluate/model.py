@@ -6,7 +6,10 @@ Planning imports no torch, so that a mistake is found before any rank starts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,7 @@ from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.resolve import Request, Resolved, resolve
 from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.model.config import ModelConfig
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_record
 
 if TYPE_CHECKING:
     from ezpz_llm.dist import Dist
@@ -43,12 +46,32 @@ class ModelPlan:
         return read_record(RunDir(self.source.folder.parent.parent))
 
 
+@contextmanager
+def as_rank(options: argparse.Namespace, name: str) -> Iterator[Dist]:
+    """This process as a rank, which leaves no run behind. Collective."""
+    from ezpz_llm.dist.setup import setup
+
+    dist = setup(device=options.device, run_dir=options.run_dir, name=name)
+    try:
+        with dist:
+            yield dist
+    finally:
+        remove_unnamed_run(options, dist)
+
+
+def remove_unnamed_run(options: argparse.Namespace, dist: Dist) -> None:
+    """Remove a run directory that neither the user nor launch named: it is no training run, and would be the newest
+    in runs/."""
+    if dist.is_main and options.run_dir is None and RUN_DIR_VARIABLE not in os.environ:
+        shutil.rmtree(dist.run_dir.path, ignore_errors=True)
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every task on a trained model has."""
     parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument("--device", default="auto", choices=("auto", *DEVICES), help="(%(default)s)")
     parser.add_argument("--run-dir", type=Path, metavar="D",
-                        help="where to write (launch's, or a new one in runs/)")
+                        help="keep the result in run.json there (default: it is printed alone)")
     parser.add_argument("--check", action="store_true", help="only find what is wrong with the options (no torch)")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="the number of ranks, for --check")
 

@@ -15,7 +15,7 @@ from ezpz_llm.data.formats import TEXT
 from ezpz_llm.data.manifest import MANIFEST
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.evaluate.hellaswag import read_items
-from ezpz_llm.evaluate.model import ModelPlan, add_common_arguments
+from ezpz_llm.evaluate.model import ModelPlan, add_common_arguments, remove_unnamed_run
 from ezpz_llm.hf.config import family_of
 from ezpz_llm.hf.source import Source, find_source
 from ezpz_llm.hf.tokenizer import check_vocabulary, given_warning, other_tokenizer, tokenizer_of, words_for
@@ -160,11 +160,15 @@ def main(options: argparse.Namespace, world_size: int) -> int:
     from ezpz_llm.dist.setup import setup
     from ezpz_llm.rundir import update_record
 
-    with setup(device=options.device, run_dir=options.run_dir, name="evaluate-harness") as dist:
-        folder, device = _folder(source, dist), str(dist.device)
-    # Outside, where the environment names no ranks: the harness would try to join them.
-    results = _evaluate(lm_eval, folder, device, options)
-    update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
+    dist = setup(device=options.device, run_dir=options.run_dir, name="evaluate-harness")
+    try:
+        with dist:
+            folder, device = _folder(source, dist), str(dist.device)
+        # Outside, where the environment names no ranks: the harness would try to join them.
+        results = _evaluate(lm_eval, folder, device, options)
+        update_record(dist.run_dir, source=source.describe(), evaluation={"harness": results})
+    finally:
+        remove_unnamed_run(options, dist)
     print(f"lm-evaluation-harness {lm_eval.__version__} on {source.describe()}")
     for task, metrics in results.items():
         print(f"  {task}: " + ", ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"

@@ -18,7 +18,7 @@ from ezpz_llm.explain.page import explain_page
 from ezpz_llm.observe.plots import bars_plot
 from ezpz_llm.observe.tables import Table, table_text
 from ezpz_llm.observe.terminal import terminal_width, wants_colour
-from ezpz_llm.rundir import newest_run, write_file
+from ezpz_llm.rundir import TRAINING, newest_run, write_file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         "ezpz-llm explain runs/gpt2 --html explain.html",
         "launch -n 2 python3 -m ezpz_llm.train --trace-steps 3  a run of which explain can say more"))
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR",
-                        help="the run (default: the newest in runs/)")
+                        help="the run (default: the newest in runs/ with a step)")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
     parser.add_argument("--figures", type=Path, metavar="DIR",
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
                         help="run a few of its steps again here, some of them without collectives")
     parser.add_argument("--yes", action="store_true", help="start them without asking")
     options = parser.parse_args(argv)
-    run_dir = (options.run_dir or newest_run(Path("runs"), "ezpz-llm explain RUN_DIR").path).absolute()
+    run_dir = (options.run_dir or newest_run(Path("runs"), TRAINING, "ezpz-llm explain RUN_DIR").path).absolute()
     found = diagnose(run_dir)
     if options.counterfactual:
         again = diagnose(rerun(run_dir, options.yes))

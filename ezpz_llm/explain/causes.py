@@ -151,7 +151,7 @@ def _within(split: Split, run: Mapping[str, Any],
     idle = min(rank.seconds["idle"] for rank in split.ranks)
     where = "Python between operators" if split.device == "cpu" else "the device waits for the host"
     yield ("host", where, host + idle,
-           [*([] if run["config"].get("compile") or run["layout"].zero.stage == 3 else ["--compile true"]),
+           [*([] if compile_is_no_option(run) else ["--compile true"]),
             "a larger --micro-batch-size, so that operators take longer than their calls",
             "profile/host.html has the call tree"])
     layout = run["layout"]
@@ -163,6 +163,11 @@ def _within(split: Split, run: Mapping[str, Any],
         yield "optimizer", "the optimizer's step", optimizer / 2, against_optimizer(dict(run))
 
 
+def compile_is_no_option(run: Mapping[str, Any]) -> bool:
+    """True if the run compiles its blocks already, or its layout cannot."""
+    return bool(run["config"].get("compile")) or run["layout"].zero.stage == 3
+
+
 def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[Found]:
     """Causes between steps."""
     config = run["config"]
@@ -171,19 +176,28 @@ def _between(wall: Mapping[str, float], run: Mapping[str, Any]) -> list[Found]:
                  ["fewer checkpoints, or faster storage for them"]),
                 ("evaluation", "evaluation", wall.get("evaluation", 0.0), ["fewer or smaller evaluations"]),
                 ("logging", "writing log lines", wall.get("logging", 0.0),
-                 [f"setup(log_every=…) larger than {config.get('log_every', 0)}"])]
-    every = {name: config.get(name) or 0 for name in ("save_every", "eval_every", "sample_every", "log_every")}
+                 [f"setup(log_every=…) larger than {config['log_every']}"] if config.get("log_every") else [])]
     saving = [*([] if config.get("save_async", True) else ["--save-async true"]), "faster storage for --run-dir",
-              f"a larger --save-every than {every['save_every']}"]
+              *_less_often("--save-every", "checkpoint", config)]
+    tokens = config.get("eval_tokens") or 0
+    evaluating = [*_less_often("--eval-every", "evaluation", config),
+                  f"a smaller --eval-tokens than {tokens:,}" if tokens else
+                  "--eval-tokens N: a part of the validation split instead of all of it"]
     return [
         ("checkpoints", "training waits for checkpoints", wall.get("checkpoints", 0.0), saving),
-        ("evaluation", "evaluation", wall.get("evaluation", 0.0),
-         [f"a larger --eval-every than {every['eval_every']}",
-          f"a smaller --eval-tokens than {config.get('eval_tokens', 0):,}"]),
-        ("sampling", "generating samples", wall.get("sampling", 0.0), ["a smaller --sample-tokens"]),
-        ("logging", "writing log lines", wall.get("logging", 0.0), [f"a larger --log-every than "
-                                                                     f"{every['log_every']}"]),
+        ("evaluation", "evaluation", wall.get("evaluation", 0.0), evaluating),
+        ("sampling", "generating samples", wall.get("sampling", 0.0),
+         [*_less_often("--sample-every", "sample", config), "a smaller --sample-tokens"]),
+        ("logging", "writing log lines", wall.get("logging", 0.0), _less_often("--log-every", "log line", config)),
     ]
+
+
+def _less_often(option: str, what: str, config: Mapping[str, Any]) -> list[str]:
+    """Advice to do something at a larger interval, unless it is done at the end of the run alone."""
+    every = config.get(option.removeprefix("--").replace("-", "_")) or 0
+    if 0 < every < config.get("steps", every + 1):
+        return [f"a larger {option} than {every}"]
+    return [f"a longer run: the {what} after the last step is then a smaller share"]
 
 
 # What to try against a cause, in the terms of the run's own layout.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ezpz_llm.base import UserError, as_dataclass, as_type
-from ezpz_llm.explain.causes import Cause, phase_causes, rank_causes
+from ezpz_llm.explain.causes import Cause, compile_is_no_option, phase_causes, rank_causes
 from ezpz_llm.explain.counterfactual import Taken, taken
 from ezpz_llm.explain.split import IN_STEP, OTHER, Split, split_run
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
@@ -23,6 +23,7 @@ from ezpz_llm.layout.layout import Layout
 from ezpz_llm.layout.memory import bucket_bytes
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.observe.history import PHASES, History, read_history, steady
+from ezpz_llm.observe.machine_load import MachineLoad, recorded_load
 from ezpz_llm.rundir import RunDir, read_json, read_layout, read_record, schemas
 
 # Other tools' measurements of the same steps.
@@ -152,6 +153,8 @@ class Diagnosis:
     """Whether another program than the trainer ran."""
     times: StepTimes | None = None
     """Of rank 0's steady steps, traced or not."""
+    load: MachineLoad | None = None
+    """Of rank 0's node."""
 
     @property
     def untraced(self) -> list[int]:
@@ -161,8 +164,9 @@ class Diagnosis:
 
     @property
     def opening(self) -> list[str]:
-        """The first thing to know of the run, a sentence or none."""
-        return [self.times.sentence(is_traced=self.split is not None)] if self.times else []
+        """The first things to know of the run."""
+        return [*([self.load.sentence()] if self.load and self.load.is_busy else []),
+                *([self.times.sentence()] if self.times else [])]
 
     @property
     def shown_causes(self) -> list[Cause]:
@@ -220,14 +224,24 @@ def diagnose(run_dir: Path) -> Diagnosis:
     causes = rank_causes(split, spent, run, deepspeed)
     if split is None:
         whole = sum(seconds for name, seconds in spent.items() if name != "set-up")
-        causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *step_time_causes(rows, whole)],
+        of_steps = step_time_causes(rows, whole, ranks=run["world_size"], can_trace=run["model"] is not None)
+        causes = sorted([*causes, *phase_causes(phases, len(rows), spent), *of_steps],
                         key=lambda cause: -cause.seconds)
     share = (record.get("summary") or {}).get("ceiling_share")
     share = as_type(float | None, share, where, "summary.ceiling_share")
     return Diagnosis(run_dir, run["layout"].name if run["layout"] else OWN_LAYOUT, run["world_size"], wall, split,
                    phases, tuple(causes), memory_of(memory, split, deepspeed, run),
                    crosschecks(run_dir, split), tuple(taken(run_dir, split)), is_foreign=run["model"] is None,
-                   times=step_times(rows, share))
+                   times=step_times(rows, share, _against_low_share(run, is_traced=split is not None)),
+                   load=recorded_load(record))
+
+
+def _against_low_share(run: Mapping[str, Any], *, is_traced: bool) -> list[str]:
+    """Options against a low share of the matmul peak; none for another program's run."""
+    if run["model"] is None:
+        return []
+    return ["a larger --micro-batch-size", *([] if compile_is_no_option(run) else ["--compile true"]),
+            *([] if is_traced else ["--trace-steps 10 to see what it is"])]
 
 
 def described(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,10 @@ import numpy as np
 from ezpz_llm.explain.causes import AGAINST_DATA, Cause
 from ezpz_llm.observe.history import PHASES, History, steady
 
-_ENOUGH = 8
+_ENOUGH = 5
 """Steady steps; of fewer nothing is said."""
+_ENOUGH_TO_DRIFT = 8
+"""Steady steps whose quarters are means of at least two."""
 _PAUSE = 3.0
 """A step this many times the median one is a pause."""
 _DRIFT = 1.1
@@ -32,45 +34,58 @@ class StepTimes:
     low: float
     high: float
     peak_share: float | None
+    advice: tuple[str, ...] = ()
+    """Options against a low share that the run can still take."""
 
-    def sentence(self, *, is_traced: bool) -> str:
+    def sentence(self) -> str:
         """The first thing to know of a run."""
         spread = f"{self.low * 1e3:.3g} to {self.high * 1e3:.3g} ms for the middle 80 %"
         text = f"A step takes {self.median * 1e3:.3g} ms (median); {spread}."
         if self.peak_share is None:
             return text
+        if self.peak_share > 1:
+            return f"{text} The matmul peak measured here is unreliable (the machine was busy)."
         text += f" Steps reach {self.peak_share:.1%} of the matmul peak measured here."
         if self.peak_share < _LOW:
-            text += " So most of a step is not matrix products: a larger --micro-batch-size, --compile true" + (
-                "." if is_traced else ", or --trace-steps 10 to see what it is.")
+            text += " So most of a step is not matrix products" + (
+                f": {either(self.advice)}." if self.advice else ".")
         return text
 
 
-def step_times(rows: History, peak_share: float | None) -> StepTimes | None:
-    """Summarise the steady steps; None where there is none with a time."""
+def either(options: Sequence[str]) -> str:
+    """`a, b, or c`."""
+    *first, last = options
+    return f"{', '.join(first)}, or {last}" if first else last
+
+
+def step_times(rows: History, peak_share: float | None, advice: Sequence[str] = ()) -> StepTimes | None:
+    """Summarise the steady steps; None where there is none with a time. See `StepTimes` for `advice`."""
     times = steady(rows).column("step_time_s")
     times = times[np.isfinite(times)]
     if not len(times):
         return None
     low, median, high = np.quantile(times, (0.1, 0.5, 0.9))
-    return StepTimes(float(median), float(low), float(high), peak_share)
+    return StepTimes(float(median), float(low), float(high), peak_share, tuple(advice))
 
 
-def step_time_causes(rows: History, whole_s: float) -> list[Cause]:
+def step_time_causes(rows: History, whole_s: float, *, ranks: int = 2, can_trace: bool = True) -> list[Cause]:
     """Causes that rank 0's step times show, by what they took beyond quick steps.
 
     Args:
         whole_s: seconds of the run without its set-up.
+        ranks: how many; a single one waits for no other.
+        can_trace: False of another program, which has no --trace-steps.
     """
     kept = steady(rows)
     kept = kept[np.isfinite(kept.column("step_time_s"))]
     if len(kept) < _ENOUGH or whole_s <= 0:
         return []
     return [Cause(kind, what, seconds, seconds / whole_s, advice)
-            for kind, what, seconds, advice in _found(rows, kept) if seconds > 0]
+            for kind, what, seconds, advice in _found(rows, kept, ranks, can_trace) if seconds > 0]
 
 
-def _found(rows: History, kept: History) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
+def _found(rows: History, kept: History, ranks: int,
+           can_trace: bool) -> Iterator[tuple[str, str, float, tuple[str, ...]]]:
     times = kept.column("step_time_s")
     median = float(np.median(times))
     first = rows[rows.steps < kept.steps[0]].column("step_time_s")
@@ -89,7 +104,7 @@ def _found(rows: History, kept: History) -> Iterator[tuple[str, str, float, tupl
     quarters = np.array_split(times, 4)
     begin, end = float(np.mean(quarters[0])), float(np.mean(quarters[-1]))
     drifted = 0.0
-    if end > _DRIFT * begin:
+    if end > _DRIFT * begin and len(calm) >= _ENOUGH_TO_DRIFT:
         drifted = sum(max(0.0, float(np.mean(part)) - begin) * len(part) for part in quarters)
         yield ("drift", f"steps become slower: {begin * 1e3:.3g} ms in the first quarter of the run, "
                f"{end * 1e3:.3g} ms in the last", drifted,
@@ -101,10 +116,11 @@ def _found(rows: History, kept: History) -> Iterator[tuple[str, str, float, tupl
         phase = max(by_phase, key=by_phase.__getitem__)
         advice = AGAINST_DATA if phase == "data" else (
             "whether other programs run on the nodes (ezpz-llm doctor), and cores of its own for each rank "
-            "(launch --explain shows the binding)", "--trace-steps 10, which names a slow rank or link")
+            "(launch --explain shows the binding)",
+            *(["--trace-steps 10, which names a slow rank or link"] if can_trace and ranks > 1 else []))
+        reason = "the machine is shared" + (", or ranks wait for a slow one" if ranks > 1 else "")
         yield ("unsteady", f"steps vary by a factor of {high / low:.2g} ({low * 1e3:.3g} to {high * 1e3:.3g} ms), "
-               f"most of it in {phase}: the machine is shared, or ranks wait for a slow one",
-               _beyond(times) - drifted, advice)
+               f"most of it in {phase}: {reason}", _beyond(times) - drifted, advice)
 
 
 def _beyond(seconds: np.ndarray) -> float:

@@ -17,6 +17,7 @@ from ezpz_llm.launch.option_parsing import Options, help_text, parse, run_dir_of
 from ezpz_llm.launch.plan import LaunchPlan, build_plan
 from ezpz_llm.launch.ranks import is_by_hand
 from ezpz_llm.launch.relay import say
+from ezpz_llm.launch.schedulers.scheduler import clock
 from ezpz_llm.launch.show import details, first_lines, json_text, summary
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, sweep_checkpoints, update_record, write_atomic
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ezpz_llm.launch.precheck import Checked
 
 
+_PRINTS_ALONE = ("ezpz_llm.evaluate", "ezpz_llm.generate")
 _SHOWN_LINES, _SHOWN_BYTES = 64, 16384
 """What the other ranks may have printed in all to be shown at the end."""
 
@@ -93,6 +95,7 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         # Lines of a log stay whole, for those who search it.
         width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
         say(summary(plan) if is_verbose else first_lines(plan, width))
+    started = time.time()
     update_record(plan.run_dir, launch=_record(plan, typed), exit=None)
     if options.preflight:
         from ezpz_llm.launch.precheck import fit_for
@@ -107,10 +110,20 @@ def _run(plan: LaunchPlan, options: Options, typed: Sequence[str], checked: Chec
         _record_end(plan, not_started(error.exit_code, error.found, time.time()))
         raise
     shutil.rmtree(plan.run_dir.offloaded, ignore_errors=True)  # killed ranks leave theirs
-    if outcome.code == 0 and options.tee == "0" and plan.target.module is None:
-        with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
-            _show_other_logs(plan)
+    if outcome.code == 0 and _leaves_no_run(plan, options):
+        shutil.rmtree(plan.run_dir.path, ignore_errors=True)
+    if outcome.code == 0 and plan.target.module is None:
+        if options.tee == "0":
+            with contextlib.suppress(OSError):  # removed or closed to us meanwhile, which changes no outcome
+                _show_other_logs(plan)
+        # Our own commands end with lines of their own.
+        say(f"launch: exit code 0 after {clock(round(time.time() - started))}, run directory {plan.run_dir.path}")
     return outcome.code
+
+
+def _leaves_no_run(plan: LaunchPlan, options: Options) -> bool:
+    """True of a command that only prints, unless a run directory was named. It would be the newest run in runs/."""
+    return plan.target.module in _PRINTS_ALONE and run_dir_of(plan.target, options.run_dir) is None
 
 
 def _dry_check(plan: LaunchPlan, options: Options) -> int:

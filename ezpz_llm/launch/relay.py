@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -29,6 +30,14 @@ def say(text: str) -> None:
     except OSError:
         # EPIPE: the reader of `launch … 2>&1 | tee` has gone. EIO: the terminal was closed.
         leave(2)
+
+
+def say_unless_it_waits(text: str) -> None:
+    """The same, unless the console takes nothing just now: a stop must not wait for a stuck reader."""
+    with contextlib.suppress(OSError):
+        # A pipe is ready for a line that it takes whole.
+        if select.select([], [2], [], 0)[1]:
+            say(text)
 
 
 def warn(text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ezpz_llm.base import UserError, parse_json, system_text
 from ezpz_llm.launch.liveness import Live, RankLife, look
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
-from ezpz_llm.rundir import RunDir, read_record
+from ezpz_llm.rundir import RunDir, is_interrupted, read_record
 
 _TAIL_BYTES = 1 << 16
 _MOST_LINES = 50
@@ -45,6 +45,8 @@ class Status:
     last_words: str | None = None
     code: int | None = None
     cause: str | None = None
+    stopped: str | None = None
+    """Why the run ended before its last step, in order and with its state written."""
     run_id: str | None = None
     """Which start of the run this is of: a restart in the same directory has another."""
 
@@ -76,7 +78,9 @@ def read_status(run_dir: RunDir, silent_after_s: float) -> Status:
     step, started = last.get("step"), launch.get("started")
     if (ended := record.get("exit")) is not None:
         elapsed = None if started is None or "ended" not in ended else ended["ended"] - started
-        return Status("ended", elapsed, step=step, code=ended.get("code"), cause=ended.get("cause"), **common)
+        return Status("ended", elapsed, step=step, code=ended.get("code"), cause=ended.get("cause"),
+                      stopped=record.get("stopped") if not ended.get("code") or is_interrupted(ended) else None,
+                      **common)
     live = look(run_dir, record, silent_after_s) if run_id and launch.keys() >= _READ_BY_LOOK else None
     if live is None:
         return Status("lost" if run_id else "running", None, step=step, **common)

@@ -22,7 +22,7 @@ from ezpz_llm.launch.liveness import Arrivals, HeartbeatMonitor, RankLife, judge
 from ezpz_llm.launch.node import folder as node_folder
 from ezpz_llm.launch.node.messages import StopOrder, order_signal, order_stop, take_stacks
 from ezpz_llm.launch.plan import LaunchPlan
-from ezpz_llm.launch.relay import Relay, are_one_place, say, warn
+from ezpz_llm.launch.relay import Relay, are_one_place, say, say_unless_it_waits, warn
 from ezpz_llm.launch.schedulers import scheduler_here
 from ezpz_llm.launch.teardown import Teardown
 from ezpz_llm.launch.variables import RANKS_OWN, TEE_VARIABLE, TORCHS_OWN
@@ -35,6 +35,7 @@ KILL_AFTER_S = 5.0
 ASKED_KILL_AFTER_S = 10.0
 """The same where launch itself was told to end: ranks may be saving their work."""
 
+_SAVES_AT_SIGTERM = ("ezpz_llm.train",)
 _OF_AN_OUTER_RANK = {*RANKS_OWN, *TORCHS_OWN}
 """Of a run of one rank that launch stands in, or left in the shell. The next mpiexec or srun replaces an MPI's own
 variables; those that torch reads would pass for the ranks' own."""
@@ -128,8 +129,12 @@ class _Watch:
                 failed |= {rank for rank, code in codes.items() if code}
                 ended_well = frozenset(rank for rank, code in codes.items() if code == 0)
             asked = len(self.signals.to_stop)
+            if asked:
+                say_unless_it_waits(("\n" if self.relay.is_within_a_line else "")
+                                    + _stopping(self.signals.to_stop[0], is_saving=self._saves_when_asked()))
             self.teardown.stop(ASKED_KILL_AFTER_S if asked else KILL_AFTER_S,
-                               lambda: len(self.signals.to_stop) > asked, stopped.kind == "idle")
+                               lambda: len(self.signals.to_stop) > asked, stopped.kind == "idle",
+                               self.signals.to_stop[0].name if asked else "")
         ended_at = time.time()
         self.teardown.clear()
         self.relay.settle()
@@ -159,6 +164,11 @@ class _Watch:
                 say(("\n" if self.relay.is_within_a_line else "")
                     + (ended.brief if self._has_shown(ended.lines_of) else ended.text))
         return ended
+
+    def _saves_when_asked(self) -> bool:
+        """True of a training that has come to its steps."""
+        return self.plan.target.module in _SAVES_AT_SIGTERM and any(
+            one.step is not None for report in self.life.nodes for one in report.ranks.values())
 
     def _has_shown(self, rank: int | None) -> bool:
         """Has the reader of our words just read the rank's output, too?"""
@@ -323,6 +333,13 @@ _SENT_BY = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "its terminal was closed, or
 
 def _by_signal(number: signal.Signals) -> Stop:
     return Stop("signal", f"launch was sent {number.name} ({_SENT_BY[number]}); the run is ended", number.name)
+
+
+def _stopping(number: signal.Signals, *, is_saving: bool) -> str:
+    """The answer to a signal, before its consequences."""
+    what = "stopping after this step, saving" if is_saving else "stopping all ranks by SIGTERM"
+    again = "; press ^C again to stop now" if number == signal.SIGINT else ""
+    return f"launch: {number.name}: {what} (within {ASKED_KILL_AFTER_S:.0f} s){again}"
 
 
 # The signals that launch was sent.

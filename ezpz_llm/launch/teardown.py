@@ -50,12 +50,14 @@ class Teardown:
         self._scheduler = scheduler_here(os.environ)
         self._order_s = control_interval_s(len(plan.hosts))
         self._is_hang = False
+        self._received = ""
 
-    def stop(self, grace_s: float, is_urgent: Callable[[], bool], is_hang: bool = False) -> None:
+    def stop(self, grace_s: float, is_urgent: Callable[[], bool], is_hang: bool = False,
+             received: str = "") -> None:
         """End the ranks through their nodes' agents, which is the same under every launcher and leaves them
         `grace_s` to say their last words; then the launcher. `is_urgent`: nobody wants to wait any longer.
-        `is_hang`: the ranks are to say where they stand."""
-        self._is_hang = is_hang
+        `is_hang`: the ranks are to say where they stand. `received`: see `StopOrder`."""
+        self._is_hang, self._received = is_hang, received
         self._order(grace_s)
         deadline = time.monotonic() + _AGENTS_COME_S
         while not (is_everywhere := self._is_everywhere()) and time.monotonic() < deadline and not is_urgent():
@@ -113,7 +115,8 @@ class Teardown:
     def _order(self, grace_s: float) -> None:
         with contextlib.suppress(OSError):
             order_stop(self._plan.run_dir,
-                       StopOrder(self._plan.run_id, grace_s, socket.gethostname(), self._is_hang))
+                       StopOrder(self._plan.run_id, grace_s, socket.gethostname(), self._is_hang,
+                                 self._received))
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -33,6 +33,7 @@ from ezpz_llm.observe import (
     wants_colour,
 )
 from ezpz_llm.observe.history import PHASES, History, finite, steady, whole_history
+from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import run_of
 from ezpz_llm.rundir import read_record, write_atomic
@@ -170,6 +171,7 @@ class Run:
                                 straggler=straggler if straggler and straggler.seconds else None, history=history)
             print("\n" + plot_run(run_dir, colour=wants_colour(), history=history, side=side, unit=""))
             side.update_record(run_dir, steps=self.step, summary=summary and asdict(summary),
+                               load_at_end=load_now(),
                                config={**read_record(run_dir).get("config", {}), "steps": self.step})
             side.attempt("report.html", lambda: write_atomic(
                 run_dir.report, report_page([run_of(run_dir, history)])))

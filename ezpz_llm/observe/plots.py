@@ -149,10 +149,10 @@ def _figure_text(figure: Any, colour: bool, is_ascii: bool, **axes: Sequence[flo
 
 def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False, history: History | None = None,
              side: SideFiles | None = None, unit: str = "nats/token") -> str:
-    """Draw loss, step time and tokens/s of a run: plain text to `plots/<metric>.txt`; returned for the console are
-    the loss and, less high, the tokens/s (step time is the same curve upside down), or step time without them.
+    """Draw loss and tokens/s of a run, or step time (the same curve upside down) where tokens/s are not known:
+    plain text to `plots/<metric>.txt`; both are returned for the console, the second less high.
 
-    The first and last steps are left out of the two time plots, whose scale they would take for themselves.
+    The first and last steps are left out of the second, whose scale they would take for themselves.
 
     Args:
         history: the run's lines, where they are read already.
@@ -165,18 +165,15 @@ def plot_run(run_dir: RunDir, *, width: int | None = None, colour: bool = False,
     timed = steady(rows)
     validation = ("validation", evaluated.steps, evaluated.column("val_loss")) if len(evaluated) else None
     draw = partial(series_plot, xlabel="step", width=width)
+    speed, title, unit_of_speed, scale = "tokens_per_second", "tokens/s", "", 1.0
+    if len(timed) and not np.isfinite(timed.column(speed)).any():
+        speed, title, unit_of_speed, scale = "step_time_s", "step time", "ms", 1e3
     drawings = {
         "loss": partial(draw, rows.steps, rows.column("loss"), "loss", ylabel=unit, label="training",
                         points=validation),
-        "step_time_s": partial(draw, timed.steps, timed.column("step_time_s") * 1e3, "step time", ylabel="ms",
-                               reduce=np.median),
-        "tokens_per_second": partial(draw, timed.steps, timed.column("tokens_per_second"), "tokens/s", ylabel="",
-                                     reduce=np.median),
+        speed: partial(draw, timed.steps, timed.column(speed) * scale, title, ylabel=unit_of_speed,
+                       reduce=np.median),
     }
-    speed = "tokens_per_second"
-    if len(timed) and not np.isfinite(timed.column(speed)).any():
-        del drawings[speed]
-        speed = "step_time_s"
     for metric, draw in drawings.items():
         side.write(run_dir.plots / f"{metric}.txt", draw(is_ascii=False))
     return drawings["loss"](colour=colour) + "\n" + drawings[speed](colour=colour, height=_LOW)

@@ -298,8 +298,7 @@ class Summary(Rates):
         if self.mfu is not None and self.mfu > 1:
             found.append(f"an MFU of {self.mfu:.2f} cannot be: the step time, the FLOP count or the peak is wrong")
         if self.ceiling_share is not None and self.ceiling_share > 1:
-            found.append(f"the step reached {self.ceiling_share:.2f} of the matrix product ceiling: something else "
-                         "slowed the device down when that was measured")
+            found.append("measured matmul peak is unreliable (machine was busy)")
         if self.steps >= _ENOUGH_TO_LEARN and not (finite(self.first_loss) and finite(self.last_loss)
                                                    and self.last_loss < self.first_loss):
             found.append("the loss did not fall: the speed of this run says nothing")
@@ -398,7 +397,7 @@ def final_text(summary: Summary, run_dir: RunDir, profile: Path | None = None,
         "MFU": "" if mfu is None or mfu > 1 else f"{mfu:.1%} of the vendor's peak" + (
             "" if summary.mfu_causal is None else f"; {summary.mfu_causal:.1%} with causal attention counted"),
         "FLOP/s": "" if flops is None else f"{short_number(flops)} per device" + (
-            "" if summary.ceiling_share is None else
+            "" if summary.ceiling_share is None or summary.ceiling_share > 1 else
             f", {summary.ceiling_share:.1%} of the matmul peak measured here"),
         "memory": "" if peak_bytes is None else f"{peak_bytes / 1e9:.2f} GB at most, on the rank that took most",
         "run time": f"{duration(wall)}: {spent}",

@@ -16,8 +16,9 @@ from ezpz_llm.observe.tables import table
 from ezpz_llm.observe.terminal import terminal_width, wants_colour
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import RESULTS, Run, comments, differences, load_runs, result_row, verdict
-from ezpz_llm.rundir import newest_run, write_file
+from ezpz_llm.rundir import WITH_STEPS, newest_run, write_file
 
+_NAMED = "ezpz-llm report RUN_DIR; ezpz-llm why tells how a run without a step ended"
 _LONGEST = 31  # characters of a setting's value
 
 DRAWABLE = len(LETTERS)
@@ -34,14 +35,19 @@ def main(argv: Sequence[str]) -> int:
         "ezpz-llm report  the newest run",
         "ezpz-llm report runs/a runs/b --html page.html"))
     parser.add_argument("run_dir", nargs="*", type=Path, metavar="RUN_DIR",
-                        help="the runs, finished or not (default: the newest in runs/)")
+                        help="the runs, finished or not (default: the newest in runs/ with a step)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page that needs no network")
     parser.add_argument("--figures", type=Path, metavar="DIR",
                         help="also write loss and throughput as PDF, SVG and PNG, fit for a paper")
     options = parser.parse_args(argv)
-    runs = load_runs(options.run_dir or [newest_run(Path("runs"), "ezpz-llm report RUN_DIR").path])
+    runs = load_runs(options.run_dir or [newest_run(Path("runs"), WITH_STEPS, _NAMED).path])
     if not any(len(run.rows) for run in runs):
-        raise UserError("no step has been written yet", where=", ".join(str(run.path) for run in runs),
+        where = ", ".join(str(run.path) for run in runs)
+        if all(run.record.get("exit") for run in runs):
+            raise UserError("the run wrote no steps", where=where,
+                            instead="ezpz_llm.record(step, loss=…) in the script, or lines in metrics.jsonl "
+                                    "(docs/use/your_own_script.md); ezpz-llm why says how the run ended")
+        raise UserError("no step has been written yet", where=where,
                         instead="again after the first line of its progress, or ezpz-llm why if there is none")
     if len(runs) > DRAWABLE:
         raise UserError(f"{len(runs)} runs in one plot", instead=f"at most {DRAWABLE}")
@@ -60,14 +66,15 @@ def report_text(runs: Sequence[Run], width: int, *, colour: bool) -> str:
     """The report as text, with escape codes only if `colour`."""
     found = differences(runs)
     parts = [_results([result_row(run) for run in runs], width, colour),
-             "".join(cleaned(f"{name}: {text}\n") for name, text in comments(runs))]
+             "".join(_wrapped(f"{name}: {text}", width) for name, text in comments(runs))]
     if len(runs) > 1:
         columns = ("setting", *(run.name for run in runs))
         rows = [[name, *(_short(value) for value in values)]
                 for name, values in found.items()]
-        parts.append((table("What differs", columns, rows) if found else "") + cleaned(verdict(found)) + "\n")
-    parts += [_plot(runs, "loss", "loss", "nats/token", width, colour),
-              _plot(runs, "tokens_per_second", "tokens/s", "", width, colour)]
+        parts.append((table("What differs", columns, rows) if found else "") + _wrapped(verdict(found), width))
+    parts.append(_plot(runs, "loss", "loss", "nats/token", width, colour))
+    if any(np.isfinite(run.column("tokens_per_second")).any() for run in runs):
+        parts.append(_plot(runs, "tokens_per_second", "tokens/s", "", width, colour))
     return "\n".join(parts)
 
 
@@ -84,24 +91,32 @@ def _results(rows: Sequence[Sequence[str]], width: int, colour: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(cleaned(text), width, subsequent_indent="  ", break_long_words=False,
+                         break_on_hyphens=False) + "\n"
+
+
 def _short(value: str) -> str:
     half = _LONGEST // 2
     return value if len(value) <= _LONGEST else f"{value[:half]}…{value[-half:]}"
 
 
 def _plot(runs: Sequence[Run], metric: str, title: str, unit: str, width: int, colour: bool) -> str:
-    """A metric over tokens; speeds without the first and last steps, whose scale they would take."""
+    """A metric over tokens, or over steps where a run has no token counts; speeds without the first and last steps,
+    whose scale they would take."""
     drawn = [run for run in runs if len(run.rows)]
+    by_tokens = all(run.tokens[-1] > 0 for run in drawn)
     several, timed = len(drawn) > 1, metric != "loss"
     curves = []
     for i, run in enumerate(drawn):
-        x, y = (steady(values) if timed else values for values in (run.tokens, run.column(metric)))
-        curves.append(Curve(cleaned(run.name), x / 1e6, y, mark=LETTERS[i] if several and not colour else "",
+        place = run.tokens / 1e6 if by_tokens else run.column("step")
+        x, y = (steady(values) if timed else values for values in (place, run.column(metric)))
+        curves.append(Curve(cleaned(run.name), x, y, mark=LETTERS[i] if several and not colour else "",
                             colour=COLOURS[i % len(COLOURS)] if several else -1))
     if not several and not timed and drawn[0].validation:
         curves.append(Curve("validation", curves[0].x, drawn[0].column("val_loss"), mark=POINTS))
         title += f", {POINTS}: validation"
-    text = curves_plot(curves, title, "million tokens", unit, width, colour=colour,
+    text = curves_plot(curves, title, "million tokens" if by_tokens else "step", unit, width, colour=colour,
                        reduce=np.median if timed else np.mean)
     if not several:
         return text

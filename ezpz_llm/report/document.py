@@ -110,7 +110,7 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
     if len(runs) > 1:
         sections.append(("What differs", _differences(runs)))
     sections += [("Loss", views("loss", "Loss over", _loss_views(drawn))),
-                 ("Throughput", views("speed", "Show", _speed_views(drawn)))]
+                 *([("Throughput", views("speed", "Show", speeds))] if (speeds := _speed_views(drawn)) else [])]
     phases = [(run.name, seconds) for run in drawn if (seconds := phase_seconds(run))]
     if phases:
         sections.append(("Where the step time goes", bars(
@@ -122,14 +122,15 @@ def report_page(runs: Sequence[Run], now: float | None = None) -> str:
 
 
 def _loss_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    over: list[tuple[str, str, X]] = [("tokens", "tokens", lambda run: run.tokens),
+    counted = any(run.tokens[-1] > 0 for run in runs)
+    over: list[tuple[str, str, X]] = [*([("tokens", "tokens", lambda run: run.tokens)] if counted else []),
                                       ("steps", "step", lambda run: run.column("step")),
                                       ("hours of training", "hours in steps", lambda run: run.hours)]
     panels = [(name, chart("Training loss, and validation loss as dots", Axis(label), _LOSS,
                            _loss_series(runs, x, begin=0))) for name, label, x in over]
     half = max(run.tokens[-1] for run in runs) / 2
     late = _loss_series(runs, lambda run: run.tokens, begin=half)
-    if any(len(one.x) for one in late):
+    if counted and any(len(one.x) for one in late):
         panels.append(("tokens, second half", chart("Training loss, and validation loss as dots, from half of the "
                                                     "longest run on", Axis("tokens"), _LOSS, late)))
     return panels
@@ -152,17 +153,23 @@ def _loss_series(runs: Sequence[Run], x: X, begin: float) -> list[Series]:
 def _speed_views(runs: Sequence[Run]) -> list[tuple[str, str]]:
     shown = [("tokens/s", "tokens_per_second", Axis("tokens/s", short_number), 1.0),
              ("tokens/s a device", "tokens_per_second_per_device", Axis("tokens/s a device", short_number), 1.0),
-             ("step time", "step_time_s", Axis("ms", lambda value: f"{value:.4g}"), 1e3),
+             # Upside down, the same curve as tokens/s.
+             *([] if _is_known(runs, "tokens_per_second") else
+               [("step time", "step_time_s", Axis("ms", lambda value: f"{value:.4g}"), 1e3)]),
              ("MFU", "mfu", Axis("of the stated peak", lambda value: f"{value:.3g} %"), 100.0)]
     panels = []
     for name, metric, axis, scale in shown:
         series = [Series(run.name, steady(run.column("step")),
                          steady(run.column(metric)) * scale, number)
                   for number, run in enumerate(runs)]
-        if metric != "mfu" or any(np.isfinite(np.asarray(one.y, float)).any() for one in series):
+        if _is_known(runs, metric):
             panels.append((name, chart(f"{name}, without the first and last steps", Axis("step"), axis, series,
                                        np.median)))
     return panels
+
+
+def _is_known(runs: Sequence[Run], metric: str) -> bool:
+    return any(np.isfinite(run.column(metric)).any() for run in runs)
 
 
 def _optimizer_views(runs: Sequence[Run]) -> list[tuple[str, str]]:

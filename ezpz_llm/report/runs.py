@@ -15,7 +15,7 @@ from ezpz_llm.base import UserError, counted
 from ezpz_llm.observe.history import OTHER, PHASES, History, last_loss, read_history, steady
 from ezpz_llm.observe.throughput import short_number
 from ezpz_llm.observe.trackers import flat
-from ezpz_llm.rundir import RunDir, read_layout, read_record
+from ezpz_llm.rundir import RunDir, is_interrupted, read_layout, read_record
 
 _SILENT_AFTER_S = 600.0
 """Besides three times what it took to write the last lines: an evaluation or a save may come between."""
@@ -116,7 +116,8 @@ def run_of(run_dir: RunDir, rows: History) -> Run:
 
 def _noted(path: Path, name: str, record: dict[str, Any], rows: History, silent_s: float) -> Run:
     layout = read_layout(RunDir(path).layout) or {}
-    run = Run(path, name, record, layout, rows, _state(record, rows, silent_s), ())
+    is_resumable = (RunDir(path).checkpoints / "latest").exists()
+    run = Run(path, name, record, layout, rows, _state(record, rows, silent_s, is_resumable=is_resumable), ())
     return replace(run, notes=tuple(_notes(run)))
 
 
@@ -129,7 +130,7 @@ def _names(places: Sequence[Path]) -> list[str]:
     return [str(path) for path in places]
 
 
-def _state(record: dict[str, Any], rows: History, silent_s: float) -> str:
+def _state(record: dict[str, Any], rows: History, silent_s: float, *, is_resumable: bool) -> str:
     """Return the state of the run. What run.json says of an end counts only if it is of the latest attempt."""
     planned = (record.get("config") or {}).get("steps")
     last = int(rows.steps[-1]) if len(rows) else 0
@@ -137,10 +138,11 @@ def _state(record: dict[str, Any], rows: History, silent_s: float) -> str:
     ended = record.get("exit") or {}
     if ended.get("ended", 0) < (record.get("launch") or {}).get("started", 0):
         ended = {}
-    if ended.get("code"):
+    reason = record.get("stopped") if record.get("steps") == last else None
+    if ended.get("code") and not (is_interrupted(ended) and (reason or is_resumable)):
         return f"failed after {reached}: {ended.get('cause')} (code {ended['code']})"
-    if record.get("stopped") and record.get("steps") == last:
-        return f"stopped after {reached}: {record['stopped']}"
+    if reason or ended.get("code"):
+        return f"stopped after {reached}: {reason or ended.get('cause')}"
     if planned and last >= planned:
         return f"finished, {reached}"
     if ended:

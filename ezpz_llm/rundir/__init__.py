@@ -7,8 +7,8 @@ from ezpz_llm.rundir.files import (
     append_lines,
     default_run_dir,
     hash_file,
+    is_interrupted,
     locked,
-    newest_run,
     ours,
     own_record,
     read_json,
@@ -21,11 +21,16 @@ from ezpz_llm.rundir.files import (
     write_file,
     write_json,
 )
+from ezpz_llm.rundir.newest import ANY, LAUNCHED, TRAINING, WITH_STEPS, newest_run
 from ezpz_llm.rundir.secrets import has_secret, hide, redact, redact_words, secret_values, without_secrets
 from ezpz_llm.rundir.side_files import SideFiles, print_whatever_happens
 
 __all__ = [
+    "ANY",
+    "LAUNCHED",
     "RUN_DIR_VARIABLE",
+    "TRAINING",
+    "WITH_STEPS",
     "RunDir",
     "SideFiles",
     "append_line",
@@ -34,6 +39,7 @@ __all__ = [
     "has_secret",
     "hash_file",
     "hide",
+    "is_interrupted",
     "locked",
     "newest_run",
     "ours",

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,18 +174,6 @@ def default_run_dir(name: str, parent: Path | None = None, now: float | None = N
         attempt += 1
         path = base.with_name(f"{base.name}-{attempt}")
     return RunDir(path)
-
-
-def newest_run(folder: Path, instead: str) -> RunDir:
-    """The run in `folder` whose record was written last.
-
-    Raises:
-        UserError: there is none; it says to type `instead`.
-    """
-    records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    if not records:
-        raise UserError(f"no run in {folder}/", where=os.getcwd(), instead=instead)
-    return RunDir(records[-1].parent.absolute())
 
 
 # Writing that is never seen half done: whole files, whole lines; and sweeping what killed runs left.
@@ -352,6 +340,11 @@ def own_record(run_dir: RunDir) -> dict[str, Any] | None:
     except outside.NoFile:
         return None
     return None if content is None else _as_record(outside.parse_json(content, str(run_dir.record)), run_dir)
+
+
+def is_interrupted(ended: Mapping[str, Any]) -> bool:
+    """True of an `exit` in run.json if the run ended because launch was sent a signal."""
+    return (ended.get("stopped") or {}).get("kind") == "signal"
 
 
 def _as_record(stored: Any, run_dir: RunDir) -> dict[str, Any]:

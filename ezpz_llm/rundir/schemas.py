@@ -52,11 +52,19 @@ class Device(TypedDict, total=False):
     memory_bytes: int | None
 
 
+class Load(TypedDict):
+    """Load average of rank 0's node."""
+
+    average: float
+    cpus: Annotated[int, Range(1, MOST_RANKS)]
+
+
 class Environment(TypedDict, total=False):
     """Where the run ran."""
 
     world_size: Ranks
     device: Device
+    load: Load
 
 
 class Config(TypedDict, total=False):
@@ -85,6 +93,7 @@ class Record(TypedDict, total=False):
     data: dict[str, Any]
     submit: dict[str, Any]
     trackers: dict[str, Any]
+    load_at_end: Load
     steps: Step
     stopped: str | None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ezpz_llm.base import UserError, counted, user_path
 from ezpz_llm.base.shell_commands import typable
 from ezpz_llm.rundir import default_run_dir
+from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import Options, help_text, parse
 from ezpz_llm.scaling.precheck import plan_study
 from ezpz_llm.scaling.reporting import report
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print(_described(study, folder, len(runs)), flush=True)
     if options.dry_run:
+        print(f"estimate   {estimate(study, folder, runs, Path('runs'), in_jobs=options.submit is not None)}")
         return 0
     if not study_file(folder).exists():
         folder.mkdir(parents=True, exist_ok=True)

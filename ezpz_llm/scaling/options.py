@@ -105,7 +105,8 @@ _OPTIONS = (
     Option(("--retry-failed",), "retry_failed", "run those again that have failed"),
     Option(("--submit",), "submit", 'queue one job a point, with these options of submit: "--time 1:00:00"',
            "WORDS", command_line),
-    Option(("--dry-run",), "dry_run", "check and print the points; start and write nothing"),
+    Option(("--dry-run",), "dry_run", "check and print the points, with estimated time and node-hours; start and"
+           " write nothing"),
     Option(("--check",), "check", "find what is wrong and stop"),
     Option(("--world-size",), "world_size", "ranks to check for", "N", whole(1, MOST_RANKS)),
     Option(("-h", "--help"), "help", "print this and end"),

@@ -25,7 +25,7 @@ from ezpz_llm.launch.option_parsing import value_of
 from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
 from ezpz_llm.observe.history import finite, steady
 from ezpz_llm.observe.throughput import short_number
-from ezpz_llm.rundir import RunDir, locked, read_layout, read_lines, read_record
+from ezpz_llm.rundir import RunDir, is_interrupted, locked, read_layout, read_lines, read_record
 from ezpz_llm.scaling.options import is_own_script
 from ezpz_llm.scaling.precheck import THREADS_VARIABLE, carving, reservation
 from ezpz_llm.scaling.study import (
@@ -211,7 +211,7 @@ def measure(study: Path, point: Point, repeat: int) -> Repeat | None:
     run_dir = run_dir_of(study, point, repeat)
     record = read_record(run_dir)
     ended = record.get("exit")
-    if ended is None or (ended.get("stopped") or {}).get("kind") == "signal":
+    if ended is None or is_interrupted(ended):
         return None
     if ended["code"]:
         return _repeat(study, point, repeat, error=f"{ended['cause']} (code {ended['code']})")

@@ -127,7 +127,8 @@ def write_script(job: Job, typed: list[str]) -> str:
     return fill_template(job.scheduler.TEMPLATE, introduction, {
         "request": request_lines(job.scheduler.directives(request), _more_directives(job), _values(job),
                                  job.scheduler.subjects, job.site.name),
-        "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s),
+        "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s,
+                                         has_modules=bool(job.site.job.setup)),
         "command": [f"run_dir={shlex.quote(run_dir)}",
                     *array_lines("command", [*words, *job.options.launch_arguments], named),
                     *array_lines("go_on", go_on, named), *array_lines("again", list(again), again)],

@@ -40,6 +40,9 @@ def read_duration(text: str) -> int:
     found = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
     if "-" in text and found.get("hours", 0) > 23:
         found = {}
+    if text.isdecimal() and text.isascii():
+        raise ValueError(f"a time with its unit, since PBS reads {text} as seconds and Slurm as minutes: "
+                         f"{text}m for minutes; accepted are {ACCEPTED}")
     total = (86400 * found.get("days", 0) + 3600 * found.get("hours", 0) + 60 * found.get("minutes", 0)
              + found.get("seconds", 0))
     if not 0 < total <= MOST_SECONDS:

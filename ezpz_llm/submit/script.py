@@ -130,8 +130,9 @@ def _queue(scheduler: Scheduler, words: list[str], number: int, env: Mapping[str
         print(done.stdout, end="", file=sys.stderr, flush=True)
         option = scheduler.hint(done.stderr + done.stdout)
         change = f"another {option}, or change the script and" if option else "change the script and"
+        # Without the script's name: submit removes the run directory of a job that was never queued.
         raise RefusedError(f"{program} refused the job with code {done.returncode}{earlier}",
-                           where=shlex.join(words), exit_code=1,
+                           where=shlex.join(words[:-1]), exit_code=1,
                            instead=f"{change} `{program}` it by hand: ezpz-llm submit --dry-run prints it")
     # A site's wrapper may print more than the id.
     found = [job for line in done.stdout.splitlines() if (job := scheduler.job_id(line.strip()))]
@@ -156,7 +157,8 @@ _OF_THE_ENVIRONMENT = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
 _OF_A_JOB = ("SLURM_", "PBS_", "FLUX_", "LSB_", "LSF_JOB", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
 
-def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ...], time_s: int) -> list[str]:
+def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ...], time_s: int, *,
+                      has_modules: bool) -> list[str]:
     """The job's environment as shell lines: the variables a run depends on, the site's own lines, and this Python
     first on PATH.
 
@@ -164,12 +166,14 @@ def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ..
         folder: the working directory.
         setup: the site's lines, as they are.
         time_s: the job's limit in seconds.
+        has_modules: the site's lines load what the job needs, which comes before the PATH of the login node.
     """
     secrets = secret_values(env)
     lines = [f"cd {shlex.quote(str(folder))} || exit"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())
               if _is_carried(name) and redact(hide(value, secrets), name) == value]
-    lines += [f"export PATH={shlex.quote(env.get('PATH', os.defpath))}:$PATH", *setup]
+    path = shlex.quote(env.get("PATH", os.defpath))
+    lines += [*setup, f"export PATH=$PATH:{path}" if has_modules else f"export PATH={path}:$PATH"]
     # sys.prefix itself, not where a link leads to: the environment's own python3 and launch have to come first.
     lines += [f"export PATH={shlex.quote(os.path.join(sys.prefix, 'bin'))}:$PATH"]
     lines += ["# When the time is over, with a little to spare; launch replaces it by the scheduler's own word.",

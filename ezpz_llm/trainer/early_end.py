@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -12,14 +13,19 @@ from torch.distributed import ReduceOp
 
 from ezpz_llm.dist import Dist
 from ezpz_llm.dist.agree import reduce
-from ezpz_llm.launch.variables import ENDS_AT_VARIABLE
+from ezpz_llm.launch.node.messages import stop_ordered
+from ezpz_llm.launch.variables import ENDS_AT_VARIABLE, RUN_ID_VARIABLE
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _ASK_EVERY_S = 2.0
 _LEAST_RESERVE_S = 20.0
 _FIRST_SAVE_S = 120.0
 """What a checkpoint is taken to cost before one has been measured, but at most a tenth of the time that is left."""
+
+
+def _reason(name: str) -> str:
+    return "interrupted by Ctrl-C (SIGINT)" if name == signal.SIGINT.name else f"{name} was received"
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,21 @@ class EarlyEnd:
         self._longest_gap_s = 0.0
 
     def listen(self) -> EarlyEnd:
-        """From here on SIGTERM and SIGUSR1 end the run at a step boundary; they are the process's last handlers."""
+        """From here on SIGTERM, SIGUSR1 and Ctrl-C end the run at a step boundary; they are the process's last
+        handlers."""
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            # A shell's `… &` ignores Ctrl-C, which is meant for the program in the foreground.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
         self._signal = number
+        if number == signal.SIGINT and self._dist.is_main:
+            # Python's own buffer may be in use by what this handler interrupts.
+            os.write(2, b"\nstopping after this step, saving; press ^C again to stop now\n")
 
     def saved(self, seconds: float) -> None:
         """A checkpoint was written in so many seconds: that much has to be left before the end."""
@@ -86,10 +100,18 @@ class EarlyEnd:
         self._ask_after = step + max(1, int(_ASK_EVERY_S / max(slowest_step_s, 1e-6)))
         why = None
         if number:
-            why = f"{signal.Signals(int(number)).name} was received"
+            why = _reason(signal.Signals(int(number)).name if (sent := self._sent_to_launch()) is None else sent)
         elif over:
             why = f"the reservation ends at {time.strftime('%H:%M:%S', time.localtime(self._ends_at))}"
         return Agreed(why, bool(anyone_busy))
+
+    def _sent_to_launch(self) -> str | None:
+        """The signal that launch was sent, which ends its ranks by SIGTERM whatever it was; only rank 0 looks."""
+        run_id = os.environ.get(RUN_ID_VARIABLE)
+        if run_id is None or not self._dist.is_main:
+            return None
+        stop = stop_ordered(self._dist.run_dir, run_id)
+        return stop.received or None if stop is not None else None
 
     def _is_over(self) -> bool:
         if self._ends_at is None:

@@ -29,6 +29,7 @@ from ezpz_llm.observe import (
     where_time_went,
 )
 from ezpz_llm.observe.history import whole_history
+from ezpz_llm.observe.machine_load import load_now
 from ezpz_llm.report.document import report_page
 from ezpz_llm.report.runs import run_of
 from ezpz_llm.rundir import read_record, update_record, write_atomic
@@ -183,7 +184,10 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
                         history=history)
     colour = wants_colour()
     profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
-    print("\n" + plot_run(run_dir, colour=colour, history=history, side=side))
+    charts = plot_run(run_dir, colour=colour, history=history, side=side)
+    if session.stopped is None or session.failed:
+        # Who stops a run wants the prompt back; plots/ and report.html have the charts.
+        print("\n" + charts)
     if session.verbose:
         if summary is not None:
             print(where_time_went(summary, session.dist.world_size, rich=colour))
@@ -192,7 +196,7 @@ def report(session: Session, straggler: Straggler | None, bubble: Bubble | None,
         run_dir, val_loss=summary and summary.val_loss, val_tokens=session.validation.predictions,
         steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
         sample_hash=session.position.sample_hash, checkpoints=checkpoint_cost(session),
-        summary=summary and asdict(summary), memory=memory.as_record())
+        summary=summary and asdict(summary), memory=memory.as_record(), load_at_end=load_now())
     side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
     if summary is None:
         print(f"warning: nothing is left of {run_dir.metrics} to sum up", flush=True)

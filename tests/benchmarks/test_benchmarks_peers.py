@@ -15,6 +15,7 @@ import torch
 from places import ROOT
 from slowness import scaled
 
+from ezpz_llm.engine import precision as engine_precision
 from ezpz_llm.model.parameters import parameter_count
 from ezpz_llm.trainer.options import parse
 from ezpz_llm.trainer.plan import plan_run
@@ -112,6 +113,26 @@ def test_bars_compare_runs_of_the_same_round(peers) -> None:
     assert rows["ours / build-nanogpt, most memory beyond libraries"]["median"] == 0.5
     assert "MISSED" in peers("bars").bar_line(memory)
     assert not any(name.startswith("ours-compiled") for name in rows), "what did not run has no row"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_ours_computes_in_the_precision_of_the_machine_which_is_printed(
+        peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setattr(peers("measure"), "own_precision", lambda: precision)
+    work = peers("programs").WORKS["cpu-50304"]
+    bench = peers("measure").Bench(work, tmp_path, {"nanogpt": tmp_path}, 12, {})
+    precisions = {name: bench.task(name, tmp_path).precision for name in work.programs
+                  if name in ("ours", "ours-compiled", "ceiling", "plain-bf16", "nanogpt")}
+    assert precisions == {"ours": precision, "ours-compiled": precision, "ceiling": precision, "plain-bf16": "bf16",
+                          "nanogpt": "fp32"}
+    assert peers("summary").stated("cpu-50304", bench.task("ours", tmp_path)).endswith(f"; ours in {precision}")
+
+
+@pytest.mark.parametrize(("has_units", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_a_cpu_without_units_for_bf16_computes_in_fp32(peers, monkeypatch: pytest.MonkeyPatch, has_units: bool,
+                                                       precision: str) -> None:
+    monkeypatch.setitem(engine_precision._BF16_UNITS, "cpu", lambda: has_units)
+    assert peers("machine").own_precision() == precision
 
 
 def test_what_collectives_allow(peers) -> None:

@@ -64,9 +64,8 @@ def inside(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def newest(folder: Path) -> RunDir:
-    [path] = (folder / "runs").iterdir()
-    return RunDir(path)
+def result_in(folder: Path) -> RunDir:
+    return RunDir(folder / "result")
 
 
 @pytest.mark.full
@@ -84,15 +83,17 @@ def test_hellaswag_in_training_is_on_its_step_and_in_the_record(trained: Path) -
 def test_validation_alone_is_what_the_run_measured(trained: Path, exported: Path, inside: Path,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     measured = read_record(RunDir(trained / "at-run"))["val_loss"]
-    assert evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu"]) == 0
-    found = read_record(newest(inside))["evaluation"]["val"]
+    assert evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu",
+                          "--run-dir", "result"]) == 0
+    found = read_record(result_in(inside))["evaluation"]["val"]
     assert found["val_loss"] == pytest.approx(measured, rel=1e-6)
     assert found["val_tokens"] == 2048
     assert f"val_loss    {measured:.4f}" in capsys.readouterr().out
-    shutil.rmtree(inside / "runs")
-    evaluate.main(["val", str(exported), "--precision", "fp32", "--corpus", "stdlib", "--tokens", "2048"])
+    shutil.rmtree(inside / "result")
+    evaluate.main(["val", str(exported), "--precision", "fp32", "--corpus", "stdlib", "--tokens", "2048",
+                   "--run-dir", "result"])
     # The export has no padded rows, which took part in the run's softmax.
-    assert read_record(newest(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
+    assert read_record(result_in(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, abs=0.05)
 
 
 def test_a_corpus_named_from_another_folder_is_read_from_the_runs_shards(trained: Path, inside: Path) -> None:
@@ -102,8 +103,8 @@ def test_a_corpus_named_from_another_folder_is_read_from_the_runs_shards(trained
     measured = record["val_loss"]
     record["config"]["corpus"] = "elsewhere/text.txt"
     path.write_text(json.dumps(record))
-    assert evaluate.main(["val", "moved", "--precision", "fp32", "--device", "cpu"]) == 0
-    assert read_record(newest(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, rel=1e-6)
+    assert evaluate.main(["val", "moved", "--precision", "fp32", "--device", "cpu", "--run-dir", "result"]) == 0
+    assert read_record(result_in(inside))["evaluation"]["val"]["val_loss"] == pytest.approx(measured, rel=1e-6)
     record["data"]["folder"] = str(inside / "gone")
     path.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"elsewhere/text\.txt"):
@@ -112,11 +113,23 @@ def test_a_corpus_named_from_another_folder_is_read_from_the_runs_shards(trained
 
 def test_hellaswag_alone_is_what_the_run_scored(trained: Path, inside: Path) -> None:
     evaluate.main(["hellaswag", str(trained / "at-run"), "--file", str(trained / "items.jsonl"), "--items", "6",
-                   "--precision", "fp32", "--device", "cpu"])
-    found = read_record(newest(inside))["evaluation"]["hellaswag"]
+                   "--precision", "fp32", "--device", "cpu", "--run-dir", "result"])
+    found = read_record(result_in(inside))["evaluation"]["hellaswag"]
     record = read_record(RunDir(trained / "at-run"))["hellaswag"]
     assert {key: found[key] for key in ("acc", "acc_norm", "items")} == {
         key: record[key] for key in ("acc", "acc_norm", "items")}
+
+
+def test_neither_leaves_a_run_behind(trained: Path, inside: Path) -> None:
+    """`report` and `explain` without a name would take it for the newest run."""
+    evaluate.main(["val", str(trained / "at-run"), "--precision", "fp32", "--device", "cpu"])
+    generate.main([str(trained / "at-run"), "--prompt", "import ", "--tokens", "2", "--device", "cpu"])
+    done = subprocess.run([sys.executable, "-m", "ezpz_llm.launch", sys.executable, "-m", "ezpz_llm.generate",
+                           str(trained / "at-run"), "--prompt", "import ", "--tokens", "2", "--device", "cpu"],
+                          env=ENV, cwd=inside, capture_output=True, text=True, timeout=scaled(150), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| import" in done.stdout
+    assert list((inside / "runs").iterdir()) == []
 
 
 def text_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

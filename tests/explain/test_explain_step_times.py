@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from made_up_runs import make_run
 from slowness import scaled
 
+from ezpz_llm.explain.diagnosis import _against_low_share, diagnose
 from ezpz_llm.explain.step_times import StepTimes, step_time_causes, step_times
+from ezpz_llm.layout.layout import Layout
 from ezpz_llm.observe.history import make_history
+from ezpz_llm.observe.machine_load import MachineLoad, load_now, recorded_load
 from ezpz_llm.rundir import RunDir, append_line
 
 STEPS = 200
@@ -78,9 +83,58 @@ def test_of_a_few_steps_nothing_is_said():
 
 
 def test_who_has_traces_is_not_told_to_make_them():
-    times = StepTimes(0.1, 0.1, 0.1, peak_share=0.07)
-    assert "--trace-steps" in times.sentence(is_traced=False)
-    assert times.sentence(is_traced=True).endswith("a larger --micro-batch-size, --compile true.")
+    run = {"model": object(), "config": {}, "layout": Layout("ddp", "ddp")}
+    assert _against_low_share(run, is_traced=False)[-1].startswith("--trace-steps")
+    advice = tuple(_against_low_share(run, is_traced=True))
+    assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07, advice=advice).sentence().endswith(
+        "a larger --micro-batch-size, or --compile true.")
+
+
+def test_a_low_share_is_answered_with_what_the_run_can_still_do():
+    compiled = {"model": object(), "config": {"compile": True}, "layout": Layout("ddp", "ddp")}
+    assert not any("--compile" in option for option in _against_low_share(compiled, is_traced=False))
+    assert _against_low_share({**compiled, "model": None}, is_traced=False) == []
+    assert StepTimes(0.1, 0.1, 0.1, peak_share=0.07).sentence().endswith("most of a step is not matrix products.")
+
+
+def test_no_share_above_the_whole_is_printed():
+    said = StepTimes(0.1, 0.1, 0.1, peak_share=4.06).sentence()
+    assert "unreliable (the machine was busy)" in said
+    assert "406" not in said
+
+
+def test_one_rank_waits_for_no_other_and_a_script_has_no_traces():
+    history = make_history(rows(np.where(np.arange(STEPS) % 2, 0.1, 0.2)), "x")
+    alone, = step_time_causes(history, 30.0, ranks=1)
+    assert alone.what.endswith("the machine is shared")
+    script, = step_time_causes(history, 30.0, can_trace=False)
+    for cause in (alone, script):
+        assert not any("--trace-steps" in line for line in cause.advice)
+
+
+def test_a_short_run_on_a_busy_machine_is_said_to_be_that(tmp_path):
+    """Eight steps of 172 to 475 ms at a load average of 5 on two CPUs: not its evaluation comes first."""
+    times = np.array([0.3, 0.172, 0.45, 0.2, 0.475, 0.19, 0.4, 0.3])
+    wall = {"set-up": 5.0, "training": float(times.sum()), "evaluation": 0.5}
+    folder = make_run(tmp_path / "run", range(0), planned=8, summary={"wall": wall}, load_at_end={"average": 5.5,
+                                                                                                  "cpus": 2})
+    record = json.loads((folder / "run.json").read_text())
+    record["environment"]["load"] = {"average": 4.5, "cpus": 2}
+    (folder / "run.json").write_text(json.dumps(record))
+    for line in rows(times):
+        append_line(RunDir(folder).metrics, line)
+    found = diagnose(folder)
+    assert found.opening[0].startswith("The machine was busy: load average 5.0 on 2 CPUs.")
+    assert [cause.kind for cause in found.shown_causes][:1] == ["unsteady"]
+    evaluation = next(cause for cause in found.causes if cause.kind == "evaluation")
+    assert not any("than 0" in line or "--eval-every" in line for line in evaluation.advice)
+
+
+def test_a_run_alone_on_its_cpus_is_not_called_busy():
+    assert recorded_load({"environment": {"load": {"average": 2.4, "cpus": 2}}}) == MachineLoad(2.4, 2)
+    assert not MachineLoad(2.4, 2).is_busy
+    assert recorded_load({"environment": {}}) is None
+    assert load_now()["cpus"] == os.cpu_count()
 
 
 def test_the_largest_is_said_first(tmp_path):

@@ -17,8 +17,8 @@
 # ---- environment
 cd /home/user/work || exit
 export EZPZ_LLM_CACHE=/home/user/cache
-export PATH=(as submitted):$PATH
 export EZPZ_LLM_SITE=delta
+export PATH=(as submitted):$PATH
 export PATH=/home/user/env/bin:$PATH
 # When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))

@@ -17,7 +17,6 @@
 # ---- environment
 cd /home/user/work || exit
 export EZPZ_LLM_CACHE=/home/user/cache
-export PATH=(as submitted):$PATH
 module load PrgEnv-gnu/8.7.0
 module load cpe/26.03
 module load miniforge3/23.11.0-0
@@ -26,6 +25,7 @@ module load rccl-net-plugin
 module load craype-accel-amd-gfx90a
 export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH
 export EZPZ_LLM_SITE=frontier
+export PATH=$PATH:(as submitted)
 export PATH=/home/user/env/bin:$PATH
 # When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))

@@ -19,13 +19,13 @@
 # ---- environment
 cd /home/user/work || exit
 export EZPZ_LLM_CACHE=/home/user/cache
-export PATH=(as submitted):$PATH
 type module &>/dev/null || source /etc/profile
 module use /soft/modulefiles
 module load conda
 conda activate
 export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib:$LD_LIBRARY_PATH
 export EZPZ_LLM_SITE=polaris
+export PATH=$PATH:(as submitted)
 export PATH=/home/user/env/bin:$PATH
 # When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))

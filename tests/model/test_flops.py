@@ -16,7 +16,7 @@ from ezpz_llm.model.config import MODELS, get_model_config
 from ezpz_llm.model.gpt import GPT
 from ezpz_llm.model.parameters import FlopCount
 from ezpz_llm.observe import Peak, StepWork, final_text, measure_ceiling, peaks, summarise
-from ezpz_llm.observe.peaks import Ceiling, fastest_product
+from ezpz_llm.observe.peaks import Ceiling, best_sample, fastest_product
 from ezpz_llm.rundir import RunDir, append_line
 from ezpz_llm.trainer import announce
 from ezpz_llm.trainer.announce import count_flops, counted_flops, describe
@@ -110,6 +110,15 @@ def test_what_the_first_product_costs_is_not_taken_from_the_budget(monkeypatch):
     assert fastest_product(CPU, torch.float32, budget_s=0.2)[1] == 512
 
 
+@pytest.mark.parametrize(("samples", "best", "count"), [
+    ([5.0, 5.2, 9.0], 5.2, 2), ([0.1, 5.0, 5.1, 9.0], 5.1, 3), ([0.1, 5.0, 0.2, 3.0, 1.0, 9.0], 5.0, 5)])
+def test_the_peak_is_the_best_of_several_samples(monkeypatch, samples, best, count):
+    given = iter(samples)
+    monkeypatch.setattr(peaks, "fastest_product", lambda device, dtype: (next(given), 512))
+    assert best_sample(CPU, torch.float32) == (best, 512)
+    assert len(samples) - len(list(given)) == count
+
+
 def test_a_single_process_is_its_own_slowest():
     alone = SimpleNamespace(rank=0, world_size=1, device=CPU, barrier=lambda: None)
     found = measure_ceiling(alone, "fp32")
@@ -149,8 +158,9 @@ def test_the_closing_block_gives_both_and_a_share_above_one_is_explained(tmp_pat
     assert {"mfu_causal", "ceiling_share", "flops_per_second_per_device"} <= asdict(summary).keys()
 
     low = replace(WORK, ceiling=replace(WORK.ceiling, flops=4e11))
-    assert "warning: the step reached 2.00 of the matrix product ceiling: something else" in final_text(
-        summarise(run_dir, low, {"training": 245.0}), run_dir)
+    text = final_text(summarise(run_dir, low, {"training": 245.0}), run_dir)
+    assert "warning: measured matmul peak is unreliable (machine was busy)" in text
+    assert "FLOP/s          800G per device\n" in text, "no share above 100 % is printed"
     wrong = replace(WORK, peak=Peak("a device", "bf16", 4e11, "vendor"))
     text = final_text(summarise(run_dir, wrong, {"training": 245.0}), run_dir)
     assert "an MFU of 2.00 cannot be" in text

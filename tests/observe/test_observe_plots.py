@@ -12,8 +12,9 @@ import pytest
 from slowness import scaled
 
 from ezpz_llm.observe import plot_run, series_plot, wants_ascii, wants_colour
+from ezpz_llm.observe.history import make_history
 from ezpz_llm.observe.plots import downsample
-from ezpz_llm.rundir import RunDir, append_line
+from ezpz_llm.rundir import RunDir, append_line, read_lines
 
 # In a process of its own: what plotext's C++ part cannot take aborts the process, beyond any except clause.
 AWKWARD = """
@@ -64,7 +65,7 @@ def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_pa
     run_dir = make_run(tmp_path)
     shown = plot_run(run_dir, width=72)
     files = {path.name: path.read_text() for path in run_dir.plots.iterdir()}
-    assert set(files) == {"loss.txt", "step_time_s.txt", "tokens_per_second.txt"}
+    assert set(files) == {"loss.txt", "tokens_per_second.txt"}, "step time is the tokens/s upside down"
     assert files["loss.txt"] in shown
     assert "tokens/s over step" in shown
     assert "step time" not in shown, "it is the tokens/s upside down"
@@ -73,8 +74,14 @@ def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_pa
         assert all(len(line) <= 72 for line in text.splitlines())
     assert "line: training, o: validation" in files["loss.txt"]
     assert sum(line.count("o") for line in files["loss.txt"].splitlines()[1:]) == 2
-    assert "100┤" in files["step_time_s.txt"], "the scale is the steady steps', 100 ms"
-    assert "9000" not in files["step_time_s.txt"]
+    (run_dir.plots / "tokens_per_second.txt").unlink()
+    lines = [{name: value for name, value in line.items() if not name.startswith("tokens_")}
+             for line in read_lines(run_dir.metrics)]
+    plot_run(run_dir, width=72, history=make_history(lines, "x"))
+    times = (run_dir.plots / "step_time_s.txt").read_text()
+    assert not (run_dir.plots / "tokens_per_second.txt").exists()
+    assert "100┤" in times, "the scale is the steady steps', 100 ms"
+    assert "9000" not in times
     coloured = plot_run(run_dir, width=72, colour=True)
     assert "\x1b[" in coloured
     assert "\x1b" not in (run_dir.plots / "loss.txt").read_text()
@@ -83,7 +90,7 @@ def test_plots_of_a_run_are_plain_files_and_leave_out_first_and_last_step(tmp_pa
 def test_a_run_without_steps_still_leaves_its_plots(tmp_path):
     run_dir = RunDir(tmp_path / "run").create()
     assert plot_run(run_dir).count("nothing to draw") == 2
-    assert len(list(run_dir.plots.iterdir())) == 3
+    assert len(list(run_dir.plots.iterdir())) == 2
 
 
 def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):

@@ -44,6 +44,12 @@ def test_a_finished_run_in_numbers(tmp_path):
      "failed after step 40 of 100: out of memory (code 137)"),
     ({"exit": {"code": 0, "cause": "all ranks ended well", "ended": 2000.0}, "steps": 40,
       "stopped": "SIGTERM was received"}, 5, "stopped after step 40 of 100: SIGTERM was received"),
+    ({"exit": {"code": 130, "cause": "launch was sent SIGINT (Ctrl-C); the run is ended", "ended": 2000.0,
+               "stopped": {"kind": "signal"}}, "steps": 40, "stopped": "interrupted by Ctrl-C (SIGINT)"}, 5,
+     "stopped after step 40 of 100: interrupted by Ctrl-C (SIGINT)"),
+    # It had no time to save, and there is no earlier checkpoint.
+    ({"exit": {"code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}}}, 5,
+     "failed after step 40 of 100: launch was sent SIGTERM (code 143)"),
     # Of an earlier attempt: launch has started the run again since, and it has got further.
     ({"exit": {"code": 137, "cause": "out of memory", "ended": 900.0}, "steps": 20, "stopped": "SIGTERM"}, 5,
      "running, step 40 of 100 written 5 s ago"),
@@ -53,6 +59,22 @@ def test_how_a_run_stands(tmp_path, record, silent_s, state):
     os.utime(folder / "metrics.jsonl", (5000, 5000))
     run, = load_runs([folder], now=5000 + silent_s)
     assert run.state == state
+
+
+def test_no_line_is_wider_than_the_terminal(tmp_path):
+    runs = load_runs([make_run(tmp_path / "a", range(1, 41), exit={
+        "code": 1, "cause": "rank 3 on a-node-with-a-long-name raised an error of many words " * 3,
+        "ended": 2000.0}),
+        make_run(tmp_path / "b", lr=0.002)])
+    assert max(map(len, report_text(runs, 80, colour=False).splitlines())) <= 80
+
+
+def test_an_interrupted_run_with_a_checkpoint_has_stopped(tmp_path):
+    folder = make_run(tmp_path / "a", range(1, 41), exit={
+        "code": 143, "cause": "launch was sent SIGTERM", "ended": 2000.0, "stopped": {"kind": "signal"}})
+    (folder / "checkpoints/latest").write_text("step-00000030\n")
+    run, = load_runs([folder])
+    assert run.state == "stopped after step 40 of 100: launch was sent SIGTERM"
 
 
 def test_resumed_with_another_batch_cut_short_and_not_a_number(tmp_path):

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from launch_runs import clean_env, scheduler
+from made_up_runs import make_run
 from scale_runs import TRAIN, scale
 from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.launch.option_parsing import value_of, without
 from ezpz_llm.rundir import RunDir, append_line, update_record, write_json
+from ezpz_llm.scaling.estimate import estimate
 from ezpz_llm.scaling.options import parse
 from ezpz_llm.scaling.precheck import MEASURING, find_sizes, plan_study
 from ezpz_llm.scaling.running import left, measure, untraced
@@ -295,9 +297,33 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
     assert code == 0, said
     assert "2 points x 2, of which 4 are to be made" in said
     assert "2 ranks" in said
+    assert "estimate   unknown: no run of this model in runs/" in said
     assert not (tmp_path / "s").exists()
     code, said = scale(tmp_path, "reprot", "s")
     assert (code, "ezpz-llm scale report D" in said) == (2, True)
+
+
+def test_the_estimate_rests_on_runs_of_the_same_model_and_then_on_the_studys_own(tmp_path: Path) -> None:
+    command = ("python3", "-m", "ezpz_llm.train", "--model", "tiny-gpt2", "--steps", "60")
+    points = [point(f"weak-ddp-n{nodes}", nodes=nodes, ranks=2 * nodes, global_batch=8 * nodes, command=command)
+              for nodes in (1, 4)]
+    asked, runs = study(*points, repeats=2), [(one, number) for number in (0, 1) for one in points]
+
+    def told(**changes: bool) -> str:
+        return estimate(asked, tmp_path / "s", runs, tmp_path / "runs", **{"in_jobs": False, **changes})
+
+    assert told().endswith("/runs/. Start one point first: --point weak-ddp-n1")
+    make_run(tmp_path / "runs/other", launch={"typed": ["launch", *command, "--n-layer", "3"]},
+             model={"block_size": 64})
+    assert told().startswith("unknown"), "another model"
+    # 10,240 tokens/s of each rank; a step has 4 sequences of 64 tokens on each: 60 steps take 1.5 s, after 18.5 s.
+    make_run(tmp_path / "runs/same", launch={"typed": ["launch", "-n", "2", *command]}, model={"block_size": 64},
+             startup={"total_s": 18.5})
+    assert told() == "0:01:20 in all, 0.0889 node-hours (at perfect scaling from runs/same)"
+    assert "0.0556 node-hours" in told(in_jobs=True), "each job has only the nodes of its point"
+    run_dir = run_dir_of(tmp_path / "s", points[0], 0).create()
+    write_json(run_dir.record, {"launch": {"started": 100.0}, "exit": {"code": 0, "ended": 190.0}})
+    assert told() == "0:06:00 in all, 0.4 node-hours (by 1 run of this study)"
 
 
 @pytest.mark.full

@@ -142,7 +142,8 @@ def test_the_environment_goes_along_without_secrets_and_devices(tmp_path: Path) 
     env = {"PATH": "/opt/mpi/bin:/usr/bin", "HOME": "/home/user", "VIRTUAL_ENV": "/env", "HF_HOME": "/data/it's",
            "HF_TOKEN": "hf_secret", "CUDA_VISIBLE_DEVICES": "", "EZPZ_LLM_RUN_DIR": "/old", "NCCL_DEBUG": "INFO",
            "EZPZ_LLM_CACHE": "/data/cache", "EDITOR": "vi"}
-    script = "\n".join([*environment_lines(env, tmp_path, ("SET_UP=done",), 3600), "pwd", "env", "echo $SET_UP"])
+    script = "\n".join([*environment_lines(env, tmp_path, ("SET_UP=done",), 3600, has_modules=False),
+                        "pwd", "env", "echo $SET_UP"])
     job = subprocess.run(["/bin/bash"], input=script, env={"PATH": "/bin"}, cwd="/", capture_output=True, text=True,
                          timeout=scaled(120), check=True)
     lines = job.stdout.splitlines()
@@ -154,7 +155,20 @@ def test_the_environment_goes_along_without_secrets_and_devices(tmp_path: Path) 
     now = int(subprocess.run(["date", "+%s"], capture_output=True, text=True, check=True).stdout)
     ends_at = next(int(line.partition("=")[2]) for line in lines if line.startswith("EZPZ_LLM_ENDS_AT="))
     assert now + 3000 < ends_at < now + 3600
-    assert any(line.endswith("+ 75))") for line in environment_lines(env, tmp_path, (), 90))
+    assert any(line.endswith("+ 75))") for line in environment_lines(env, tmp_path, (), 90, has_modules=False))
+
+
+def test_a_sites_modules_are_loaded_without_the_login_nodes_path_and_come_before_it(tmp_path: Path) -> None:
+    lines = environment_lines({"PATH": "/login/bin"}, tmp_path, ("echo $PATH", "PATH=/module/bin:$PATH"), 3600,
+                              has_modules=True)
+    job = subprocess.run(["/bin/bash"], input="\n".join([*lines, "echo $PATH"]), env={"PATH": "/bin"},
+                         capture_output=True, text=True, timeout=scaled(60), check=True)
+    assert job.stdout.splitlines() == ["/bin", f"{sys.prefix}/bin:/module/bin:/bin:/login/bin"]
+
+
+def test_a_time_without_a_unit_is_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match="PBS reads 60 as seconds and Slurm as minutes: 60m for minutes"):
+        parse(["--nodes", "1", "--time", "60", "--", "launch", "hostname"])
 
 
 def test_a_job_submitted_from_a_job_does_not_inherit_its_variables() -> None:
@@ -238,6 +252,8 @@ def test_a_refusal_is_shown_as_it_is_with_a_hint(script: str, code: int, message
     for message in messages:
         assert message in done.stderr + done.stdout, done.stderr
     assert "Traceback" not in done.stderr
+    if not left:
+        assert "job.sh" not in done.stderr, "it was removed with the run directory"
     # A job that is queued, or may be, keeps its run; a refused one leaves none that would be the newest.
     assert [run.name.partition("-")[0] for run in (tmp_path / "runs").iterdir()] == left
 
@@ -318,10 +334,14 @@ def test_the_script_of_each_site(site: str, tmp_path: Path) -> None:
                   "--ds-config", "zero3", path=path, bare=True, EZPZ_LLM_CACHE="/home/user/cache")
     assert done.returncode == 0, done.stderr
     found = done.stdout.replace(str(tmp_path), "/home/user/work").replace(sys.prefix, "/home/user/env")
-    path_line = "export PATH=(as submitted):$PATH\n"
+    first, last = "export PATH=(as submitted):$PATH\n", "export PATH=$PATH:(as submitted)\n"
     lines = found.splitlines(keepends=True)
-    found = "".join(path_line if "/home/user/work/bin:" in line else line for line in lines)
+    found = "".join((last if line.startswith("export PATH=$PATH:") else first) if "/home/user/work/bin:" in line
+                    else line for line in lines)
     check_golden(f"submit_{site}.sh", found)
+    assert (last if "module load" in found else first) in found
+    modules, path_of_login = found.rfind("module "), max(found.find(first), found.find(last))
+    assert modules < path_of_login, "module load must not find the login node's programs"
 
 
 @pytest.mark.parametrize("name", ["pbs.sh", "slurm.sh"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +16,12 @@ from launch_runs import LONG
 from slowness import scaled
 
 from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.launch.node.messages import StopOrder, order_stop
+from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 from ezpz_llm.observe import WallClock
+from ezpz_llm.report.runs import load_runs
 from ezpz_llm.rundir import RunDir, read_lines, read_record
-from ezpz_llm.trainer.early_end import Agreed, EarlyEnd
+from ezpz_llm.trainer.early_end import SIGNALS, Agreed, EarlyEnd
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "80"}
 
@@ -73,6 +77,27 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, number: 
 
 
 @pytest.mark.full
+def test_ctrl_c_is_answered_at_once_and_reported_as_an_interrupt(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    running = start(run_dir)
+    deadline = time.monotonic() + scaled(100)
+    while not any("training" in path.read_text() for path in (run_dir / "heartbeat").glob("node*.json")):
+        assert time.monotonic() < deadline
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=scaled(100))
+    assert running.returncode == 130, out + err
+    answer = "launch: SIGINT: stopping after this step, saving (within 10 s); press ^C again to stop now"
+    assert answer in err
+    record = read_record(RunDir(run_dir))
+    assert record["stopped"] == "interrupted by Ctrl-C (SIGINT)"
+    assert f"stopped after step {record['steps']} of 100000: {record['stopped']}" in out
+    assert "over step" not in out, "the charts are in plots/"
+    assert load_runs([run_dir])[0].state.startswith(f"stopped after step {record['steps']} of 100000: interrupted")
+
+
+@pytest.mark.full
 def test_the_reservations_end_is_seen_in_time(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ends_at = time.time() + 44
@@ -108,3 +133,33 @@ def test_a_resumed_run_asks_again_soon_after_its_first_step() -> None:
 def test_a_save_is_known_to_be_written_only_by_all() -> None:
     early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1), {})
     assert early_end.agreed(1, busy=True) == Agreed(None, busy=True)
+
+
+@pytest.fixture
+def listening() -> Iterator[EarlyEnd]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield EarlyEnd(SimpleNamespace(device="cpu", world_size=1, is_main=True), {}).listen()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_ctrl_c_without_launch_stops_at_the_step_and_twice_at_once(listening: EarlyEnd,
+                                                                   capfd: pytest.CaptureFixture[str]) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == "\nstopping after this step, saving; press ^C again to stop now\n"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert listening.agreed(1) == Agreed("interrupted by Ctrl-C (SIGINT)", busy=False)
+
+
+@pytest.mark.parametrize(("received", "reason"), [
+    ("SIGINT", "interrupted by Ctrl-C (SIGINT)"), ("SIGHUP", "SIGHUP was received"), ("", "SIGTERM was received")])
+def test_the_signal_that_launch_was_sent_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       received: str, reason: str) -> None:
+    """launch ends its ranks by SIGTERM, whatever it was sent."""
+    run_dir = RunDir(tmp_path / "run").create()
+    order_stop(run_dir, StopOrder("me", 10.0, "", received=received))
+    monkeypatch.setenv(RUN_ID_VARIABLE, "me")
+    early_end = EarlyEnd(SimpleNamespace(device="cpu", world_size=1, is_main=True, run_dir=run_dir), {})
+    early_end._note(signal.SIGTERM, None)
+    assert early_end.agreed(1) == Agreed(reason, busy=False)

@@ -15,7 +15,7 @@ from ezpz_llm.base import PrivateFolder, ask_command, command_line, system_link,
 from ezpz_llm.launch.node.folder import HEARTBEAT, LOG, MARK, file_of, read_beat, registered
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.launch.node.processes import Process, catches, first_of
-from ezpz_llm.launch.variables import STACKS_SIGNAL
+from ezpz_llm.launch.variables import STACKS_SIGNAL, STACKS_VARIABLE
 from ezpz_llm.rundir import RunDir
 
 BUSY_SHARE = 0.02
@@ -121,6 +121,12 @@ class Gatherer:
 _PY_SPY_TIMEOUT_S = 10.0
 _HANDLER_TIMEOUT_S = 3.0
 _MOST_PROCESSES = 8
+_NO_STACK = f"""\
+  no Python stack: py-spy is not installed or not permitted, and the program has registered no fault handler.
+  Run `pip install py-spy`, or add to the program:
+    import faulthandler, os
+    faulthandler.register({STACKS_SIGNAL}, open(os.environ["{STACKS_VARIABLE}"], "a"))
+"""
 
 
 def describe(heading: str, own: Sequence[Process], answers: Path) -> str:
@@ -146,8 +152,7 @@ def _one(process: Process, answers: Path) -> str:
     if not os.path.basename(system_link(f"/proc/{process.pid}/exe")).startswith("python"):
         return text
     stacks = _by_py_spy(process.pid) or _by_fault_handler(process.pid, answers)
-    return text + (stacks or "  (no Python stack: py-spy is not installed or not permitted, and the program has"
-                             " registered no fault handler)\n")
+    return text + (stacks or _NO_STACK)
 
 
 def _by_py_spy(pid: int) -> str | None:

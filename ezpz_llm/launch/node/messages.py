@@ -29,12 +29,13 @@ Order = TypeVar("Order", bound="StopOrder | StacksOrder | SignalOrder")
 class StopOrder:
     """End all processes of the run: SIGTERM, and SIGKILL after `grace_s`. `launch_host` is where launch itself
     ends its launcher, which agents leave alone there. `is_hang`: nobody knows where the ranks stand, and those that
-    can say it in place of SIGTERM are to."""
+    can say it in place of SIGTERM are to. `received` is the signal that launch itself was sent, "" for none."""
 
     run_id: str
     grace_s: Annotated[float, Range(0, 86_400)]
     launch_host: str
     is_hang: bool = False
+    received: str = ""
 
 
 @dataclass(frozen=True)

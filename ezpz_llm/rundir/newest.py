@@ -1,0 +1,61 @@
+"""The newest run of the kind that a command reads, where none is named."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base import UserError
+from ezpz_llm.rundir.files import RunDir, read_record
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """Runs that a command can read: `name` completes "no …", `fits` is given a run and its record."""
+
+    name: str
+    fits: Callable[[RunDir, dict[str, Any]], bool]
+
+
+def _has_steps(run_dir: RunDir, record: dict[str, Any]) -> bool:
+    return run_dir.metrics.is_file() and run_dir.metrics.stat().st_size > 0
+
+
+ANY = RunKind("run", lambda run_dir, record: True)
+LAUNCHED = RunKind("run that launch started", lambda run_dir, record: bool({"launch", "exit"} & record.keys()))
+WITH_STEPS = RunKind("run with a step", _has_steps)
+TRAINING = RunKind("training run with a step",
+                   lambda run_dir, record: "config" in record and _has_steps(run_dir, record))
+
+
+def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
+    """The run of this kind in `folder` whose files were written last. A newer run of another kind is named on
+    standard error.
+
+    Raises:
+        UserError: there is none; it says to type `instead`.
+    """
+    runs = sorted({path.parent for name in ("run.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")},
+                  key=_written, reverse=True)
+    for run in runs:
+        run_dir = RunDir(run.absolute())
+        if _fits(run_dir, kind):
+            if run != runs[0]:
+                print(f"note: reading {run}; {runs[0]} is newer, but not a {kind.name}", file=sys.stderr)
+            return run_dir
+    raise UserError(f"no {kind.name if runs else 'run'} in {folder}/", where=os.getcwd(), instead=instead)
+
+
+def _written(run: Path) -> float:
+    return max(path.stat().st_mtime for name in ("run.json", "metrics.jsonl") if (path := run / name).exists())
+
+
+def _fits(run_dir: RunDir, kind: RunKind) -> bool:
+    try:
+        return kind.fits(run_dir, read_record(run_dir))
+    except UserError:  # the command that reads it says what is wrong with it
+        return True

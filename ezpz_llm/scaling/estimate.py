@@ -1,0 +1,88 @@
+"""Estimated time and node-hours of a study before it starts, by runs that are already there (imports no torch)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ezpz_llm.base import UserError
+from ezpz_llm.launch.option_parsing import value_of
+from ezpz_llm.launch.schedulers.scheduler import clock_with_days
+from ezpz_llm.report.runs import load_runs
+from ezpz_llm.rundir import read_record
+from ezpz_llm.scaling.options import is_own_script
+from ezpz_llm.scaling.study import Point, Study, run_dir_of
+
+_SHAPE = ("--model", "--n-layer", "--n-head", "--n-kv-head", "--n-embd", "--block-size", "--init-from", "--preset",
+          "--config", "--precision", "--device")
+"""Options that make two runs alike in speed, layouts aside."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of an earlier run: tokens/s of each rank, seconds until its first step has ended."""
+
+    name: str
+    tokens_per_second: float
+    startup_s: float
+    block_size: int
+
+
+def estimate(study: Study, folder: Path, runs: Sequence[tuple[Point, int]], earlier: Path, *, in_jobs: bool) -> str:
+    """Time and node-hours of `runs`, and what they rest on.
+
+    Args:
+        earlier: the folder with runs of the same model, for a study that has none of its own yet.
+        in_jobs: each point has a job of its own nodes; otherwise the reservation holds those of the largest point
+            throughout, since runs are made one after another.
+    """
+    measured = [seconds for point in study.points for repeat in range(study.repeats)
+                if (seconds := _lasted_s(folder, point, repeat)) is not None]
+    speed = None if measured else newest_speed(earlier, study.points[0].command)
+    if measured:
+        lasts = dict.fromkeys((point.name for point, _ in runs), statistics.mean(measured))
+        source = f"by {len(measured)} run{'' if len(measured) == 1 else 's'} of this study"
+    elif speed is not None:
+        lasts = {point.name: _expected_s(point, speed) for point, _ in runs}
+        source = f"at perfect scaling from {speed.name}"
+    else:
+        return f"unknown: no run of this model in {earlier}/. Start one point first: --point {study.points[0].name}"
+    total_s = sum(lasts[point.name] for point, _ in runs)
+    most = max((point.nodes for point, _ in runs), default=0)
+    node_s = sum(lasts[point.name] * (point.nodes if in_jobs else most) for point, _ in runs)
+    return f"{clock_with_days(math.ceil(total_s))} in all, {node_s / 3600:.3g} node-hours ({source})"
+
+
+def newest_speed(folder: Path, command: Sequence[str]) -> Speed | None:
+    """Speed of the newest run in `folder` that launch started for the same model; None for a user's script."""
+    if is_own_script(command):
+        return None
+    records = sorted(folder.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in records:
+        try:
+            run, = load_runs([path.parent])
+        except UserError:  # damaged, or without steps
+            continue
+        rate = run.median("tokens_per_second_per_device")
+        block_size = (run.record.get("model") or {}).get("block_size")
+        typed = (run.record.get("launch") or {}).get("typed") or ()
+        is_alike = typed and all(value_of(typed, name) == value_of(command, name) for name in _SHAPE)
+        if rate and block_size and is_alike:
+            startup = run.record.get("startup") or {}
+            return Speed(f"{folder.name}/{path.parent.name}", rate, startup.get("total_s") or 0.0, block_size)
+    return None
+
+
+def _expected_s(point: Point, speed: Speed) -> float:
+    steps = int(value_of(point.command, "--steps") or 0)  # a study gives them to each of its commands
+    return speed.startup_s + steps * point.global_batch * speed.block_size / (speed.tokens_per_second * point.ranks)
+
+
+def _lasted_s(folder: Path, point: Point, repeat: int) -> float | None:
+    """Seconds of a repeat that has ended well; None of another."""
+    record = read_record(run_dir_of(folder, point, repeat))
+    ended, started = record.get("exit") or {}, (record.get("launch") or {}).get("started")
+    return None if started is None or ended.get("code") != 0 else ended["ended"] - started
