@@ -23,7 +23,8 @@ from ezpz_llm.launch.failures.log_kinds import (
     STEP_CANCELLED,
     TIME_LIMIT,
 )
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, short_name
+from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+from ezpz_llm.launch.hostnames import same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     Host,
@@ -204,9 +205,10 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
         return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
     ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
     notes = [] if ends_at is not None else ["the job has no end that squeue knows of"]
-    known = {short_name(host.name) for host in allocation.hosts}
-    if hosts and allocation.step_id is None and known != {short_name(host) for host in _told(hosts)}:
-        notes.append(f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts")
+    if hosts and allocation.step_id is None:
+        matches = same_nodes([host.name for host in allocation.hosts], _told(hosts))
+        notes += matches.notes(allocation.source, "squeue") if matches else (
+            f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts",)
     return replace(allocation, ends_at=ends_at).with_notes(*notes)
 
 
