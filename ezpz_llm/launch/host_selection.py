@@ -54,7 +54,8 @@ def _by_file(allocation: Allocation, path: Path) -> Allocation:
             found = [replace(host, slots=asked.slots) for host, asked in zip(found, wanted, strict=True)]
         found, allocation = _in_order(allocation, found)
         wanted = tuple(found)
-    return replace(allocation, hosts=wanted, source=source, slots_are_a_limit=has_slots)
+    slots_source = "" if has_slots else allocation.slots_source
+    return replace(allocation, hosts=wanted, source=source, slots_are_a_limit=has_slots, slots_source=slots_source)
 
 
 def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
