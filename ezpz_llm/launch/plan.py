@@ -45,6 +45,7 @@ from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.mpi_world import mpi_settings
+from ezpz_llm.launch.nested_launcher import nested_launcher_notes
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
@@ -137,7 +138,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         command=command,
         files=built.files,
         ranks_source=ranks.placement.source,
-        notes=_notes(env, ranks, network),
+        notes=(*_nested_launcher_notes(options, ranks.placement.world_size), *_notes(env, ranks, network)),
         site=ranks.site,
         binding=ranks.binding,
         container=inside,
@@ -186,7 +187,7 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
         command=(*options.wrap, *options.command),
         files={},
         ranks_source=info.source,
-        notes=(note, *allocation.notes),
+        notes=(note, *_nested_launcher_notes(options, info.world_size), *allocation.notes),
     )
 
 
@@ -295,6 +296,11 @@ def _work_of(ranks: _Assignment, network: _Network, inside: Inside, command: tup
 
 def _same(values: set[int | None]) -> int | None:
     return next(iter(values)) if len(values) == 1 else None
+
+
+def _nested_launcher_notes(options: Options, ranks: int) -> tuple[str, ...]:
+    return (nested_launcher_notes(options.command, ranks)
+            or nested_launcher_notes((*options.wrap, *options.command), ranks))
 
 
 def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tuple[str, ...]:
