@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from ezpz_llm.base import UserError, run_command
+from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import CheckReport, read_places
 from ezpz_llm.layout.layout import Places
@@ -70,8 +70,7 @@ def _check(options: Options) -> CheckReport:
 
 def _device(places: Places) -> str | None:
     """The kind of device that all ranks will have, where that is certain without torch: a CPU, if they run here."""
-    here = {"localhost", socket.gethostname(), socket.gethostname().split(".")[0]}
-    return "cpu" if places and {host for host, _ in places} <= here and has_none(os.environ) else None
+    return "cpu" if len(places) == 1 and is_here(places[0][0]) and has_none(os.environ) else None
 
 
 if __name__ == "__main__":

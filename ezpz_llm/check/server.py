@@ -17,6 +17,7 @@ from typing import Any
 from ezpz_llm.base import UserError, cleaned, make_private, run_secret
 from ezpz_llm.base.frames import Frames
 from ezpz_llm.launch.addresses import holder, listen, own_end
+from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.rundir import RunDir
 
 PORTS_TRIED = 8
@@ -54,9 +55,8 @@ def rendezvous_point(env: Mapping[str, str], world_size: int) -> tuple[str, int]
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
         raise UserError(f"{world_size} ranks have no {missing} to meet at", where="environment",
                         instead="launch python3 -m ezpz_llm.preflight, which sets both")
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"MASTER_PORT={port!r} is not a port number", where="environment")
-    return address, int(port)
+    require_master_address(address)
+    return address, require_master_port(port)
 
 
 def secret_of(env: Mapping[str, str], run_dir: RunDir) -> bytes:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ezpz_llm.base import PrivateFolder, UserError, derived, open_private, run_secret
-from ezpz_llm.launch.addresses import address_towards, holder, is_loopback, listen
+from ezpz_llm.launch.addresses import address_towards, holder, is_loopback, listen, resolve
+from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import NODE_DIR_VARIABLE
 
@@ -34,6 +35,7 @@ _MPI_LAUNCHERS = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
 """Whose ranks can ask MPI where rank 0 is; names of `launch.ranks.FAMILIES`."""
 
 _LEAVE_S = 10.0
+_RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def rendezvous(info: RankInfo, env: Mapping[str, str], timeout: datetime.timedel
         found, missing = ("MASTER_ADDR", "MASTER_PORT") if address else ("MASTER_PORT", "MASTER_ADDR")
         raise UserError(f"rank {info.rank} has {found}={env[found]} but no {missing}", where="environment",
                         instead=f"set {missing} too, or start with launch, which sets both")
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"MASTER_PORT={port!r} is not a port number", where="environment")
+    require_master_address(address)
+    require_master_port(port)
     secret = run_secret(env)
     if (folder := node_folder(address, env)) is not None:
         with folder:
@@ -91,6 +93,7 @@ def _listen(info: RankInfo, address: str, port: int) -> socket.socket:
 
 def _store(info: RankInfo, address: str, port: int, listener: socket.socket | None,
            timeout: datetime.timedelta) -> Store:
+    _require_resolving(info, address, min(_RESOLVE_WITHIN_S, timeout.total_seconds()))
     try:
         # From torch 2.5 on the store takes a listening socket, which it closes.
         return TCPStore(address, port, info.world_size, listener is not None, timeout,
@@ -101,6 +104,21 @@ def _store(info: RankInfo, address: str, port: int, listener: socket.socket | No
                         f"{reason}", where=f"{socket.gethostname()}, one of {info.world_size} ranks",
                         instead="an address of rank 0's host that every host reaches, and a free port on it; "
                                 "launch sets both") from error
+
+
+def _require_resolving(info: RankInfo, address: str, limit_s: float) -> None:
+    """Wait for the name service to know MASTER_ADDR: the store itself would try for its whole timeout.
+
+    Raises:
+        UserError: it does not within `limit_s`.
+    """
+    until = time.monotonic() + limit_s
+    while resolve(address) is None:
+        if time.monotonic() > until:
+            raise UserError(f"rank {info.rank} cannot resolve MASTER_ADDR={address}",
+                            where=f"{socket.gethostname()}, one of {info.world_size} ranks",
+                            instead="an address of rank 0's host that every host reaches; launch sets one")
+        time.sleep(_RESOLVE_PAUSE_S)
 
 
 def _over_mpi(info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:

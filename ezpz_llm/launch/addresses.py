@@ -14,11 +14,14 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ezpz_llm.base import UserError, command_line, system_link, system_text
-from ezpz_llm.launch.hostlist import short_name
+from ezpz_llm.launch.hostnames import NodeNames, first_label, match_names, normalize
+from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 
 _LOOPBACK = "127.0.0.1"
+_ANY_ADDRESS = ("0.0.0.0", "::")
 _RESOLVE_LIMIT_S = 3.0
 _PEERS_TRIED = 3
 _DISCARD_PORT = 9
@@ -36,10 +39,60 @@ class Rendezvous:
 
 
 def is_here(host: str) -> bool:
-    """Is `host` this machine, by its short name or one of its addresses?"""
-    if host in ("localhost", _LOOPBACK) or short_name(host) == short_name(socket.gethostname()):
+    """Return True if `host` is this machine, by its name or one of its addresses."""
+    return find_here([host]) is not None
+
+
+def is_among(hosts: Sequence[str]) -> bool:
+    """Return True if one of `hosts` is this machine."""
+    return find_here(hosts) is not None
+
+
+def find_here(hosts: Sequence[str]) -> int | None:
+    """Return the position of this machine in a list of hosts, by name or address; None if absent."""
+    own_addresses = {"localhost", _LOOPBACK, *filter(None, own_interfaces().values())}
+    own_name = socket.gethostname()
+    for place, host in enumerate(hosts):
+        if host == own_name or normalize(host) in own_addresses:
+            return place
+    places = _with_own_label(hosts)
+    names = [hosts[place] for place in places]
+    found = NodeNames(names).find(own_name)
+    if len(found) > 1:
+        # Several full names begin with this short name: the name service knows this machine's own domain.
+        found = NodeNames(names).find(canonical_name(own_name) or own_name)
+    if len(found) == 1:
+        return places[found[0]]
+    if match_names([own_name], names).other_domains and _is_own_name(names[0]):
+        return places[0]
+    return None
+
+
+def domain_notes(hosts: Sequence[str], source: str) -> tuple[str, ...]:
+    """Return a note if the list has this machine's name in another domain."""
+    own_name = socket.gethostname()
+    for _, host in match_names([own_name], [hosts[place] for place in _with_own_label(hosts)]).other_domains:
+        same = "the same node, by its address" if find_here(hosts) is not None else "another node"
+        return (f"the domains differ: this node is {own_name}, {source} has {host}; launch takes it for {same}",)
+    return ()
+
+
+def _with_own_label(hosts: Sequence[str]) -> list[int]:
+    label = first_label(normalize(socket.gethostname()))
+    return [place for place, host in enumerate(hosts) if first_label(normalize(host)) == label]
+
+
+def _is_own_name(name: str) -> bool:
+    return any(_can_bind(address) and not is_loopback(address) for address in addresses_of(name))
+
+
+def _can_bind(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
         return True
-    return short_name(host) == host and host[:1].isdigit() and host in own_interfaces().values()
 
 
 def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = None,
@@ -55,15 +108,16 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     where this is rank 0's host.
 
     Raises:
-        UserError: no such interface here, a name that means another host on each of them, a port that is taken.
+        UserError: no such interface here, a name that means another host on each of them, a port that is taken, an
+            `address` that no rank can connect to.
     """
-    at_home = is_here(hosts[0])
+    at_home = find_here(hosts) == 0
     if interface and at_home:
         named, own = interface_address(interface, interface_source)
     notes: tuple[str, ...] = ()
     if address:
         source = "yours"
-        _refuse_loopback(address, hosts, "MASTER_ADDR")
+        notes = _check_users_address(address, hosts, at_home)
     elif len(hosts) == 1:
         address, source = _LOOPBACK, "all ranks on one host"
     elif interface and at_home:
@@ -76,6 +130,27 @@ def find_rendezvous(hosts: Sequence[str], key: str, *, interface: str | None = N
     # The user's own address may lead here by ways that this host does not know of.
     number, port_source = _port("" if source == "yours" else address, key, port, at_home, hosts[0])
     return Rendezvous(address, number, source, port_source, notes)
+
+
+def _check_users_address(address: str, hosts: Sequence[str], at_home: bool) -> tuple[str, ...]:
+    """Check the user's own MASTER_ADDR; return a note if it does not resolve here.
+
+    On several nodes it may lead to the first one in ways that this node does not know.
+
+    Raises:
+        UserError: not a hostname or an address; the loopback for several nodes; all ranks are on this node, and the
+            address is not.
+    """
+    require_master_address(address)
+    found = addresses_of(address)
+    if len(hosts) > 1 and found and (is_loopback(found[0]) or found[0] in _ANY_ADDRESS):
+        raise _loopback_error(address, found[0], hosts, "MASTER_ADDR")
+    here = socket.gethostname()
+    if len(hosts) == 1 and at_home and not any(map(_can_bind, found)):
+        why = f"is not an address of {here}" if found else f"does not resolve on {here}"
+        raise UserError(f"MASTER_ADDR={address} {why}, and all ranks are on this node", where="environment",
+                        instead="unset MASTER_ADDR: launch sets it")
+    return () if found else (f"MASTER_ADDR={address} does not resolve on {here}: the ranks' nodes must know it",)
 
 
 def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
@@ -97,7 +172,7 @@ def _own_address(hosts: Sequence[str]) -> tuple[str, str]:
 
 
 def _name_elsewhere(hosts: Sequence[str], suffix: str | None) -> tuple[str, str, tuple[str, ...]]:
-    name = hosts[0] if not suffix else short_name(hosts[0]) + suffix
+    name = hosts[0] if not suffix else first_label(hosts[0]) + suffix
     source = "the first host" if not suffix else f"the first host, with the site's {suffix}"
     if resolve(name) is None:
         return name, source, (f"{name} does not resolve on {socket.gethostname()}: the ranks' hosts must know it",)
@@ -108,9 +183,13 @@ def _name_elsewhere(hosts: Sequence[str], suffix: str | None) -> tuple[str, str,
 def _refuse_loopback(name: str, hosts: Sequence[str], where: str) -> None:
     found = resolve(name) if len(hosts) > 1 else None
     if found and is_loopback(found):
-        raise UserError(f"{name} is {found} here: ranks on {hosts[1]} would look for rank 0 on their own host",
-                        where=where, instead="an address of the first host that the others reach (MASTER_ADDR), or "
-                                             "--interface, from that host")
+        raise _loopback_error(name, found, hosts, where)
+
+
+def _loopback_error(name: str, address: str, hosts: Sequence[str], where: str) -> UserError:
+    return UserError(f"{name} is {address} here: ranks on {hosts[1]} would look for rank 0 on their own host",
+                     where=where, instead="an address of the first host that the others reach (MASTER_ADDR), or "
+                                          "--interface, from that host")
 
 
 def _port(address: str, key: str, wanted: str | None, at_home: bool, host: str) -> tuple[int, str]:
@@ -119,9 +198,7 @@ def _port(address: str, key: str, wanted: str | None, at_home: bool, host: str) 
         if at_home:
             return free_port(address, key), f"{source}; free just now"
         return next(derived_ports(key)), f"{source}; not tried, since {host} is not this host"
-    if not (wanted.isascii() and wanted.isdigit() and 0 < int(wanted) < 65536):
-        raise UserError(f"MASTER_PORT={wanted!r} is not a port number", where="environment",
-                        instead="1 to 65535, or unset it: launch finds a free one")
+    require_master_port(wanted)
     number = bind_error("", int(wanted)) if at_home else 0
     if number:
         who = f": {holder(int(wanted))}" if number == errno.EADDRINUSE else ""
@@ -132,19 +209,31 @@ def _port(address: str, key: str, wanted: str | None, at_home: bool, host: str) 
 
 def resolve(name: str) -> str | None:
     """The first address of `name`, None where it has none or the name service takes too long."""
-    found: list[str] = []
+    return next(iter(addresses_of(name)), None)
+
+
+def addresses_of(name: str) -> tuple[str, ...]:
+    """Return the addresses of `name`; none where the name service takes too long."""
+    return tuple(dict.fromkeys(str(place[0]) for _, _, _, _, place in _look_up(name)))
+
+
+def canonical_name(name: str) -> str | None:
+    """Return the full name that the name service has for `name`; None where it has none or takes too long."""
+    return next((full_name for _, _, _, full_name, _ in _look_up(name, socket.AI_CANONNAME) if full_name), None)
+
+
+def _look_up(name: str, flags: int = 0) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
 
     def ask() -> None:
-        try:
-            found.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
-        except (OSError, UnicodeError):
-            return
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM, flags=flags))
 
     # A resolver without its servers waits for many seconds; nothing can interrupt it.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_RESOLVE_LIMIT_S)
-    return found[0] if found else None
+    return list(found)
 
 
 def address_towards(peer: str) -> str | None:

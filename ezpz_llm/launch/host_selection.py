@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.base import MOST_HOSTS, UserError, read_text
-from ezpz_llm.launch.hostlist import ACCEPTED, count_repeats, expand_hosts, short_name
+from ezpz_llm.launch.hostlist import ACCEPTED, expand_hosts
+from ezpz_llm.launch.hostnames import NodeNames, match_names, node_keys, several_matches
 from ezpz_llm.launch.schedulers import local, scheduler_of
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host
 
@@ -17,7 +19,7 @@ _SHOWN = 8
 
 def select_hosts(allocation: Allocation, nodes: int | None, hosts: str | None, hostfile: Path | None) -> Allocation:
     """`allocation` with the hosts of `hostfile` only, of those the ones that `hosts` names, of those the first
-    `nodes`. Hosts are compared by short name and keep the reservation's spelling.
+    `nodes`. Hostnames are compared as `launch.hostnames` does, and keep the reservation's spelling.
 
     Without a reservation, the hosts of the file or the list are taken as they are written. In a rank that is
     running already there is nothing to choose: the options are named in a note.
@@ -47,12 +49,13 @@ def _by_file(allocation: Allocation, path: Path) -> Allocation:
     source = f"--hostfile {path}"
     has_slots = any(host.slots is not None for host in wanted)
     if allocation.scheduler != local.NAME:
-        found = _members(allocation, [host.name for host in wanted], source)
+        found, allocation = _members(allocation, [host.name for host in wanted], source)
         if has_slots:
             found = [replace(host, slots=asked.slots) for host, asked in zip(found, wanted, strict=True)]
         found, allocation = _in_order(allocation, found)
         wanted = tuple(found)
-    return replace(allocation, hosts=wanted, source=source, slots_are_a_limit=has_slots)
+    slots_source = "" if has_slots else allocation.slots_source
+    return replace(allocation, hosts=wanted, source=source, slots_are_a_limit=has_slots, slots_source=slots_source)
 
 
 def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
@@ -64,29 +67,35 @@ def _by_list(allocation: Allocation, text: str, *, is_open: bool) -> Allocation:
         raise UserError("--hosts names no host", where=f"--hosts {text!r}", instead=f"--hosts with {ACCEPTED}")
     source = f"--hosts {text}"
     seen: set[str] = set()
-    for name in names:
-        if short_name(name) in seen:
+    for key, name in zip(node_keys(names, source), names, strict=True):
+        if key in seen:
             raise UserError(f"host {name} is named twice", where=source,
                             instead="name it once; --ppn gives ranks a host")
-        seen.add(short_name(name))
+        seen.add(key)
     if is_open:
         parse("\n".join(names), source)
         return replace(allocation, hosts=tuple(Host(name) for name in names), source=source)
-    found, allocation = _in_order(allocation, _members(allocation, names, source))
+    found, allocation = _members(allocation, names, source)
+    found, allocation = _in_order(allocation, found)
     return replace(allocation, hosts=tuple(found), source=f"{source} of {allocation.source}")
 
 
-def _members(allocation: Allocation, names: Sequence[str], source: str) -> list[Host]:
-    """The reservation's own entries for `names`."""
-    known = {short_name(host.name): host for host in allocation.hosts}
-    unknown_hosts = [name for name in names if short_name(name) not in known]
+def _members(allocation: Allocation, names: Sequence[str], source: str) -> tuple[list[Host], Allocation]:
+    """The reservation's own entries for `names`, and the reservation with a note where domains differ."""
+    hostnames = [host.name for host in allocation.hosts]
+    matches = match_names(names, hostnames)
+    unknown_hosts = [name for name, place in zip(names, matches.places, strict=True) if place is None]
     if unknown_hosts:
+        if several := NodeNames(hostnames).find(unknown_hosts[0]):
+            raise several_matches(unknown_hosts[0], [hostnames[place] for place in several],
+                                  f"{source}; {allocation.source}")
         job = f"{allocation.scheduler} job {allocation.job_id}" if allocation.job_id else allocation.source
         shown = f"{', '.join(unknown_hosts[:_SHOWN])} {'is' if len(unknown_hosts) == 1 else 'are'}"
         raise UserError(f"{shown} not in {job}, which has {_names(allocation.hosts)}",
                         where=f"{source}; {allocation.source}",
                         instead="hosts of the reservation, or --scheduler none to leave it aside")
-    return [known[short_name(name)] for name in names]
+    found = [allocation.hosts[place] for place in matches.places if place is not None]
+    return found, allocation.with_notes(*matches.notes(source, allocation.source))
 
 
 def _in_order(allocation: Allocation, found: list[Host]) -> tuple[list[Host], Allocation]:
@@ -133,9 +142,7 @@ def parse(text: str, where: str) -> tuple[Host, ...]:
     Raises:
         UserError: with `where`, the line's number and its text.
     """
-    plain: list[str] = []
-    slots: dict[str, int] = {}
-    lines: dict[str, int] = {}
+    lines: list[tuple[int, str, str, int | None]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.split("#", 1)[0].strip()
         if not content:
@@ -144,19 +151,23 @@ def parse(text: str, where: str) -> tuple[Host, ...]:
         if match is None:
             raise UserError(f"not a hostfile line: {line.strip()!r}", where=f"{where}, line {number}",
                             instead=HOSTFILE_ACCEPTED)
-        name, count = match["name"], match["slots"]
-        key = short_name(name)
-        if key in lines and (count or key in slots):
-            raise UserError(f"host {name} is named twice, once with its slots: {line.strip()!r}",
-                            where=f"{where}, line {number} (before: line {lines[key]})",
+        lines.append((number, line.strip(), match["name"], int(match["slots"]) if match["slots"] else None))
+    names = [name for _, _, name, _ in lines]
+    first: dict[str, int] = {}
+    slots: dict[str, int] = {}
+    keys = node_keys(names, where)
+    for key, (number, line, name, count) in zip(keys, lines, strict=True):
+        if key in first and (count or key in slots):
+            raise UserError(f"host {name} is named twice, once with its slots: {line!r}",
+                            where=f"{where}, line {number} (before: line {first[key]})",
                             instead="name it once, with all its slots")
-        lines.setdefault(key, number)
-        plain.append(name)
+        first.setdefault(key, number)
         if count:
-            slots[key] = int(count)
-    if len(lines) > MOST_HOSTS:
-        raise UserError(f"the hostfile names {len(lines):,} hosts", where=where, instead=f"{MOST_HOSTS:,} at most")
-    if not plain:
+            slots[key] = count
+    if len(first) > MOST_HOSTS:
+        raise UserError(f"the hostfile names {len(first):,} hosts", where=where, instead=f"{MOST_HOSTS:,} at most")
+    if not names:
         raise UserError("the hostfile names no host", where=where, instead=HOSTFILE_ACCEPTED)
-    return tuple(Host(name, slots=slots.get(short_name(name), repeats if repeats > 1 else None))
-                 for name, repeats in count_repeats(plain).items())
+    repeats, spelling = Counter(keys), dict(zip(reversed(keys), reversed(names), strict=True))
+    return tuple(Host(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
+                 for key in repeats)

@@ -17,7 +17,6 @@ _SEPARATORS = re.compile(r"[\s,]+")
 _WORD = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_ADDRESS = re.compile(r"\d+(\.\d+){3}")
 _REPEAT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
@@ -164,19 +163,3 @@ def fold_places(hosts: Mapping[int, str]) -> str:
     if rest := by_host[_HOSTS_SHOWN:]:
         shown.append(f"{rank_ranges(rank for _, ranks in rest for rank in ranks)} on {len(rest)} more hosts")
     return ", ".join(shown)
-
-
-# Names of hosts.
-def short_name(host: str) -> str:
-    """The part before the first dot, by which two spellings of one host are compared; addresses stay whole."""
-    return host if _ADDRESS.fullmatch(host) else host.split(".", 1)[0]
-
-
-def count_repeats(names: list[str]) -> dict[str, int]:
-    """Distinct hosts in order of first appearance, in their first spelling, with how often each was named."""
-    spelling: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    for name in names:
-        first = spelling.setdefault(short_name(name), name)
-        counts[first] = counts.get(first, 0) + 1
-    return counts

@@ -79,7 +79,7 @@ def _natural(host: Host, devices: Devices) -> int:
 
 def _natural_source(allocation: Allocation, devices: Devices) -> str:
     if any(host.slots is not None for host in allocation.hosts):
-        return f"slots of {allocation.source}"
+        return allocation.slots_source or f"slots of {allocation.source}"
     counts = {host.devices for host in allocation.hosts}
     if len(counts) > 1:
         return f"each host's devices ({devices.source})"

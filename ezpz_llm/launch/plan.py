@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_llm.base import UserError, counted, user_path
-from ezpz_llm.launch.addresses import Rendezvous, find_rendezvous, is_here, own_interfaces
+from ezpz_llm.launch.addresses import (
+    Rendezvous,
+    domain_notes,
+    find_here,
+    find_rendezvous,
+    is_among,
+    is_here,
+    own_interfaces,
+)
 from ezpz_llm.launch.binding.choose import Binding
 from ezpz_llm.launch.binding.inputs import bind_ranks, core_notes, device_notes, devices_of_hosts, site_notes
 from ezpz_llm.launch.container import Inside, enter
@@ -36,7 +44,9 @@ from ezpz_llm.launch.environment import (
 )
 from ezpz_llm.launch.host_selection import select_hosts
 from ezpz_llm.launch.hostlist import fold_numbers
+from ezpz_llm.launch.master_variables import require_master_address, require_master_port
 from ezpz_llm.launch.mpi_world import mpi_settings
+from ezpz_llm.launch.nested_launcher import nested_launcher_notes
 from ezpz_llm.launch.option_parsing import Options, Target, program_file, read_command, run_dir_of
 from ezpz_llm.launch.placement import Placement, RankPlace, RankTable, place
 from ezpz_llm.launch.ranks import is_by_hand
@@ -130,7 +140,7 @@ def build_plan(options: Options, env: Mapping[str, str]) -> LaunchPlan:
         command=command,
         files=built.files,
         ranks_source=ranks.placement.source,
-        notes=_notes(env, ranks, network),
+        notes=(*_nested_launcher_notes(options, ranks.placement.world_size), *_notes(env, ranks, network)),
         site=ranks.site,
         binding=ranks.binding,
         container=inside,
@@ -156,6 +166,9 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
         raise UserError(f"-n {options.ranks}, but RANK={info.rank} and WORLD_SIZE={info.world_size} make this"
                         " process a rank already", where="the environment, with MASTER_ADDR and MASTER_PORT",
                         instead="unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are leftovers; else no -n")
+    if is_by_hand(env):
+        require_master_address(env["MASTER_ADDR"])
+        require_master_port(env["MASTER_PORT"])
     settings = rank_settings()
     if run_dir:
         settings[RUN_DIR_VARIABLE] = Setting(str(run_dir.path), "--run-dir")
@@ -176,7 +189,7 @@ def _as_it_is(options: Options, env: Mapping[str, str], allocation: Allocation, 
         command=(*options.wrap, *options.command),
         files={},
         ranks_source=info.source,
-        notes=(note, *allocation.notes),
+        notes=(note, *_nested_launcher_notes(options, info.world_size), *allocation.notes),
     )
 
 
@@ -232,7 +245,7 @@ class _Assignment:
 
 def _assign_ranks(options: Options, env: Mapping[str, str], allocation: Allocation) -> _Assignment:
     site = find_site(options.site, env)
-    is_host = any(is_here(host.name) for host in allocation.hosts)
+    is_host = is_among([host.name for host in allocation.hosts])
     devices, allocation = devices_of_hosts(env, site, allocation, is_host)
     placement = place(allocation, devices, options.ranks, options.per_host)
     launcher = _choose(options, env, allocation, placement, site)
@@ -251,7 +264,7 @@ def _interface(options: Options, site: Site, hosts: tuple[str, ...]) -> tuple[st
     """The names of the interfaces to use, by whose word, and a note where the site's are not here."""
     if options.interface or not site.interface:
         return options.interface, "--interface", ()
-    if is_here(hosts[0]) and own_interfaces().keys().isdisjoint(site.interface.split(",")):
+    if find_here(hosts) == 0 and own_interfaces().keys().isdisjoint(site.interface.split(",")):
         return None, "", (f"{hosts[0]} has no interface {site.interface}, which site {site.name} names",)
     return site.interface, f"site {site.name}", ()
 
@@ -306,6 +319,11 @@ def _same(values: set[int | None]) -> int | None:
     return next(iter(values)) if len(values) == 1 else None
 
 
+def _nested_launcher_notes(options: Options, ranks: int) -> tuple[str, ...]:
+    return (nested_launcher_notes(options.command, ranks)
+            or nested_launcher_notes((*options.wrap, *options.command), ranks))
+
+
 def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tuple[str, ...]:
     allocation, placement, binding = ranks.allocation, ranks.placement, ranks.binding
     return (*ranks.launcher.notes, *_placement_notes(env, allocation, placement, binding),
@@ -316,7 +334,7 @@ def _notes(env: Mapping[str, str], ranks: _Assignment, network: _Network) -> tup
 
 def _placement_notes(env: Mapping[str, str], allocation: Allocation, placement: Placement,
                      binding: Binding) -> tuple[str, ...]:
-    notes = list(allocation.notes)
+    notes = [*allocation.notes, *domain_notes([host.name for host in allocation.hosts], allocation.source)]
     notes += [f"{name}={env[name]} is yours and stays" for name in RENDEZVOUS_VARIABLES
               if is_users_choice(name, env)]
     if binding.cpus_per_host is not None and placement.most > binding.cpus_per_host:

@@ -176,6 +176,17 @@ def test_a_master_that_does_not_resolve_is_no_localhost(alone, rank):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize(("address", "port", "found"), [
+    ("127.0.0.1:29500", "29500", "has a port appended"), ("n 1", "29500", "is not a hostname or an address"),
+    ("127.0.0.1", "²", "MASTER_PORT='²' is not a port number")])
+def test_a_master_of_no_valid_form(alone, address, port, found):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address,
+                        "MASTER_PORT": port}.items():
+        alone.setenv(name, value)
+    with pytest.raises(UserError, match=found):
+        setup(device="cpu")
+
+
 def test_fewer_ranks_than_launch_promised(alone):
     alone.setenv("EZPZ_LLM_WORLD_SIZE", "2")
     with pytest.raises(UserError) as error:

@@ -56,7 +56,7 @@ def test_forms_of_gres(gres: str, count: int) -> None:
 @pytest.mark.parametrize(("text", "cores"), [
     ("(n1:ncpus=1)+(n2:ncpus=2)", {"n1": 1, "n2": 2}),
     ("(n1:ncpus=1)+(n1:ncpus=1)", {"n1": 2}),
-    ("(n1[0]:ncpus=8:mem=5kb+n1[1]:ncpus=8)+(n2.hsn.example:ngpus=4:ncpus=64)", {"n1": 16, "n2": 64}),
+    ("(n1[0]:ncpus=8:mem=5kb+n1[1]:ncpus=8)+(n2.hsn.example:ngpus=4:ncpus=64)", {"n1": 16, "n2.hsn.example": 64}),
     ("", {}),
 ])
 def test_cpus_in_exec_vnode(text: str, cores: dict[str, int]) -> None:

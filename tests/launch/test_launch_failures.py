@@ -285,6 +285,15 @@ def test_a_node_that_went() -> None:
     assert (verdict.kind, verdict.hosts, verdict.rank) == (Kind.VANISHED, ("n2",), 2)
 
 
+def test_a_node_that_went_by_another_spelling() -> None:
+    """slurmd has its short name, a hostfile may have the full one."""
+    hosts = ("n1.site.example", "N1.site.example", "n2.site.example", "n2.site.example")
+    words = _captured("slurm/node_failure_and_requeue.txt").partition("restart=1")[0]
+    lost = [_failure(0, 3.0, 1, None, _GLOO), _failure(1, 3.0, 143, "SIGTERM", ended_by="SIGTERM")]
+    verdict = _judge(*lost, words=words, absent=(2, 3), hosts=hosts)
+    assert (verdict.kind, verdict.rank) == (Kind.NODE_FAILED, 2)
+
+
 def test_no_record_at_all() -> None:
     abort = "application called MPI_Abort(MPI_COMM_WORLD, 5) - process 1\n"
     assert _judge(words=abort, launcher_status=5) == Verdict(5, Kind.EXIT, abort.strip(), 1)

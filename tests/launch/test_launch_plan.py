@@ -121,11 +121,11 @@ def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_users_values_stay_and_an_outer_launchs_do_not(tmp_path: Path) -> None:
-    env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"), "MASTER_ADDR": "n9",
+    env = {"PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:"), "MASTER_ADDR": "localhost",
            "MASTER_PORT": "20007", "OMP_NUM_THREADS": "3"}
     plan = _plan("hostname", env)
     assert not {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"} & plan.env.keys()
-    assert "MASTER_ADDR=n9 is yours and stays" in plan.notes
+    assert "MASTER_ADDR=localhost is yours and stays" in plan.notes
     inner = _plan("hostname", env | {"EZPZ_LLM_RUN_ID": "outer"})
     assert inner.env["MASTER_ADDR"].value == "127.0.0.1"
     assert inner.env["EZPZ_LLM_RUN_ID"].value != "outer"

@@ -20,6 +20,7 @@ from ezpz_llm.check.judge.gathered import (
     stage_name,
 )
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
+from ezpz_llm.launch.hostnames import NodeNames
 
 LEAST_SHARED_MEMORY = 2**28
 """Bytes of free /dev/shm: containers give 64 MiB, with which data loaders and NCCL die of SIGBUS."""
@@ -178,10 +179,10 @@ def _sizes(gathered: Gathered) -> Iterator[Finding]:
 def _missing(gathered: Gathered) -> Iterator[Finding]:
     there = {facts["rank"] for facts in gathered.facts}
     missing = [rank for rank in range(gathered.world_size) if rank not in there]
-    unreached = {facts["host"].partition(".")[0] for facts in gathered.unreached}
+    unreached = NodeNames(facts["host"] for facts in gathered.unreached)
     planned = dict(enumerate(gathered.hosts))
     by_host = grouped((host, rank) for rank in missing
-                      if (host := planned.get(rank, "")).partition(".")[0] not in unreached)
+                      if (host := planned.get(rank, "")) not in unreached)
     if not gathered.hosts and sum(one["ranks_there"] for one in gathered.unreached) >= len(missing):
         # Without a plan it is not known whose ranks those are; the hosts that cannot reach rank 0 account for all.
         return

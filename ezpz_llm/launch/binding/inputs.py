@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ezpz_llm.base import counted
-from ezpz_llm.launch.addresses import is_here
+from ezpz_llm.launch.addresses import find_here
 from ezpz_llm.launch.binding.choose import COUNTING, Binding, BindingInputs, bind, device_order, near_in_order
 from ezpz_llm.launch.binding.topology import Topology, site_topology, system_topology
 from ezpz_llm.launch.devices import MASKS, Devices, visible_devices
@@ -28,7 +28,8 @@ def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
     Then come what the scheduler gave, what is visible here if this is one of the hosts, and the site file."""
     visible = visible_devices(env)
     most = max((host.devices or 0 for host in allocation.hosts), default=0)
-    here = next((host.devices for host in allocation.hosts if is_here(host.name)), None) if most else None
+    place = find_here([host.name for host in allocation.hosts]) if most else None
+    here = None if place is None else allocation.hosts[place].devices
     if most and (visible.source not in MASKS or len(visible.ids) == (most if here is None else here)):
         if len(visible.ids) == most:
             return visible, allocation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ezpz_llm.launch.addresses import is_here
+from ezpz_llm.launch.addresses import is_among
 from ezpz_llm.launch.dialects.work import (
     HOSTS_ON_THE_LINE,
     REMOTE_SHELL,
@@ -64,7 +64,7 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
 def _rank_file(ranks: tuple[tuple[str, int], ...], cores: tuple[str, ...]) -> str:
     # Its slots are cores by hwloc's count, not CPUs by the system's; hosts of a reservation are taken to be alike.
     # A login node is none of them: there the numbers are the site's, which are cores already.
-    count = logical_cores() if any(name == "localhost" or is_here(name) for name, _ in ranks) else {}
+    count = logical_cores() if is_among([name for name, _ in ranks]) else {}
     slots = [fold_numbers(count.get(number, number) for number in expand_numbers(own)) for own in cores]
     places = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
     return "".join(f"rank {rank}={place}\n" for rank, place in enumerate(places))

@@ -14,6 +14,7 @@ from ezpz_llm.launch.failures.log_kinds import SSH
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.failures.texts import filled_in
 from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launch.hostnames import NodeNames
 from ezpz_llm.launch.option_parsing import without
 from ezpz_llm.rundir import RunDir
 
@@ -114,7 +115,8 @@ def resume(run_dir: RunDir, typed: Sequence[str] | None) -> str | None:
 
 
 def _without(hosts: Sequence[str], facts: RunFacts, run_dir: RunDir, typed: Sequence[str] | None) -> str:
-    left = [host for host in dict.fromkeys(facts.hosts) if host not in hosts]
+    named = NodeNames(hosts)
+    left = [host for host in dict.fromkeys(facts.hosts) if host not in named]
     bad = ", ".join(hosts)
     if not left:
         return f"another host than {bad}"

@@ -20,6 +20,7 @@ from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
 from ezpz_llm.launch.failures.log_patterns import LogMatch
 from ezpz_llm.launch.failures.texts import FailureText, filled_in, find_text, shipped_texts
 from ezpz_llm.launch.hostlist import rank_ranges
+from ezpz_llm.launch.hostnames import NodeNames, is_same_node
 from ezpz_llm.launch.liveness import UNUSUAL_STATES
 
 NEAR_THE_LIMIT_S = 60.0
@@ -144,7 +145,8 @@ def _a_lost_node(evidence: Evidence) -> Verdict | None:
     said = [found for found in evidence.log_matches if found.kind == log_kinds.NODE_FAILED]
     hosts = tuple(dict.fromkeys(found.host for found in said if found.host))
     if said:
-        ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in hosts]
+        named = NodeNames(hosts)
+        ranks = [rank for rank, host in enumerate(evidence.facts.hosts) if host in named]
         words = next((found.text for found in said if found.host), said[0].text)
         return Verdict(_code_without_record(evidence), Kind.NODE_FAILED, words,
                        ranks[0] if ranks else None, hosts)
@@ -265,7 +267,8 @@ def _the_launchers(evidence: Evidence) -> Verdict | None:
 
 def _a_silent_node(evidence: Evidence) -> Verdict | None:
     """The launcher ended all ranks before they could leave a record, and a node has not been heard of since."""
-    gone = [rank for rank in evidence.absent if _host(evidence.facts, rank) in evidence.silent]
+    silent = NodeNames(evidence.silent)
+    gone = [rank for rank in evidence.absent if _host(evidence.facts, rank) in silent]
     if not gone or evidence.facts.launcher_status is None:
         return None
     return Verdict(_launchers_code(evidence.facts), Kind.VANISHED,
@@ -275,7 +278,8 @@ def _a_silent_node(evidence: Evidence) -> Verdict | None:
 def _of_rank(failure: Failure, evidence: Evidence) -> Verdict:
     finding = evidence.found[failure.rank]
     memory = [found.text for found in evidence.log_matches
-              if found.kind == log_kinds.MEMORY and found.host in (None, failure.host)]
+              if found.kind == log_kinds.MEMORY
+              and (found.host is None or is_same_node(found.host, failure.host))]
     if memory and failure.exit_code == 128 + signal.SIGKILL:
         finding = Finding(Kind.OOM_KILLED, memory[0])
     return Verdict(failure.exit_code, finding.kind, finding.evidence, failure.rank, (failure.host,),

@@ -15,6 +15,7 @@ from ezpz_llm.launch.failures.facts import Failure, Raised
 from ezpz_llm.launch.failures.judge import Evidence, Verdict
 from ezpz_llm.launch.failures.kinds import FOLLOWERS, Kind
 from ezpz_llm.launch.hostlist import fold_numbers, rank_ranges
+from ezpz_llm.launch.hostnames import NodeNames
 from ezpz_llm.launch.node.messages import RankReport
 from ezpz_llm.rundir import RunDir
 
@@ -56,7 +57,8 @@ def cause_line(findings: Findings) -> str:
         return f"rank {cause.rank} on {cause.host}: {_kind(verdict)}{_what(cause, verdict)}"
     where = ""
     if verdict.kind is Kind.NODE_FAILED and verdict.hosts:
-        lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in verdict.hosts]
+        named = NodeNames(verdict.hosts)
+        lost = [rank for rank, host in enumerate(findings.evidence.facts.hosts) if host in named]
         where = f"{', '.join(verdict.hosts)} ({rank_ranges(lost)}): " if lost else f"{', '.join(verdict.hosts)}: "
     elif verdict.rank is not None:
         where = f"rank {verdict.rank} on {_host(findings, verdict.rank)}: "
@@ -68,7 +70,8 @@ def cause_line(findings: Findings) -> str:
     if verdict.kind in (Kind.ENDED_EARLY, Kind.IDLE, Kind.TERMINATED, Kind.LAUNCHER):
         return verdict.evidence
     if verdict.kind is Kind.VANISHED:
-        absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in verdict.hosts]
+        named = NodeNames(verdict.hosts)
+        absent = [rank for rank in findings.evidence.absent if _host(findings, rank) in named]
         return (f"{rank_ranges(absent)} on {', '.join(verdict.hosts)}: {verdict.kind.value},"
                 f" {_last_heard(findings, absent[0])}")
     return f"{where}{_kind(verdict)}{_short(verdict.evidence)}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 from ezpz_llm.base import UserError, entry_points
-from ezpz_llm.launch.hostlist import short_name
+from ezpz_llm.launch.addresses import is_among
+from ezpz_llm.launch.hostnames import same_nodes
 from ezpz_llm.launch.ranks import leftovers, names_for_ranks
 from ezpz_llm.launch.schedulers import flux, local, lsf, pbs, slurm
 from ezpz_llm.launch.schedulers.node_files import NODE_FILES
@@ -160,19 +160,26 @@ def _settle(env: Mapping[str, str]) -> Allocation:
     first, *others = found
     if errors:
         return first.with_notes(f"{all_of_them} are {how} set; {first.scheduler} counts, since {errors[0].found}")
-    names = [{short_name(host.name) for host in one.hosts} for one in found]
-    here = [one for one, its in zip(found, names, strict=True) if short_name(socket.gethostname()) in its]
+    here = [one for one in found if is_among(_names(one))]
     if len(here) == 1:
         return here[0].with_notes(f"{all_of_them} are {how} set; {here[0].scheduler} counts, since this node is in "
                                   "its job only")
-    for other, theirs in zip(others, names[1:], strict=True):
-        if (ours := names[0]) != theirs:
+    notes: list[str] = []
+    for other in others:
+        matches = same_nodes(_names(other), _names(first))
+        if matches is None:
             choices = " or ".join(f"--scheduler {one.scheduler}" for one in (first, other))
-            raise UserError(f"two reservations: {all_of_them}, with the hosts {_few(ours)} and {_few(theirs)}",
+            raise UserError(f"two reservations: {all_of_them}, with the hosts {_few(first)} and {_few(other)}",
                             where=f"{first.source} and {other.source}",
                             instead=f"{choices}, or unset the other's variables, or launch --hostfile hosts …")
-    return first.with_notes(f"{all_of_them} are {how} set, with the same hosts: {first.scheduler} counts")
+        notes += matches.notes(other.source, first.source)
+    return first.with_notes(f"{all_of_them} are {how} set, with the same hosts: {first.scheduler} counts", *notes)
 
 
-def _few(hosts: set[str]) -> str:
-    return ", ".join(sorted(hosts)[:4]) + (", …" if len(hosts) > 4 else "")
+def _names(allocation: Allocation) -> list[str]:
+    return [host.name for host in allocation.hosts]
+
+
+def _few(allocation: Allocation) -> str:
+    names = sorted(_names(allocation))
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

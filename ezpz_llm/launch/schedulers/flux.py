@@ -17,7 +17,8 @@ from typing import Any
 
 from ezpz_llm.base import UserError, ask_command, counted, parse_json
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
-from ezpz_llm.launch.hostlist import expand_hosts, expand_numbers, short_name
+from ezpz_llm.launch.hostlist import expand_hosts, expand_numbers
+from ezpz_llm.launch.hostnames import node_keys
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     Host,
@@ -97,7 +98,7 @@ def read_resources(text: str) -> tuple[tuple[Host, ...], float | None]:
     ranks.sort(key=lambda one: one[0])
     if not names or len(names) != len(ranks):
         raise UserError(f"its resources have {counted(len(ranks), 'broker')} on {counted(len(names), 'host')}")
-    if len({short_name(name) for name in names}) < len(names):
+    if len(set(node_keys(names))) < len(names):
         raise UserError(f"several of its brokers are on one host: {', '.join(names[:4])}")
     # Its cores are none of the CPUs that a rank is bound to, where these are hardware threads.
     hosts = tuple(Host(name, devices=len(_ids(children.get("gpu", ""))) or None)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, counted, read_text, whole_number
-from ezpz_llm.launch.hostlist import count_repeats
+from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     Host,
@@ -81,10 +81,8 @@ def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
         if len(words) % 2 or None in numbers:
             raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS is no list of hosts, each with a number",
                            f"LSB_MCPU_HOSTS={text[:80]}", by_hand(HOSTS_LINES, env, failed="LSB_MCPU_HOSTS"))
-        counts: dict[str, int] = {}
-        for name, number in zip(words[::2], numbers, strict=True):
-            counts[name] = counts.get(name, 0) + (number or 0)
-        return counts, "LSB_MCPU_HOSTS"
+        pairs = zip(words[::2], numbers, strict=True)
+        return sum_by_node([(name, number or 0) for name, number in pairs]), "LSB_MCPU_HOSTS"
     if text := env.get("LSB_HOSTS"):
         return count_repeats(text.split()), "LSB_HOSTS"
     path = env.get("LSB_DJOB_HOSTFILE")

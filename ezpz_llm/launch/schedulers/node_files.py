@@ -16,19 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ezpz_llm.base import MOST_HOSTS, UserError, read_text, whole_number
-from ezpz_llm.launch.hostlist import count_repeats
+from ezpz_llm.launch.hostnames import count_repeats, sum_by_node
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, Scheduler, by_hand, unspoken
 
 
 def slots_in_columns(text: str) -> tuple[Host, ...]:
     """Grid Engine's file: host, slots, queue, processors; a host has a line for each queue that gave slots. These
     are ranks where any host has several."""
-    counts: dict[str, int] = {}
+    slots: list[tuple[str, int]] = []
     for line in filter(None, map(str.split, text.splitlines())):
         number = whole_number(line[1]) if len(line) > 1 else None
         if number is None:
             raise UserError(f"a line without a number of slots: {' '.join(line)!r}")
-        counts[line[0]] = counts.get(line[0], 0) + number
+        slots.append((line[0], number))
+    counts = sum_by_node(slots)
     asked = any(count > 1 for count in counts.values())
     return tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
 

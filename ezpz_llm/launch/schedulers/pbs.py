@@ -15,7 +15,7 @@ from typing import Any
 
 from ezpz_llm.base import MOST_HOSTS, UserError, ask_command, epoch, parse_json, read_text, whole_number
 from ezpz_llm.launch.failures.log_kinds import MEMORY, NODE_FAILED, TIME_LIMIT
-from ezpz_llm.launch.hostlist import count_repeats, short_name
+from ezpz_llm.launch.hostnames import count_repeats, match_names, same_nodes
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, Request, by_hand, clock, local_time
 
 NAME = "pbs"
@@ -131,13 +131,18 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
         notes.append("the end of the job is not known: qstat gives no start or no walltime")
     if job.run_count > 1:
         notes.append(f"PBS has started this job {job.run_count} times (run_count)")
-    in_file = {short_name(host.name) for host in allocation.hosts}
-    if job.hosts and set(job.hosts) != in_file:
+    hosts = allocation.hosts
+    in_file = [host.name for host in hosts]
+    matches = same_nodes(in_file, job.hosts)
+    if job.hosts and matches is None:
         notes.append(f"the node file has {', '.join(sorted(in_file))}, qstat's exec_host {', '.join(job.hosts)}: "
                      "the node file counts")
-    hosts = allocation.hosts
-    if in_file == job.cores.keys():
-        hosts = tuple(replace(host, cores=job.cores[short_name(host.name)]) for host in hosts)
+    elif matches is not None:
+        notes += matches.notes("the node file", "qstat's exec_host")
+    if same_nodes(in_file, with_cores := list(job.cores)):
+        places = match_names(in_file, with_cores).places
+        hosts = tuple(replace(host, cores=job.cores[with_cores[place]])
+                      for host, place in zip(hosts, places, strict=True) if place is not None)
     return replace(allocation, ends_at=ends_at, hosts=hosts).with_notes(*notes)
 
 
@@ -152,7 +157,7 @@ def read_job(text: str, job_id: str) -> Job:
     return Job(
         started=local_time(str(fields.get("stime", "")), "%a %b %d %H:%M:%S %Y"),
         walltime_s=_duration(str(fields.get("walltime", ""))),
-        hosts=tuple(dict.fromkeys(short_name(part.split("/")[0])
+        hosts=tuple(dict.fromkeys(part.split("/")[0]
                                   for part in str(fields.get("exec_host", "")).split("+") if part)),
         cores=_cores(str(fields.get("exec_vnode", ""))),
         run_count=1 if run_count is None else run_count,
@@ -186,7 +191,7 @@ def _cores(exec_vnode: str) -> dict[str, int]:
     for chunk in exec_vnode.split("+"):
         vnode, *resources = chunk.strip("()").split(":")
         count = next((one.removeprefix("ncpus=") for one in resources if one.startswith("ncpus=")), "")
-        if (name := short_name(vnode.partition("[")[0])) and (cpus := whole_number(count)) is not None:
+        if (name := vnode.partition("[")[0]) and (cpus := whole_number(count)) is not None:
             found[name] = found.get(name, 0) + cpus
     return found
 

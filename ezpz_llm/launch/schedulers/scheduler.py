@@ -41,7 +41,8 @@ class Allocation:
     `ends_at` is in epoch seconds, None where no end is known. `source` names the variables or the file that
     said all this. `step_id` is the Slurm step that this process itself is in, which holds resources of the job that
     its own steps need. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
-    `devices_source` says where the hosts' devices are from.
+    `devices_source` says where the hosts' devices are from, `slots_source` where their slots are from, if not from
+    `source`.
     """
 
     scheduler: str
@@ -53,6 +54,7 @@ class Allocation:
     devices_source: str = ""
     step_id: str | None = None
     notes: tuple[str, ...] = ()
+    slots_source: str = ""
 
     def with_notes(self, *notes: str) -> Allocation:
         """The same, with more notes."""

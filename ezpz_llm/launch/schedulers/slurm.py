@@ -23,7 +23,8 @@ from ezpz_llm.launch.failures.log_kinds import (
     STEP_CANCELLED,
     TIME_LIMIT,
 )
-from ezpz_llm.launch.hostlist import expand_counts, expand_hosts, short_name
+from ezpz_llm.launch.hostlist import expand_counts, expand_hosts
+from ezpz_llm.launch.hostnames import same_nodes
 from ezpz_llm.launch.schedulers.scheduler import (
     Allocation,
     Host,
@@ -34,6 +35,7 @@ from ezpz_llm.launch.schedulers.scheduler import (
     clock_with_days,
     local_time,
 )
+from ezpz_llm.launch.schedulers.slurm_tasks import Tasks, count_devices, laid_out, requested_tasks
 
 NAME = "slurm"
 TITLE = "Slurm"
@@ -84,16 +86,14 @@ batch script and its like, and hold none of its resources."""
 
 @dataclass(frozen=True)
 class _Names:
-    """Where a job and a step each say their hosts and tasks."""
+    """Variables in which a job and a step each have their hosts."""
 
     hosts: str
     number_of_hosts: str
-    tasks: str
-    tasks_per_node: str
 
 
-_JOB = _Names("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
-_STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+_JOB = _Names("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES")
+_STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
@@ -116,17 +116,20 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
                         + by_hand(HOSTS_LINES, env))
     cores = _cores(env)
     least = min(cores.values(), default=None)
-    devices = _count(env.get("SLURM_GPUS_PER_NODE", ""))
+    devices = count_devices(env.get("SLURM_GPUS_PER_NODE", ""))
+    where = f"{names.hosts}={env.get(names.hosts)}"
+    tasks = _step_tasks(env, len(hosts), where) if step_id else requested_tasks(env, [devices] * len(hosts), where)
     return Allocation(
         scheduler=NAME,
         job_id=job_id,
         hosts=tuple(Host(name, slots, devices, cores.get(name, least))
-                    for name, slots in zip(hosts, _slots(env, names, len(hosts)), strict=True)),
+                    for name, slots in zip(hosts, tasks.counts, strict=True)),
         ends_at=epoch(env.get("SLURM_JOB_END_TIME", "")),
         source=names.hosts,
         devices_source="" if devices is None else "SLURM_GPUS_PER_NODE",
-        notes=tuple(_notes(env, names, hosts)),
+        notes=(*_notes(env, names, hosts), *tasks.notes),
         step_id=step_id,
+        slots_source=tasks.source,
     )
 
 
@@ -156,24 +159,12 @@ def _cores(env: Mapping[str, str]) -> dict[str, int]:
     return dict(zip(expand_hosts(env.get(_JOB.hosts, "")), expand_counts(text), strict=False)) if text else {}
 
 
-def _count(text: str) -> int | None:
-    """The devices in "4", "a100:4" or "a100:2,v100:2"."""
-    numbers = [whole_number(word.rpartition(":")[2]) for word in text.split(",")]
-    return None if None in numbers else sum(filter(None, numbers))
-
-
-def _slots(env: Mapping[str, str], names: _Names, hosts: int) -> list[int | None]:
-    # Slurm writes tasks per node even where nobody asked for tasks; only then is SLURM_NTASKS missing. A step of
-    # a single task is what an interactive shell is given, and no wish either.
-    tasks, per_node = env.get(names.tasks), env.get(names.tasks_per_node)
-    if not tasks or not per_node or (names is _STEP and tasks == "1"):
-        return [None] * hosts
-    counts = expand_counts(per_node)
-    if len(counts) != hosts:
-        raise UserError(f"tasks for {len(counts)} nodes, but {hosts} hosts",
-                        where=f"{names.tasks_per_node}={per_node}, {names.hosts}={env.get(names.hosts)}",
-                        instead="give -n or --ppn and --hostfile")
-    return list(counts)
+def _step_tasks(env: Mapping[str, str], hosts: int, where: str) -> Tasks:
+    # A step of a single task is what an interactive shell is given, and asks for no ranks.
+    tasks, layout = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_TASKS_PER_NODE")
+    if not tasks or not layout or tasks == "1":
+        return Tasks((None,) * hosts)
+    return Tasks(laid_out(layout, hosts, f"SLURM_STEP_TASKS_PER_NODE={layout}, {where}"))
 
 
 def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]:
@@ -193,7 +184,7 @@ def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
     """`allocation` with its devices where this is none of its hosts, and with the end of the job, which Slurm
     before 23 puts in no variable; with a note where squeue does not answer, or contradicts the job's variables."""
-    allocation = _with_devices(allocation, env, limit_s, tries)
+    allocation = _with_tasks_per_gpu(allocation, _with_devices(allocation, env, limit_s, tries), env)
     if allocation.ends_at is not None:
         return allocation
     # A user's SQUEUE_… would filter or sort, and SLURM_TIME_FORMAT could leave out the day.
@@ -204,9 +195,10 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
         return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
     ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
     notes = [] if ends_at is not None else ["the job has no end that squeue knows of"]
-    known = {short_name(host.name) for host in allocation.hosts}
-    if hosts and allocation.step_id is None and known != {short_name(host) for host in _told(hosts)}:
-        notes.append(f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts")
+    if hosts and allocation.step_id is None:
+        matches = same_nodes([host.name for host in allocation.hosts], _told(hosts))
+        notes += matches.notes(allocation.source, "squeue") if matches else (
+            f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts",)
     return replace(allocation, ends_at=ends_at).with_notes(*notes)
 
 
@@ -226,6 +218,17 @@ def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float
                                            "shares the job (--overlap) may see fewer: ask for --gpus-per-node "
                                            "instead of -G")
     return replace(allocation, hosts=hosts, devices_source="scontrol show job")
+
+
+def _with_tasks_per_gpu(before: Allocation, allocation: Allocation, env: Mapping[str, str]) -> Allocation:
+    """`allocation` with the tasks that follow from the devices which scontrol has shown since `before`."""
+    old, new = (requested_tasks(env, [host.devices for host in one.hosts], one.source)
+                for one in (before, allocation))
+    if allocation.step_id is not None or old == new:
+        return allocation
+    hosts = tuple(replace(host, slots=count) for host, count in zip(allocation.hosts, new.counts, strict=True))
+    notes = (*(note for note in allocation.notes if note not in old.notes), *new.notes)
+    return replace(allocation, hosts=hosts, slots_source=new.source, notes=notes)
 
 
 def read_devices(text: str) -> dict[str, int]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ezpz_llm.base import EXIT_PREFLIGHT, UserError, cache_dir, counted
-from ezpz_llm.launch.addresses import is_here
+from ezpz_llm.launch.addresses import is_among
 from ezpz_llm.launch.option_parsing import Options
 from ezpz_llm.launch.plan import LaunchPlan, Setting, prepare_step
 from ezpz_llm.launch.schedulers import scheduler_here, scheduler_of
@@ -84,7 +84,7 @@ def local_folder(plan: LaunchPlan, env: Mapping[str, str]) -> Path:
     if given := env.get("SLURM_TMPDIR"):
         return Path(given)
     # Hosts of one reservation are taken to be alike; a login node is not one of them.
-    is_host = any(is_here(host) for host in plan.hosts)
+    is_host = is_among(plan.hosts)
     return Path("/local") if is_host and os.access("/local", os.W_OK | os.X_OK) else Path("/tmp")
 
 

@@ -1,0 +1,103 @@
+"""Tasks per node that a Slurm job asked for, by whichever of its variables has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ezpz_llm.base import UserError, whole_number
+from ezpz_llm.launch.hostlist import expand_counts
+
+_TOTALS = ("SLURM_NTASKS", "SLURM_NPROCS")
+_PER_NODE, _PER_GPU, _LAYOUT = "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_TASKS_PER_NODE"
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks of each node, None where the job asked for none; `source` names the variables."""
+
+    counts: tuple[int | None, ...]
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def requested_tasks(env: Mapping[str, str], gpus: Sequence[int | None], hosts_source: str) -> Tasks:
+    """Return the tasks per node of the job, whose nodes have `gpus` devices each, None where not known.
+
+    Precedence: the total (SLURM_NTASKS, SLURM_NPROCS) as SLURM_TASKS_PER_NODE lays it out, else evenly;
+    SLURM_NTASKS_PER_NODE; SLURM_NTASKS_PER_GPU; SLURM_TASKS_PER_NODE. `hosts_source` is for messages.
+
+    Raises:
+        UserError: a value that is not a number of tasks, or is for another number of nodes.
+    """
+    nodes = len(gpus)
+    total = next((name for name in _TOTALS if env.get(name)), None)
+    layout = env.get(_LAYOUT)
+    if total and layout:
+        # Slurm always sets these two: "slots of SLURM_JOB_NODELIST" is enough.
+        source = "" if total == _TOTALS[0] else f"{total}={env[total]} and {_LAYOUT}={layout}"
+        return Tasks(laid_out(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), source)
+    if total:
+        least, more = divmod(_number(env, total), nodes)
+        return Tasks(tuple(least + (node < more) for node in range(nodes)), f"{total}={env[total]}, dealt evenly")
+    if env.get(_PER_NODE):
+        return Tasks((_number(env, _PER_NODE),) * nodes, f"{_PER_NODE}={env[_PER_NODE]}")
+    if env.get(_PER_GPU):
+        return _per_gpu(env, gpus)
+    if not layout or set(expand_counts(layout)) == {1}:
+        # Slurm writes 1 for each node where nobody asked for tasks.
+        return Tasks((None,) * nodes)
+    if _are_cpus(layout, env):
+        has_devices = any(gpus) or env.get("SLURM_GPUS")
+        note = f"{_LAYOUT}={layout} only counts CPUs, as SLURM_NTASKS is not set: it is ignored (--ppn sets ranks)"
+        return Tasks((None,) * nodes, notes=() if has_devices else (note,))
+    return Tasks(laid_out(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), f"{_LAYOUT}={layout}")
+
+
+def _per_gpu(env: Mapping[str, str], gpus: Sequence[int | None]) -> Tasks:
+    nodes = len(gpus)
+    per_gpu, source = _number(env, _PER_GPU), f"{_PER_GPU}={env[_PER_GPU]}"
+    counts = [count for count in gpus if count]
+    if len(counts) < nodes and (total := count_devices(env.get("SLURM_GPUS", ""))) and total % nodes == 0:
+        counts = [total // nodes] * nodes
+    if len(counts) < nodes and (on_node := whole_number(env.get("SLURM_GPUS_ON_NODE", ""))):
+        counts = [on_node] * nodes
+    if len(counts) < nodes:
+        return Tasks((None,) * nodes, notes=(f"{source} is ignored: the job's GPUs per node are unknown (--ppn sets"
+                                             " ranks)",))
+    shown = f"{counts[0]} GPU(s) per node" if len(set(counts)) == 1 else "each node's GPUs"
+    return Tasks(tuple(per_gpu * count for count in counts), f"{source}, {shown}")
+
+
+def count_devices(text: str) -> int | None:
+    """Return the devices in "4", "a100:4" or "a100:2,v100:2"; None for other text."""
+    numbers = [whole_number(word.rpartition(":")[2]) for word in text.split(",")]
+    return None if None in numbers else sum(filter(None, numbers))
+
+
+def laid_out(layout: str, nodes: int, where: str) -> tuple[int, ...]:
+    """Return the counts in "2(x2),1".
+
+    Raises:
+        UserError: not of that form, or for another number of nodes.
+    """
+    counts = expand_counts(layout)
+    if len(counts) != nodes:
+        raise UserError(f"tasks for {len(counts)} nodes, but {nodes} hosts", where=where,
+                        instead="give -n or --ppn and --hostfile")
+    return tuple(counts)
+
+
+def _are_cpus(layout: str, env: Mapping[str, str]) -> bool:
+    """Return True for the tasks that fit a node's CPUs, which Slurm writes where nobody asked for tasks."""
+    cpus = env.get("SLURM_JOB_CPUS_PER_NODE")
+    per_task = whole_number(env.get("SLURM_CPUS_PER_TASK", "")) or 1
+    return bool(cpus) and [count // per_task for count in expand_counts(cpus or "")] == expand_counts(layout)
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    number = whole_number(env[name])
+    if not number:
+        raise UserError(f"{name}={env[name]!r} is not a number of tasks", where="environment",
+                        instead=f"unset {name}, and give launch -n or --ppn")
+    return number
