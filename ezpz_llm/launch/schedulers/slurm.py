@@ -232,7 +232,8 @@ def read_devices(text: str) -> dict[str, int]:
     """The accelerators that each host gives to the job, in the output of `scontrol show job -d`: rows such as
     "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)"."""
     found: dict[str, int] = {}
-    for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text, re.MULTILINE):
+    for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text,
+                           re.MULTILINE):
         count = sum(map(int, _GPUS.findall(row["gres"])))
         found |= dict.fromkeys(_told(row["hosts"]), count)
     return found
