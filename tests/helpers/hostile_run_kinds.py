@@ -1,7 +1,9 @@
-"""The kinds of hostile input that a run meets: lines of its logs, processes, and plug-ins."""
+"""The kinds of hostile input that a run meets: lines of its logs, processes, long names, and large numbers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -88,7 +90,41 @@ def process(rng: Random, folder: Path) -> object:
     with subprocess.Popen(words, executable=program, env=env) as child:
         try:
             assert end_marked(run_id) == []
-            assert child.poll() == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
         finally:
             child.kill()
     return child.returncode
+
+
+@kind
+def longnames(rng: Random, folder: Path) -> object:
+    """Names of thousands of characters and numbers of thousands of digits, for all commands that take one."""
+    from ezpz_llm import watch, why
+    from ezpz_llm.base import run_command
+    from ezpz_llm.checkpoint import __main__ as checkpoint
+    from ezpz_llm.explain import __main__ as explain
+    from ezpz_llm.report import __main__ as report
+    from ezpz_llm.trainer.options import parse
+    from ezpz_llm.trainer.plan import plan_run
+
+    length = rng.choice([250, 256, 300, 4095, 4096, 6000])
+    name = rng.choice(["x" * length, "a/" * (length // 2), "hf:" + "x" * length, f"/{'x' * length}",
+                       "\u00e8" * length])
+    number = rng.choice(["9" * length, f"-{'9' * length}", f"1e{'9' * length}", f"0.{'9' * length}"])
+    option = rng.choice(["--run-dir", "--init-from", "--corpus", "--tokenizer", "--resume", "--ds-config",
+                         "--config"])
+    setting = rng.choice(["--lr", "--steps", "--beta1", "--seed", "--weight-decay", "--n-layer"])
+    looks = (
+        lambda _: why.main([name]),
+        lambda _: watch.main([name, "--once"]),
+        lambda _: report.main([name]),
+        lambda _: explain.main([name]),
+        lambda _: checkpoint.main(["inspect", name]),
+        lambda _: checkpoint.main(["verify", name]),
+        lambda _: plan_run(parse([option, name]), 1) and None,
+        lambda _: plan_run(parse([setting, number]), 1) and None,
+    )
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = run_command(rng.choice(looks), [])
+    assert code in (0, 2), (code, told.getvalue())
+    return code
