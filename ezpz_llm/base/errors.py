@@ -192,6 +192,15 @@ def run_command(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]
     return code
 
 
+_INSTEAD = {
+    errno.ENAMETOOLONG: "a path of at most 4095 bytes, each name in it of at most 255",
+    errno.EMFILE: "ulimit -n 65536 before the command",
+    errno.ENFILE: "wait until other programs on this node have ended, or raise fs.file-max",
+}
+"""What to do about errors of the system that any file can meet."""
+_LONGEST_NAME = 80
+
+
 def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a locale cannot show is shown by its number, as standard error does: it ends no command.
@@ -209,6 +218,11 @@ def _run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None
                              instead="make room, or name another place (--run-dir, EZPZ_LLM_CACHE)")
             _tell(str(full))
             return 1
+        if error.errno in _INSTEAD:
+            named = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+            _tell(str(UserError(os.strerror(error.errno), instead=_INSTEAD[error.errno],
+                                where=named if len(named) <= _LONGEST_NAME else f"{named[:_LONGEST_NAME]}…")))
+            return EXIT_USAGE
         if not isinstance(error, BrokenPipeError):
             if not _has_working_directory():
                 _tell("the working directory does not exist any more\n  instead: cd to another place")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,13 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
     return cache_dir(env).absolute() / "torch_extensions"
 
 
-def entry_points(group: str) -> list[Any]:
-    """What installed packages name in their entry points under `group`, imported. What cannot be imported is left
-    out, with a warning: most commands do without it."""
+def entry_points(group: str, wrong: Callable[[Any], str | None]) -> list[Any]:
+    """What installed packages name in their entry points under `group`, imported. What cannot be imported or used
+    is left out, with a warning: most commands do without it.
+
+    Args:
+        wrong: why an entry point cannot be used; None where it can.
+    """
     # importlib.metadata takes 40 ms to import and to look through an environment, a plan 150 ms in all.
     if not any(f"[{group}]" in system_text(path) for folder in sys.path
                for path in Path(folder or os.curdir).glob("*-info/entry_points.txt")):
@@ -74,10 +78,15 @@ def entry_points(group: str) -> list[Any]:
     found = []
     for point in import_module("importlib.metadata").entry_points(group=group):
         try:
-            found.append(point.load())
-        except Exception as error:  # whatever is wrong with another package
-            print(cleaned(f"warning: {point.name} = {point.value} ({group}) is left out: {type(error).__name__}: "
-                          f"{error}"), file=sys.stderr, flush=True)
+            value = point.load()
+            why = wrong(value)
+        except (Exception, SystemExit) as error:  # whatever is wrong with another package
+            why = f"{type(error).__name__}: {error}"
+        if why is None:
+            found.append(value)
+        else:
+            print(cleaned(f"warning: {point.name} = {point.value} ({group}) is left out: {why}"), file=sys.stderr,
+                  flush=True)
     return found
 
 

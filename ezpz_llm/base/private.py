@@ -58,6 +58,11 @@ class PrivateFolder:
         try:
             self.create(beside, data)
             os.replace(beside, name, src_dir_fd=self._handle, dst_dir_fd=self._handle)
+        except OSError as error:
+            self.remove(beside)
+            # A full disk names no file.
+            error.filename = str(self.path / name)
+            raise
         except BaseException:
             self.remove(beside)
             raise

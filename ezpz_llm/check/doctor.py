@@ -159,7 +159,7 @@ def temporary(folder: str, kind: str) -> Finding:
 def file_system(folder: Path) -> str:
     """The kind of file system that `folder` is on; empty where it cannot be told."""
     try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines()]
     except OSError:
         return ""
     path = str(folder.resolve())

@@ -8,11 +8,21 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ezpz_llm.launch.node.folder import agents, strays
-from ezpz_llm.launch.node.processes import Kin, Process, below, end_all, everyone, marked, started_at
+from ezpz_llm.launch.node.processes import (
+    Kin,
+    Process,
+    below,
+    can_list_children,
+    end_all,
+    everyone,
+    marked,
+    read_descendants,
+    started_at,
+)
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -36,22 +46,26 @@ def end_marked(run_id: str, within_s: float = 5.0, chosen: Callable[[Process], b
                roots: Callable[[], Collection[Kin]] = lambda: ()) -> list[int]:
     """Kill what is left of the run on this host and is `chosen`, with all that descends from it or from the `roots`
     and carries no marker; the processes that resist for `within_s`, or are not ours to end, are returned."""
-    def find() -> set[Kin]:
+    def find() -> Iterator[Kin]:
         """The run's processes, by its mark in their environment, and all that they started."""
-        processes, known = list(marked(run_id)), set(roots())
-        if not processes and not known:
-            return set()
-        seen = everyone()
-        mine = {Kin(one.pid, seen[one.pid].start) for one in processes if one.pid in seen and chosen(one)}
-        others = {one.pid for one in processes if not chosen(one)}
-        return below(seen, mine | known, {os.getpid(), *others})
+        known, spared = set(roots()), {os.getpid()}
+        for one in marked(run_id):
+            if chosen(one):
+                known.add(Kin(one.pid, one.start))
+                yield Kin(one.pid, one.start)
+            elif one.is_shim:
+                spared.add(one.pid)
+        if known:
+            yield from below(everyone(), known, spared)
 
     return end_all(find, within_s)
 
 
-def descendants(spared: Collection[int]) -> set[Kin]:
+def descendants(spared: Collection[int]) -> Iterable[Kin]:
     """The living processes below this one, without those `spared` and what is below them."""
     own = Kin(os.getpid(), started_at(os.getpid()))
+    if can_list_children():
+        return read_descendants(own, spared)
     return below(everyone(), {own}, {own.pid, *spared})
 
 
@@ -117,7 +131,7 @@ def _watch(read_end: int, run_id: str, delay_s: float, first: Callable[[], None]
         with contextlib.suppress(OSError):
             first()
         # The agent sees by itself that the node's shims have gone, reports it, and goes; its folder goes first.
-        kept, noted = agents(run_id), {Kin.parse(who) for who in strays(run_id)}
+        kept, noted = agents(run_id), set(strays(run_id))
         time.sleep(delay_s)
         end_marked(run_id, chosen=lambda process: process.pid not in kept, roots=lambda: noted)
         last()

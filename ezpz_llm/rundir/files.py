@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -222,8 +223,16 @@ def write_file(path: Path, content: bytes | str, option: str | None = None) -> N
 
 
 def ours(path: str, flags: int) -> int:
-    """An `opener` of `open` for a file that nobody else may write; a link is not followed."""
-    return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+    """An `opener` of `open` for a file that nobody else may write; a link is not followed.
+
+    Raises:
+        OSError: also for a pipe, whose writer would wait for a reader, and for a device.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _MODE)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", path)
+    return handle
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -364,7 +373,7 @@ def update_record(run_dir: RunDir, **members: Any) -> None:
 def locked(folder: Path, within_s: float) -> Iterator[bool]:
     """Keep other processes that ask for it out of `folder` meanwhile, where the file system has locks; false where
     one of them did not let go of it in time."""
-    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + within_s
+    handle, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + within_s
     try:
         while not (is_ours := _lock(handle)) and time.monotonic() < deadline:
             time.sleep(_LOCK_POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -50,6 +51,8 @@ class Options:
 
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
 _OLD_OPTIONS = {"--" + name.replace("_", "-"): option_of(name) for name in SPELLINGS}
+_MOST_DIGITS = 300
+"""A float holds 308."""
 _METAVARS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
@@ -118,6 +121,8 @@ def parse(argv: Sequence[str]) -> Options:
         given = _by_field(vars(parser.parse_args(argv, defaults=False).clone()))
     except ArgumentError as error:
         raise _unreadable(parser, argv, error) from error
+    except OverflowError as error:
+        raise _too_large(argv) from error
     bulk = {name: given.pop(name, None)
             for name in ("preset", "config", "print_config", "check", "json", "world_size", "verbose")}
     if bulk["json"] and not bulk["check"]:
@@ -142,6 +147,13 @@ def parse(argv: Sequence[str]) -> Options:
         sources.update(dict.fromkeys(layer, source))
     return Options(TrainConfig(**values), sources, bool(bulk["print_config"]), bool(bulk["check"]),
                    bulk["world_size"], tuple(notes), bool(bulk["verbose"]))
+
+
+def _too_large(argv: Sequence[str]) -> UserError:
+    """The message for a whole number that no float can hold."""
+    words = [word for part in argv for word in part.split("=", 1)]
+    where = next((before for before, word in itertools.pairwise(words) if len(word) > _MOST_DIGITS), None)
+    return UserError("the number is too large", where=where, instead=f"a number of at most {_MOST_DIGITS} digits")
 
 
 def _with_new_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -118,7 +118,7 @@ def durations(marks: Marks, process: float, launched: float | None) -> dict[str,
 def process_began() -> float:
     """The epoch time at which this process began, to a hundredth of a second on Linux and to a second elsewhere."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return psutil.Process().create_time()

@@ -170,3 +170,20 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_with_one_code(server
     assert "error: the checkpoint of step 60 could not be written: Read-only file system" in job.output
     assert "Traceback" not in job.output
     assert "metrics.jsonl could not be written: Read-only file system" in job.output
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(tmp_path: Path, said: list[str], has_reader: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    side = SideFiles(said.append, first_retry_s=0.01)
+    side.append(path, [{"step": 1}])
+    assert len(said) == 1
+    assert "metrics.jsonl cannot be written" in said[0]
+    if reader is not None:
+        os.close(reader)
+    path.unlink()
+    assert _until(lambda: path.exists() and path.stat().st_size > 0)
+    assert side.close() == []
+    assert [line["step"] for line in read_lines(path)] == [1]

@@ -37,7 +37,15 @@ _OF_PBS = re.compile(r"\s*pbs_version\b")
 def dialects() -> Iterator[Dialect]:
     """All dialects of mpiexec: ours, then those that installed packages name under `ENTRY_POINTS`."""
     yield from DIALECTS
-    yield from entry_points(ENTRY_POINTS)
+    yield from entry_points(ENTRY_POINTS, _wrong)
+
+
+def _wrong(plugin: object) -> str | None:
+    if not isinstance(plugin, Dialect):
+        return f"it is a {type(plugin).__name__}, not an ezpz_llm.launch.dialects.work.Dialect"
+    # Ours are asked first, so that none can be replaced.
+    re.compile(plugin.first_line)
+    return None
 
 
 def dialect_of_site(name: str | None) -> Dialect | None:

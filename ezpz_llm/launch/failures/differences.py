@@ -16,8 +16,8 @@ from ezpz_llm.launch.liveness import UNUSUAL_STATES, RankLife
 Frame = tuple[str, int, str]
 """File, line and function."""
 
-_FAULT_HANDLER = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')
-_PY_SPY = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d+)\)$")
+_FAULT_HANDLER = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,? in (?P<function>.+))?$')
+_PY_SPY = re.compile(r"^ +(?P<function>\S+) \((?P<file>[^()]+):(?P<line>\d{1,9})\)$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
 _MOST_FRAMES = 500
 _LAST_CALLS = 8

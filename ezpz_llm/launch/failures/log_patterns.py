@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ezpz_llm.launch.failures.log_kinds import ABORTED, ENDED, NODE_FAILED, NOT_STARTED, SSH, WRONG_WORLD
+from ezpz_llm.launch.failures.log_text import cut_lines
 from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.schedulers import schedulers
 
@@ -44,7 +45,7 @@ _OF_LAUNCHERS = (
     _pattern("PALS", NODE_FAILED, r"^ping failed on (?P<host>[^:\s]+): .*"),
     _pattern("PALS", NODE_FAILED, r"^ping RPC timeout from (?P<host>\S+) after .*"),
     _pattern("PALS", NOT_STARTED, r"^launch failed on (?P<host>[^:\s]+): .*"),
-    _pattern("MPICH", ENDED, r"^=   PID \d+ RUNNING AT (?P<host>\S+)\n=   EXIT CODE: \d+\n(?:=.*\n)*"
+    _pattern("MPICH", ENDED, r"^=   PID \d+ RUNNING AT (?P<host>\S+)\n=   EXIT CODE: \d+\n(?:=.*\n){,20}"
                              r"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: .*\(signal (?P<number>\d+)\)"),
     _pattern("Intel MPI", ENDED, r"^=   RANK (?P<ranks>\d+) PID \d+ RUNNING AT (?P<host>\S+)\n"
                                  r"=   KILLED BY SIGNAL: (?P<number>\d+)"),
@@ -52,27 +53,31 @@ _OF_LAUNCHERS = (
                                 r" exited on\s+signal (?P<number>\d+)"),
     _pattern("Open MPI", ENDED, r"Process name: \[\S+?,(?P<ranks>\d+)\]\n *Exit code: +(?P<code>\d+)"),
     _pattern("Open MPI", NODE_FAILED, r"(?:ORTE|PRTE) has lost communication with a remote daemon"
-                                      r"(?:.|\n)*?[Rr]emote host(?:name)?: +(?P<host>\S+)"),
+                                      r"(?:.|\n){,1000}?[Rr]emote host(?:name)?: +(?P<host>\S+)"),
     _pattern(SSH, NOT_STARTED, r"^ssh: (?:connect to host|Could not resolve hostname) (?P<host>[^:\s]+).*"),
     _pattern(SSH, NOT_STARTED, r"^(?:\S+@)?(?P<host>[^:@\s]+): Permission denied \([a-z,-]+\)\."),
     _pattern(SSH, NOT_STARTED, r"^(?:No \S+ host key is known for (?P<host>\S+) and you have requested strict"
                                r" checking\.\s+)?Host key verification failed\."),
     _pattern(SSH, NOT_STARTED, r"^Connection (?:closed|reset) by (?P<host>\S+) port \d+"),
     _pattern(SSH, NOT_STARTED, r"^Received disconnect from (?P<host>\S+) port \d+:.*"),
-    _pattern("mpiexec", NOT_STARTED, r"^(?:\[proxy[^@\]]*@(?P<host>[^\]]+)\] .*)?execvp error on file .*"),
+    _pattern("mpiexec", NOT_STARTED, r"^(?:\[proxy[^@\]\n]*@(?P<host>[^\]\n]+)\] .*)?execvp error on file .*"),
     _pattern("mpiexec", NOT_STARTED, r"was unable to launch the specified application"),
     _pattern("mpiexec", NOT_STARTED, r"^.*\b(?:hydra_pmi_proxy|hydra_bstrap_proxy|orted|prted): (?:No such file or"
                                      r" directory|(?:[Cc]ommand )?not found|Permission denied).*"),
-    _pattern("MPI", ABORTED, r"application called MPI_Abort\([^,]+, (?P<code>\d+)\) - process (?P<ranks>\d+)"),
-    _pattern("MPI", ABORTED, r"MPI_ABORT was invoked on rank (?P<ranks>\d+) (?:.|\n)*?"
+    _pattern("MPI", ABORTED, r"application called MPI_Abort\([^,\n]+, (?P<code>\d+)\) - process (?P<ranks>\d+)"),
+    _pattern("MPI", ABORTED, r"MPI_ABORT was invoked on rank (?P<ranks>\d+) (?:.|\n){,1000}?"
                              r"with errorcode (?P<code>\d+)"),
-    _pattern("torchrun", ENDED, r"Root Cause \(first observed failure\):(?:.|\n)*?  host +: (?P<host>\S+)\n"
+    _pattern("torchrun", ENDED, r"Root Cause \(first observed failure\):(?:.|\n){,1000}?  host +: (?P<host>\S+)\n"
                                 r"  rank +: (?P<ranks>\d+) .*\n  exitcode +: (?:-(?P<number>\d+)|(?P<code>\d+))"),
 )
 
 _SIGNALS = {"Hangup": 1, "Interrupt": 2, "Quit": 3, "Illegal instruction": 4, "Aborted": 6, "Bus error": 7,
             "Floating point exception": 8, "Killed": 9, "Segmentation fault": 11, "Broken pipe": 13,
             "Terminated": 15}
+
+
+_MOST_DIGITS = 9
+"""A longer exit code is none."""
 
 
 @cache
@@ -83,6 +88,7 @@ def _patterns() -> tuple[tuple[str, str, re.Pattern[str]], ...]:
 
 def read_matches(text: str) -> list[LogMatch]:
     """Return the known messages in `text` (a launcher's output), in its order, each once."""
+    text = cut_lines(text)
     found = [(match.start(), _log_match(source, kind, match)) for source, kind, pattern in _patterns()
              for match in pattern.finditer(text)]
     in_order = [one for _, one in sorted(found, key=lambda pair: pair[0]) if one is not None]
@@ -91,6 +97,8 @@ def read_matches(text: str) -> list[LogMatch]:
 
 def _log_match(source: str, kind: str, match: re.Match[str]) -> LogMatch | None:
     named = match.groupdict()
+    if any(len(named.get(name) or "") > _MOST_DIGITS for name in ("code", "number")):
+        return None
     code = int(named["code"]) if named.get("code") else None
     if named.get("number"):
         code = 128 + int(named["number"])

@@ -16,6 +16,7 @@ from ezpz_llm.launch.failures.differences import Frame, main_stack, stack_in_log
 from ezpz_llm.launch.failures.facts import Failure, Postmortem, Raised, RunFacts, Stop, read_failures
 from ezpz_llm.launch.failures.judge import Evidence, Verdict, judge
 from ezpz_llm.launch.failures.log_patterns import read_matches
+from ezpz_llm.launch.failures.log_text import cut_lines
 from ezpz_llm.launch.failures.text import Findings, as_details, as_text, cause_line
 from ezpz_llm.launch.failures.texts import FailureText, left_out, named_files, shipped_texts, site_texts
 from ezpz_llm.launch.failures.tracebacks import last_exception, last_words
@@ -192,9 +193,10 @@ def _stacks(run_dir: RunDir, stopped: Stop | None, since: float) -> dict[int, li
 
 
 def tail_text(path: Path, since: float = 0.0) -> str:
-    """The end of a file that may hold anything; empty where there is none that was written since `since`."""
+    """The end of a file that may hold anything, with long lines cut; empty where there is none that was written
+    since `since`."""
     with contextlib.suppress(OSError):
-        return "" if path.stat().st_mtime < since else system_text(path, _TAIL_BYTES)
+        return "" if path.stat().st_mtime < since else cut_lines(system_text(path, _TAIL_BYTES))
     return ""
 
 

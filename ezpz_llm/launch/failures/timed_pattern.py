@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
+from ezpz_llm.launch.failures.log_text import LONGEST_LINE
+
 MOST_S = 1.0
 """Of processor time, for all lines that a pattern is searched in together."""
 _COUNTED_S = 0.01
@@ -17,8 +19,6 @@ _COUNTED_S = 0.01
 a busy machine the clock itself is 4 ms wrong at times."""
 _REPEAT_S = 0.05
 """Processor time between interrupts once the limit is over."""
-_LONGEST_LINE = 2000
-"""Characters of a line that patterns look at: what one costs can grow with the square of these."""
 
 
 _Result = TypeVar("_Result")
@@ -64,7 +64,7 @@ class TimedPattern:
         """Where the line has it, in its first 2000 characters; None where the time is over."""
         if self.is_over:
             return None
-        return self._timed(lambda: self._compiled.search(line[:_LONGEST_LINE]))
+        return self._timed(lambda: self._compiled.search(line[:LONGEST_LINE]))
 
     def _timed(self, work: Callable[[], _Result]) -> _Result | None:
         """What `work` gives, None if the time was over before."""

@@ -3,11 +3,13 @@ that does not parse), C++'s last words, faulthandler's report."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ezpz_llm.launch.failures.facts import Raised
+from ezpz_llm.launch.failures.log_text import cut_line
 from ezpz_llm.launch.failures.texts import find_text, shipped_texts, without_asides
 
 NEAR_THE_END = 200
@@ -17,10 +19,12 @@ NEAR_THE_END_IF_CAUGHT = 10
 
 _MESSAGE_LINES = 8
 _HEADER = "Traceback (most recent call last):"
+_GROUP_HEADER = "Exception Group " + _HEADER
+_IN_GROUP = re.compile(r"^ *[|+] ?")
 _CHAINED = ("The above exception was the direct cause of the following exception:",
             "During handling of the above exception, another exception occurred:")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$')
+_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d{1,9})(?:,? in (?P<function>.+))?$')
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?$")
 _RAISED_ALONE = re.compile(r"(?:Error|Exception|Interrupt|Exit|Group|Iteration|Timeout|Warning)$")
 _PARSE_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): ")
@@ -36,7 +40,7 @@ _OF_ABORT = re.compile(
     # assert(), glog and LLVM, MPI, torch; of others the known texts of failures tell.
     r"Assertion [`'\"].* failed|Check failed: |LLVM ERROR: |Abort\(\d+\) on node|CUDA error: |NCCL error")
 _NEAR_AN_ABORT = 20
-_CPP_FRAME = re.compile(r"^\s*frame #(\d+): ")
+_CPP_FRAME = re.compile(r"^\s*frame #(\d{1,9}): ")
 _CPP_FRAMES = 3
 _LOG_LINE = re.compile(r"^(?:\[|\d{4}-\d\d-\d\d|[WEIF]\d{4} |Exception ignored in|terminate called)")
 _LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3\.\d+[/\\]|^<frozen ")
@@ -62,7 +66,7 @@ def last_exception(text: str, within: int = NEAR_THE_END) -> Raised | None:
     One that more than `within` lines follow is not taken to have ended the program. What a thread raised counts
     only where nothing else is there, what a destructor raised never does.
     """
-    lines = [_RANK_PREFIX.sub("", line.rpartition("\r")[2]) for line in text.rstrip().split("\n")]
+    lines = [_RANK_PREFIX.sub("", cut_line(line).rpartition("\r")[2]) for line in text.rstrip().split("\n")]
     found = list(_all(lines))
     fault = next((one for one in reversed(found) if one.raised.message in _BY_SIGNAL), None)
     # The stacks of all threads follow a signal's report, and often there are hundreds of lines of them.
@@ -121,7 +125,7 @@ def _last(found: Sequence[_Found], after: int) -> Raised | None:
 def _all(lines: Sequence[str]) -> Iterator[_Found]:
     yield from _tracebacks(lines)
     for number, line in enumerate(lines):
-        if "Exception Group " + _HEADER in line:
+        if _GROUP_HEADER in line:
             yield from _group(lines, number)
         elif _PARSE_ERROR.match(line):
             yield from _parse_error(lines, number)
@@ -154,6 +158,9 @@ def _tracebacks(lines: Sequence[str]) -> Iterator[_Found]:
 def _traceback(lines: Sequence[str], start: int) -> _Found | None:
     end = start + 1
     while end < len(lines) and (lines[end].startswith("  ") or not lines[end] or _is_wrapped(lines, end)):
+        if lines[end].strip() == _HEADER:
+            # The next one begins where this one should name its exception.
+            return None
         end += 1
     if end == len(lines):
         return None
@@ -188,9 +195,10 @@ def _group(lines: Sequence[str], start: int) -> Iterator[_Found]:
     """An ExceptionGroup: its own line and the first line of each exception in it."""
     body = []
     for line in lines[start + 1:]:
-        if not re.match(r"^ *[|+]", line):
+        # A group within the group is read by itself.
+        if not _IN_GROUP.match(line) or _GROUP_HEADER in line:
             break
-        body.append(re.sub(r"^ *[|+] ?", "", line))
+        body.append(_IN_GROUP.sub("", line))
     heads = ((number, head) for number, line in enumerate(body) if (head := _EXCEPTION.match(line)))
     top, head = next(heads, (0, None))
     if head is None:
@@ -212,7 +220,9 @@ def _parse_error(lines: Sequence[str], number: int) -> Iterator[_Found]:
 
 def _fatal(lines: Sequence[str], start: int, match: re.Match[str]) -> _Found:
     """faulthandler's report; its frames are innermost first."""
-    end = next((number for number in range(start, len(lines)) if lines[number].startswith("Current thread")), start)
+    own = itertools.takewhile(lambda number: not lines[number].startswith("Fatal Python error"),
+                              range(start + 1, len(lines)))
+    end = next((number for number in own if lines[number].startswith("Current thread")), start)
     frames = []
     for line in lines[end + 1:]:
         if not _FRAME.match(line):

@@ -210,7 +210,7 @@ class _Node:
         """End what ranks left behind. Where the run itself is ended, end the launcher's helpers on this node too,
         but after the shims, which wait for the folder to go."""
         self._guarded(self._end_groups)
-        left = end_marked(self.run_id, chosen=lambda process: process.rank is not None, roots=self.strays.roots)
+        left = end_marked(self.run_id, chosen=lambda process: process.is_of_rank, roots=self.strays.roots)
         self._guarded(self.builds.clear)
         self._guarded(self._look_once_more)
         ranks = self.ranks
@@ -253,9 +253,9 @@ class Strays:
     def look(self, processes: Iterable[Process]) -> None:
         """Note those that there are now. `processes` are all that carry the marker."""
         seen = everyone(is_own_only=True)
-        of_ranks = {one.pid for one in processes if one.rank is not None}
-        # Launchers, shims and what they forked: what belongs to a rank is below these.
-        others = {os.getpid(), *(one.pid for one in processes if one.rank is None)}
+        of_ranks = {one.pid for one in processes if one.is_of_rank}
+        # Shims and what they forked: all else below a shim belongs to its rank.
+        others = {os.getpid(), *(one.pid for one in processes if one.is_shim)}
         roots = {*self.roots(), *(Kin(pid, seen[pid].start) for pid in of_ranks if pid in seen)}
         now = {who for who in below(seen, roots, others) if who.pid not in of_ranks}
         if now != self.known:
@@ -264,7 +264,7 @@ class Strays:
 
     def roots(self) -> set[Kin]:
         """What they, and their own children, descend from."""
-        return self.known | {Kin.parse(who) for who in files.registered(self._folder).values() if " " in who}
+        return self.known | set(files.shims(self._folder))
 
     def _write(self) -> None:
         # For the janitors, should the agent be killed too.

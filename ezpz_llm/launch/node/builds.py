@@ -54,7 +54,7 @@ class BuildWatch:
         """Take note of builds that are under way; True where one is new."""
         before = len(self._seen)
         for process in processes:
-            if process.rank is not None and process.name == _BUILDER:
+            if process.is_of_rank and process.name == _BUILDER:
                 with contextlib.suppress(OSError):
                     lock = Path(os.readlink(f"/proc/{process.pid}/cwd")) / _LOCK
                     self._seen[lock] = _identity(lock)

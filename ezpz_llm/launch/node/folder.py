@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ezpz_llm.base import (
@@ -24,7 +24,7 @@ from ezpz_llm.base import (
     remove_private,
     run_secret,
 )
-from ezpz_llm.launch.node.processes import is_alive, marked, place, started_at
+from ezpz_llm.launch.node.processes import Kin, is_alive, marked, place, started_at
 from ezpz_llm.launch.ranks import RankInfo
 from ezpz_llm.launch.variables import RUN_ID_VARIABLE
 
@@ -38,6 +38,7 @@ _MEMORY = "/dev/shm"
 _RUN = "run"
 _WAKE = "wake"
 _LEAVE_WAIT_S = 3.0
+_MOST_DIGITS = 18
 
 
 def base() -> Path:
@@ -69,7 +70,7 @@ def file_of(rank: int, kind: str) -> str:
 def read_beat(text: str) -> tuple[str | None, int | None]:
     """Phase and step of a heartbeat, `PHASE STEP` on a line; None for what it does not tell."""
     phase, _, step = text.rstrip("\n").rpartition(" ")
-    return phase or None, int(step) if step.isdigit() else None
+    return phase or None, int(step) if step.isascii() and step.isdigit() and len(step) <= _MOST_DIGITS else None
 
 
 def enter(info: RankInfo, env: Mapping[str, str]) -> PrivateFolder:
@@ -122,8 +123,23 @@ def are_all_over(folder: PrivateFolder, local_size: int) -> bool:
 
 def registered(folder: PrivateFolder) -> dict[int, str]:
     """The ranks that have come to this node, with the identities of their shims."""
-    return {int(name[4:-len(SHIM)]): folder.read(name).decode()
-            for name in folder.names("rank") if name.endswith(SHIM)}
+    return {int(name[4:-len(SHIM)]): folder.read(name).decode(errors="replace")
+            for name in folder.names("rank") if name.endswith(SHIM) and name[4:-len(SHIM)].isascii()
+            and name[4:-len(SHIM)].isdigit()}
+
+
+def shims(folder: PrivateFolder) -> list[Kin]:
+    """The shims of the ranks that have come to this node."""
+    return _identities(who.encode() for who in registered(folder).values())
+
+
+def _identities(lines: Iterable[bytes]) -> list[Kin]:
+    """The processes that `lines` name. A line half written names none, and costs no other line."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(Kin.parse(line.decode()))
+    return found
 
 
 def groups(folder: PrivateFolder) -> list[Path]:
@@ -133,8 +149,13 @@ def groups(folder: PrivateFolder) -> list[Path]:
 
 def running(folder: PrivateFolder) -> dict[int, int]:
     """The shims that have neither marked an end nor vanished, as rank to process number."""
-    return {rank: int(who.split()[0]) for rank, who in registered(folder).items()
-            if not folder.has(file_of(rank, MARK)) and lives(who)}
+    found = {}
+    for rank, who in registered(folder).items():
+        # What a program has written over a shim's file names none.
+        with contextlib.suppress(ValueError):
+            if not folder.has(file_of(rank, MARK)) and lives(who):
+                found[rank] = Kin.parse(who).pid
+    return found
 
 
 def identity(pid: int) -> str:
@@ -163,12 +184,12 @@ def agents(run_id: str) -> frozenset[int]:
     return frozenset(pid for folder in _folders_of(run_id) if (pid := _agent(folder)))
 
 
-def strays(run_id: str) -> list[str]:
-    """The identities of the run's processes on this node that its agent has noted (see strays.py)."""
-    found: list[str] = []
+def strays(run_id: str) -> list[Kin]:
+    """The run's processes on this node that its agent has noted (see strays.py)."""
+    found: list[Kin] = []
     for folder in _folders_of(run_id):
         with contextlib.suppress(OSError):
-            found += folder.read(STRAYS).decode().splitlines()
+            found += _identities(folder.read(STRAYS).splitlines())
     return found
 
 

@@ -102,9 +102,9 @@ class Gatherer:
         """The exit code and the lifetime of a rank that has ended."""
         try:
             code, lived_s = (self._folder.read(file_of(rank, MARK)).decode() or "0 0").split()
-        except OSError:
+            return int(code), float(lived_s)
+        except (OSError, ValueError):
             return None, None
-        return int(code), float(lived_s)
 
     def _log(self, rank: int) -> tuple[int, int]:
         """The size of the rank's log, which lies in the run directory or on the node, and when it changed: one that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,18 +16,29 @@ from ezpz_llm.base import grouped, system_text
 from ezpz_llm.launch.variables import RANK_VARIABLE, RUN_ID_VARIABLE
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_SHIM = b"ezpz_llm.launch.shim"
+_SHIM = [b"-m", b"ezpz_llm.launch.shim"]
+_MOST_RANK_DIGITS = 9
 
 
 @dataclass(frozen=True)
 class Process:
-    """One marked process. `rank` is None for launchers, shims and what they forked; `processor_s` are the seconds
-    of processor time that it and its ended children have used; `state` is the kernel's letter; `name` is the
-    program's, cut to 15 characters."""
+    """One marked process.
+
+    Attributes:
+        start: when it began, in clock ticks since the node's boot.
+        rank: None for launchers, shims and what they forked, and where the variable holds no number.
+        is_of_rank: whether it has the variable of a rank, with any value.
+        is_shim: whether it is a shim, or was forked from one.
+        state: the kernel's letter.
+        processor_s: seconds of processor time that it and its ended children have used.
+        name: the program's, cut to 15 bytes.
+    """
 
     pid: int
     parent: int
+    start: int
     rank: int | None
+    is_of_rank: bool
     is_shim: bool
     state: str
     processor_s: float
@@ -34,18 +46,18 @@ class Process:
 
 
 def marked(run_id: str) -> Iterator[Process]:
-    """Our own user's living processes on this node that carry the run's marker, except this one."""
+    """Our own user's living processes on this node that carry the run's marker, except this one.
+
+    The newest come first: a process that lives for 2 ms and leaves a child would be gone when its turn came."""
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
     uid, own = os.getuid(), os.getpid()
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == own:
-            continue
+    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         try:
-            if entry.stat().st_uid != uid:
+            if pid == own or os.stat(f"/proc/{pid}").st_uid != uid:
                 continue
-            variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if marker in variables:
-                yield _read(int(entry.name), variables)
+                yield _read(pid, variables)
         except OSError:
             # It ended while we looked, or it is not ours to read.
             continue
@@ -54,16 +66,19 @@ def marked(run_id: str) -> Iterator[Process]:
 def _read(pid: int, variables: list[bytes]) -> Process:
     name, numbers = _stat(pid)
     prefix = f"{RANK_VARIABLE}=".encode()
-    rank = next((int(one[len(prefix):]) for one in variables if one.startswith(prefix)), None)
-    is_shim = rank is None and _SHIM in Path(f"/proc/{pid}/cmdline").read_bytes()
+    value = next((one[len(prefix):] for one in variables if one.startswith(prefix)), None)
+    # A program may set the variable to any text.
+    rank = int(value) if value is not None and value.isdigit() and len(value) <= _MOST_RANK_DIGITS else None
+    is_shim = value is None and Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == _SHIM
     used = sum(int(ticks) for ticks in numbers[11:15]) / _TICKS_PER_S
-    return Process(pid, int(numbers[1]), rank, is_shim, numbers[0], used, name)
+    return Process(pid, int(numbers[1]), int(numbers[19]), rank, value is not None, is_shim, numbers[0], used, name)
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
-    # The command's name, in parentheses, may hold blanks: the fields from the state (the third) on begin after it.
-    name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    return name.partition("(")[2], rest.split()
+    # The command's name, in parentheses, may hold any bytes, and the kernel cuts it within a character: the fields
+    # from the state (the third) on begin after it.
+    name, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+    return name.partition(b"(")[2].decode(errors="replace"), rest.decode().split()
 
 
 def started_at(pid: int) -> int:
@@ -106,6 +121,7 @@ def first_of(processes: list[Process]) -> Process:
 
 
 _AGAIN_S = 0.02
+_EMPTY_LOOKS = 2
 
 
 class Kin(NamedTuple):
@@ -152,14 +168,18 @@ def everyone(is_own_only: bool = False) -> dict[int, Seen]:
         try:
             if is_own_only and entry.stat().st_uid != uid:
                 continue
-            numbers = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
+            found[int(entry.name)] = _seen(int(entry.name))
         except OSError:
             # It ended while we looked.
             continue
-        # The main thread of a process may have ended before the others.
-        has_ended = numbers[0] in (b"Z", b"X") and int(numbers[17]) <= 1
-        found[int(entry.name)] = Seen(int(numbers[1]), int(numbers[19]), has_ended)
     return found
+
+
+def _seen(pid: int) -> Seen:
+    _, numbers = _stat(pid)
+    # The main thread of a process may have ended before the others.
+    has_ended = numbers[0] in ("Z", "X") and int(numbers[17]) <= 1
+    return Seen(int(numbers[1]), int(numbers[19]), has_ended)
 
 
 def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] = ()) -> set[Kin]:
@@ -176,24 +196,67 @@ def below(seen: dict[int, Seen], roots: Iterable[Kin], spared: Collection[int] =
     return {Kin(pid, seen[pid].start) for pid in known if pid not in spared and not seen[pid].has_ended}
 
 
-def end_all(find: Callable[[], Collection[Kin]], within_s: float) -> list[int]:
-    """Kill what `find` finds until it finds nothing more: stopped first, so that what forks all the time comes to
-    an end. The processes that resist, or are not ours to end, are returned."""
+def read_descendants(root: Kin, spared: Collection[int]) -> Iterator[Kin]:
+    """The living processes below `root`, each before its own children are read, so that a caller can stop it first.
+    What is `spared` is left out with all below it."""
+    known, ahead = {root.pid, *spared}, [root.pid]
+    while ahead:
+        for pid in _children(ahead.pop()):
+            if pid in known:
+                continue
+            known.add(pid)
+            ahead.append(pid)
+            with contextlib.suppress(OSError):
+                one = _seen(pid)
+                if not one.has_ended:
+                    yield Kin(pid, one.start)
+
+
+def _children(pid: int) -> list[int]:
+    """The children of all threads of a process; none of one that has ended."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            # One that ends meanwhile leaves its children to another.
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
+    return found
+
+
+def can_list_children() -> bool:
+    """Return True if the kernel lists the children of a process (CONFIG_PROC_CHILDREN)."""
+    return os.path.exists("/proc/thread-self/children")
+
+
+def end_all(find: Callable[[], Iterable[Kin]], within_s: float) -> list[int]:
+    """Kill what `find` gives until it gives nothing more, twice in a row, since one look can miss a process that
+    forks and ends. Return the processes that resist, or that this user may not end.
+
+    Each is stopped as soon as it is given, which ends even a process that forks every millisecond."""
     began = time.monotonic()
     stopped: set[Kin] = set()
     others: set[Kin] = set()
-    while left := set(find()) - others:
-        lasted_s = time.monotonic() - began
-        if lasted_s > within_s:
-            break
-        new = left - stopped
-        others |= {who for who in new if not _send(who, signal.SIGSTOP)}
-        stopped |= new
-        if new and lasted_s < within_s / 2:
+    left: set[Kin] = set()
+    empty_looks = 0
+    while empty_looks < _EMPTY_LOOKS and (lasted_s := time.monotonic() - began) <= within_s:
+        left, is_new = set(), False
+        for who in find():
+            if who in others:
+                continue
+            if who not in stopped:
+                if not _send(who, signal.SIGSTOP):
+                    others.add(who)
+                    continue
+                stopped.add(who)
+                is_new = True
+            left.add(who)
+        empty_looks = 0 if left else empty_looks + 1
+        if is_new and lasted_s < within_s / 2:
             continue
         for who in left:
             _send(who, signal.SIGKILL)
-        time.sleep(_AGAIN_S)
+        if left:
+            time.sleep(_AGAIN_S)
     return sorted(who.pid for who in left | others if who.is_there())
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from ezpz_llm.base import UserError, entry_points
 from ezpz_llm.launch.addresses import is_among
@@ -19,6 +21,9 @@ SCHEDULERS: tuple[Scheduler, ...] = (*map(ModuleScheduler, (slurm, pbs, flux, ls
 
 ENTRY_POINTS = "ezpz_llm.schedulers"
 
+MEMBERS = tuple(name for name in (*Scheduler.__annotations__, *vars(Scheduler)) if not name.startswith("_"))
+"""What a scheduler has."""
+
 QUICK, PATIENT = (1.0, 1), (5.0, 2)
 """Seconds for a try of a scheduler's command, and tries: for a plan that is only shown, and for one that runs."""
 
@@ -27,8 +32,19 @@ QUICK, PATIENT = (1.0, 1), (5.0, 2)
 def schedulers() -> Mapping[str, Scheduler]:
     """All schedulers by name: ours, and those that installed packages name under `ENTRY_POINTS`."""
     found = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
-    for scheduler in entry_points(ENTRY_POINTS):
-        found.setdefault(scheduler.NAME, scheduler)
+
+    def wrong(plugin: Any) -> str | None:
+        if isinstance(plugin, type) or (missing := [name for name in MEMBERS if not hasattr(plugin, name)]):
+            return "it is a class, not an object" if isinstance(plugin, type) else f"it has no {missing[0]}"
+        if not isinstance(plugin.NAME, str) or not isinstance(plugin.TITLE, str):
+            return "its NAME or its TITLE is not text"
+        for _, pattern in plugin.PATTERNS:
+            re.compile(pattern)
+        if found.setdefault(plugin.NAME, plugin) is not plugin:
+            return f"there is a scheduler {plugin.NAME} already"
+        return None
+
+    entry_points(ENTRY_POINTS, wrong)
     return found
 
 

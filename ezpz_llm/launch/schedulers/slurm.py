@@ -235,7 +235,8 @@ def read_devices(text: str) -> dict[str, int]:
     """The accelerators that each host gives to the job, in the output of `scontrol show job -d`: rows such as
     "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)"."""
     found: dict[str, int] = {}
-    for row in re.finditer(r"^\s+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text, re.MULTILINE):
+    for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text,
+                           re.MULTILINE):
         count = sum(map(int, _GPUS.findall(row["gres"])))
         found |= dict.fromkeys(_told(row["hosts"]), count)
     return found
@@ -272,7 +273,7 @@ def cancellations(env: Mapping[str, str], since: float) -> str:
     if not job:
         return ""
     said = ask_command(("scontrol", "show", "job", job), env, _ANSWER_S, tries=1).text or ""
-    path = re.search(r"^\s*StdErr=(\S.*)$", said, re.MULTILINE)
+    path = re.search(r"^[ \t]*StdErr=(\S.*)$", said, re.MULTILINE)
     if path is None:
         return ""
     found = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",

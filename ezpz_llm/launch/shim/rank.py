@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from ezpz_llm.base import PrivateFolder
@@ -174,7 +174,7 @@ class Rank:
         """What a rank that ended well left running, in a session of its own, may serve the node's other ranks: it
         runs, and its output is kept, until they have ended or this one is told to end."""
         while (self.told is None and os.getppid() == self.parent and folder.path.is_dir()
-               and not are_all_over(folder, self.info.local_size) and self._descendants()):
+               and not are_all_over(folder, self.info.local_size) and any(self._descendants())):
             for key, _ in self.selector.select(_LOOK_S):
                 if key.data is not None:
                     self._pass_on(key)
@@ -190,7 +190,7 @@ class Rank:
         if self.group is not None:
             end_group(self.group)
 
-    def _descendants(self) -> set[Kin]:
+    def _descendants(self) -> Iterable[Kin]:
         self._reap()
         return descendants({self.janitor.pid, *([self.agent] if self.agent else [])})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -89,14 +90,29 @@ class Optimizer(ABC):
         return nullcontext(self.stored(optimizer, parameter))
 
 
-def _found() -> Iterator[Optimizer]:
+def _built_in() -> Iterator[Optimizer]:
     for module in pkgutil.iter_modules(__path__):
         values = vars(importlib.import_module(f"{__name__}.{module.name}")).values()
         yield from (value for value in values if isinstance(value, Optimizer))
-    yield from entry_points("ezpz_llm.optimizers")
 
 
-OPTIMIZERS: dict[str, Optimizer] = {optimizer.name: optimizer for optimizer in _found()}
+def _all() -> dict[str, Optimizer]:
+    known = {optimizer.name: optimizer for optimizer in _built_in()}
+
+    def wrong(plugin: Any) -> str | None:
+        if not isinstance(plugin, Optimizer):
+            return f"it is a {type(plugin).__name__}, not an ezpz_llm.layout.optimizers.Optimizer"
+        if not isinstance(plugin.name, str) or not re.fullmatch(r"[\w.-]{1,64}", plugin.name):
+            return "its name is not a word of at most 64 characters"
+        if known.setdefault(plugin.name, plugin) is not plugin:
+            return f"there is an optimizer {plugin.name} already"
+        return None
+
+    entry_points("ezpz_llm.optimizers", wrong)
+    return known
+
+
+OPTIMIZERS: dict[str, Optimizer] = _all()
 if TYPE_CHECKING:
     OptimizerName = str
 else:

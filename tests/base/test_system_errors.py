@@ -1,0 +1,64 @@
+"""Errors of the system that any file can meet: one message, no traceback."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ezpz_llm import why
+from ezpz_llm.base import run_command
+from ezpz_llm.base.private import make_private
+from ezpz_llm.hf.source import find_source
+from ezpz_llm.report import __main__ as report
+from ezpz_llm.trainer.options import parse
+
+_LONG = "x" * 6000
+
+
+@pytest.mark.parametrize("main", [why.main, report.main, lambda words: find_source(words[0], "--init-from")],
+                         ids=["why", "report", "--init-from"])
+def test_a_name_too_long(main: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(main, [_LONG]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: File name too long\n")
+    assert len(told) < 400
+
+
+def test_too_few_descriptors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def main(_: object) -> None:
+        handles = []
+        try:
+            while True:
+                handles.append((tmp_path / "file").open("w"))
+        finally:
+            for handle in handles:
+                handle.close()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        assert run_command(main, []) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert capsys.readouterr().err.startswith("error: Too many open files\n")
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_private(tmp_path / "private")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with folder, pytest.raises(OSError, match="File too large") as raised:
+            folder.write("report", b"x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == str(tmp_path / "private/report")
+
+
+@pytest.mark.parametrize("words", [["--lr", "9" * 400], [f"--lr={'9' * 400}"]])
+def test_a_number_too_large(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda argv: parse(argv) and None, words) == 2
+    assert "the number is too large\n  where:   --lr\n" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""Plug-ins of the wrong kind, as another package names them in its entry points."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODULES = {
+    "text": "PLUGIN = 'x'",
+    "none": "PLUGIN = None",
+    "module": "import os as PLUGIN",
+    "class": "class PLUGIN: pass",
+    "exits": "import sys; sys.exit(7)",
+    "raises": "raise ValueError('\\x1b[31mred')",
+    "missing": "",
+    "no syntax": "def",
+    "no package": "import a_package_that_nobody_has",
+    "any name": "class Any:\n    def __getattr__(self, name): return name\nPLUGIN = Any()",
+    "no attributes": "class Any:\n    def __getattr__(self, name): raise SystemExit(7)\nPLUGIN = Any()",
+    "adamw": "from ezpz_llm.layout.optimizers import Optimizer\n"
+             "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
+             "PLUGIN = Mine('adamw', 'mine', {'exp_avg': 4})",
+    "no name": "from ezpz_llm.layout.optimizers import Optimizer\n"
+               "class Mine(Optimizer):\n    def build(self, groups, settings, fused): pass\n"
+               "PLUGIN = Mine(['adamw'], 'mine', {})",
+    "slurm": "from ezpz_llm.launch.schedulers.scheduler import Scheduler\n"
+             "class Mine(Scheduler):\n    NAME = 'slurm'; TITLE = 'mine'\nPLUGIN = Mine()",
+    "pattern": "from ezpz_llm.launch.dialects.work import Dialect\nPLUGIN = Dialect('mine', '(', print)",
+}
+"""The source of each, by a name."""
+GROUPS = ("ezpz_llm.optimizers", "ezpz_llm.schedulers", "ezpz_llm.dialects")
+
+
+def install(folder: Path, module: str, group: str) -> Path:
+    """Make a folder for PYTHONPATH that has the plug-in."""
+    (folder / "wrong-1.0.dist-info").mkdir(parents=True)
+    (folder / "wrong_plugin.py").write_text(MODULES[module])
+    (folder / "wrong-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")
+    (folder / "wrong-1.0.dist-info/entry_points.txt").write_text(f"[{group}]\nwrong = wrong_plugin:PLUGIN\n")
+    return folder

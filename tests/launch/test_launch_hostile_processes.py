@@ -1,0 +1,144 @@
+"""Cleanup of a run whose processes have hostile names, environments and behavior."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hostile_processes import NAMES, RANKS
+from launch_runs import clean_env, launch, left_over, record, start
+from places import TESTS
+from slowness import scaled
+
+from ezpz_llm.launch.cleanup import end_marked
+from ezpz_llm.launch.node.folder import agents, read_beat, remove
+from ezpz_llm.launch.node.processes import Kin, everyone, marked, read_descendants
+
+_PROGRAM = str(TESTS / "helpers/hostile_processes.py")
+
+
+def _tagged(tag: str) -> set[int]:
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if tag.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
+    return found
+
+
+def _are_gone(tag: str) -> bool:
+    """One look can miss a process that forks and ends."""
+    return not any(_tagged(tag) for _ in range(3))
+
+
+def _wait_for(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + scaled(seconds)
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} has not come"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    """The first argument of all processes of a test; those that are left at its end are ended."""
+    name = f"ezpz-test-{uuid.uuid4().hex[:12]}"
+    yield name
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and (left := _tagged(name)):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.full)])
+def test_a_run_ends_with_all_of_its_processes(tmp_path: Path, tag: str, code: int) -> None:
+    done = launch(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c",
+                  f"{sys.executable} {_PROGRAM} {tag}; exit {code}")
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "has not reported" not in done.stderr
+    assert _are_gone(tag)
+    assert left_over(tmp_path / "r") == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [("shim",), ("shim", "agent")], ids="+".join)
+def test_a_run_of_which_some_are_killed(tmp_path: Path, tag: str, killed: tuple[str, ...]) -> None:
+    run = start(tmp_path, "-n", "1", "--run-dir", "r", "sh", "-c", f"{sys.executable} {_PROGRAM} {tag}; sleep 600")
+    try:
+        _wait_for((tmp_path / "r/up0").exists, "the start of all")
+        time.sleep(2.5)  # two looks of the agent
+        run_id = record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"]
+        forks = {one.pid: one.parent for one in marked(run_id) if one.is_shim}
+        doomed = {pid for pid, parent in forks.items() if parent not in forks}
+        if "agent" in killed:
+            doomed |= agents(run_id)
+        for pid in doomed:
+            os.kill(pid, signal.SIGKILL)
+        run.communicate(timeout=scaled(60))
+        assert run.returncode not in (0, None)
+        _wait_for(lambda: _are_gone(tag), "the end of all")
+    finally:
+        run.kill()
+        remove(record(tmp_path / "r")["launch"]["env"]["EZPZ_LLM_RUN_ID"])
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex
+
+
+@contextlib.contextmanager
+def _started(tmp_path: Path, tag: str, run_id: str) -> Iterator[None]:
+    """All of them, with the run's marker, where no shim is above them."""
+    env = clean_env(EZPZ_LLM_RUN_ID=run_id, EZPZ_LLM_RANK="0", EZPZ_LLM_RUN_DIR=str(tmp_path))
+    subprocess.run([sys.executable, _PROGRAM, tag], env=env, check=True, timeout=scaled(60))
+    _wait_for((tmp_path / "up0").exists, "the start of all")
+    yield
+
+
+def test_the_marker_is_enough(tmp_path: Path, tag: str, run_id: str) -> None:
+    with _started(tmp_path, tag, run_id):
+        assert end_marked(run_id, within_s=scaled(10)) == []
+    # Those without any variable carry no marker.
+    assert len(_tagged(tag)) == len(NAMES[::2])
+    assert not any(list(marked(run_id)) for _ in range(3))
+
+
+def test_a_hostile_rank_is_a_ranks(tmp_path: Path, tag: str, run_id: str) -> None:
+    with _started(tmp_path, tag, run_id):
+        found = list(marked(run_id))
+        ours = [one for one in found if one.pid in _tagged(tag)]
+        # All but the one whose variable was taken away.
+        assert sum(one.is_of_rank for one in ours) >= len(RANKS) + len(NAMES[1::2])
+        assert {one.rank for one in ours} == {0, None}
+        assert not any(one.is_shim for one in found)
+        end_marked(run_id, within_s=scaled(10))
+
+
+def test_descendants_are_those_of_a_whole_look() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600 & wait"])
+    own = Kin(child.pid, everyone()[child.pid].start)
+    try:
+        _wait_for(lambda: len(list(read_descendants(own, ()))) == 2, "two children")
+        below = list(read_descendants(own, ()))
+        assert {everyone()[one.pid].parent for one in below} == {child.pid}
+        assert list(read_descendants(own, {below[0].pid})) == below[1:]
+    finally:
+        for pid in (child.pid, *(one.pid for one in read_descendants(own, ()))):
+            os.kill(pid, signal.SIGKILL)
+        child.wait()
+
+
+@pytest.mark.parametrize(("text", "beat"), [("step 3\n", ("step", 3)), ("step \u00b2\n", ("step", None)),
+                                            ("step " + "9" * 5000, ("step", None)), ("", (None, None))])
+def test_a_heartbeat_of_any_text(text: str, beat: tuple[str | None, int | None]) -> None:
+    assert read_beat(text) == beat
