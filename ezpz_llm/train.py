@@ -7,8 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from ezpz_llm.base import UserError, run_command
+from ezpz_llm.checkpoint import find
+from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.launch.addresses import is_here
 from ezpz_llm.launch.devices import has_none
 from ezpz_llm.launch.precheck import CheckReport, read_places
@@ -17,6 +20,7 @@ from ezpz_llm.trainer.check_report import explain_plan, remarks, warning
 from ezpz_llm.trainer.options import Options, dump, parse
 from ezpz_llm.trainer.plan import check_run
 from ezpz_llm.trainer.resume import find_resume_point
+from ezpz_llm.trainer.resume_changes import resume_warning
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,8 +66,11 @@ def _check(options: Options) -> CheckReport:
     places = read_places(os.environ)
     plan = check_run(options, options.world_size or 1, _device(places), puts_aside=point.puts_aside)
     resolved, batch = plan.resolved, plan.resolved.batch
-    warnings = (warning(plan, options, places), *(f"warning: {remark}" for remark in remarks(plan)),
-                *(f"note: {note}" for note in options.notes))
+    changes = None
+    if plan.config.resume is not None:
+        changes = resume_warning(plan, read_state(find(Path(plan.config.resume)))["step"])
+    warnings = (warning(plan, options, places), changes and f"warning: {changes}",
+                *(f"warning: {remark}" for remark in remarks(plan)), *(f"note: {note}" for note in options.notes))
     return CheckReport(resolved.layout.name, resolved.precision, batch.global_batch, batch.micro_batch,
                        batch.accumulation, explain_plan(plan, places), tuple(filter(None, warnings)))
 

@@ -61,8 +61,8 @@ class TrainConfig:
     accumulation: int | None = _value(None, "micro-steps a step (default: 1, or what the others imply)")
 
     steps: int = _value(600, "optimizer steps in all")
-    lr: float = _value(4e-3, "peak learning rate; the default is less for models wider than 128 and runs of "
-                             "under 200 steps")
+    lr: float = _value(2e-3, "peak learning rate; the default is less for models wider than 128 and runs of "
+                             "under 400 steps")
     schedule: Literal["cosine", "linear", "wsd", "constant",
                       "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"] = _value(
         "cosine", "learning rate after the warm-up: cosine or linear decay, wsd (warm-up, stable, "

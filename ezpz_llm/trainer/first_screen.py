@@ -32,7 +32,8 @@ def first_screen(plan: RunPlan, data: TokenData, dist: Dist, width: int) -> str:
         ("batch", f"{batch.global_batch} x {model.block_size} = {per_step:,} tokens a step "
                   f"({batch.micro_batch} sequences per rank{times})"),
         ("training", f"{config.steps} steps ({short_number(config.steps * per_step)} tokens), "
-                     f"{OPTIMIZERS[plan.resolved.optimizer].printed}, peak learning rate {config.lr:.3g}"),
+                     f"{OPTIMIZERS[plan.resolved.optimizer].printed}, peak learning rate {config.lr:.3g} "
+                     f"({plan.sources['lr']})"),
         ("layout", f"{plan.resolved.layout.describe(dist.world_size)}, {precision_words(plan.resolved)}, on "
                    f"{dist.world_size} {dist.device.type} {'rank' if dist.world_size == 1 else 'ranks'}"),
         ("saves", checkpoint_rule(plan)),

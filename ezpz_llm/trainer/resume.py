@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ezpz_llm.base import UserError
+from ezpz_llm.base import UserError, shown, user_path
 from ezpz_llm.checkpoint.manifest import read_state
 from ezpz_llm.checkpoint.retention import find, has_any
+from ezpz_llm.layout.batch import option_of
 from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json, read_record
 from ezpz_llm.trainer.config import FIELDS
@@ -49,7 +50,8 @@ def find_resume_point(options: Options) -> ResumePoint:
     """Decide how the run begins, from what stands in its directory or the one that `--resume` names.
 
     Raises:
-        UserError: `--resume` names neither a run nor a checkpoint, or one that is damaged.
+        UserError: `--resume` names neither a run nor a checkpoint, one that is damaged, or a complete run beside
+            options that it did not have.
     """
     config = options.config
     if config.resume is None:
@@ -59,19 +61,22 @@ def find_resume_point(options: Options) -> ResumePoint:
     if where is None:
         note = "--resume auto looks into --run-dir, and none is named: the run begins in a new directory"
         return ResumePoint(options.set(ValueSource(Origin.FILE, "--resume auto"), resume=None), (note,))
-    run = _run_of(Path(where))
+    run = run_of(Path(where))
     record = read_record(run)
+    given = options
     is_own = own is not None and Path(own).resolve() == run.path.resolve()
     if has_any(where):
         options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(where))
-        newest = find(where)
-        step, steps = read_state(newest)["step"], options.config.steps
-        complete = f"{where} is complete, step {step} of {steps}: nothing is left to do" if step == steps else None
-        return ResumePoint(options, complete=complete)
+        step, steps = read_state(find(where))["step"], options.config.steps
+        if step != steps:
+            return ResumePoint(options)
+        _check_same(given, run, record, step)
+        return ResumePoint(options, complete=f"{where} is complete, step {step} of {steps}: nothing is left to do")
     if not record and config.resume != AUTO:
         find(where)  # says what is wrong
     options = _with_settings(options, run, record).set(options.sources["resume"], resume=None)
     if is_own and options.config.save_every < 0 and record.get("steps") == options.config.steps:
+        _check_same(given, run, record, options.config.steps)
         return ResumePoint(options, complete=f"{where} is complete, without checkpoints: nothing is left to do")
     has_begun = run.metrics.exists()
     notes: tuple[str, ...] = ()
@@ -87,7 +92,39 @@ def put_aside(run_dir: RunDir) -> Path:
     return place
 
 
-def _run_of(where: Path) -> RunDir:
+def _check_same(given: Options, run: RunDir, record: dict[str, Any], step: int) -> None:
+    """Raise a UserError if options differ from those of a complete run, where they would be ignored."""
+    saved = record.get("config") or {}
+    sources = ValueSource.read_all(record.get("sources") or {})
+    differing = []
+    for name, value in asdict(given.config).items():
+        if name in {*_OF_ONE_START, "steps"} or name not in saved or _is_same(value, saved[name]):
+            continue
+        before, origin = sources.get(name, DEFAULT), given.origin(name)
+        # A ds_config, other settings and fewer steps change what a file or a preset says, in the same way for the
+        # same command; nothing changes what is typed.
+        overruled = before != given.sources[name] and (
+            before.origin in _FOLLOWED or "in proportion to" in before.detail
+            or str(saved.get("ds_config")) in before.detail)
+        if origin is Origin.COMMAND_LINE or (origin in (Origin.FILE, Origin.PRESET) and not overruled):
+            differing.append(name)
+    if differing:
+        values = (f"{option_of(name)} {shown(getattr(given.config, name))} is not its {shown(saved[name])}"
+                  for name in differing)
+        raise UserError(f"the run is complete, step {step} of {step}, and {', '.join(values)}",
+                        where=f"{run.path}; {', '.join(given.where(name) for name in differing)}",
+                        instead=f"--steps N with more than {step} to continue training, or leave out "
+                                f"{', '.join(map(option_of, differing))}")
+
+
+def _is_same(value: Any, saved: Any) -> bool:
+    """Return True for equal values, and for two spellings of one path."""
+    if isinstance(value, str) and isinstance(saved, str):
+        return value == saved or user_path(value).resolve() == user_path(saved).resolve()
+    return bool(value == saved)
+
+
+def run_of(where: Path) -> RunDir:
     """The run directory that a checkpoint's folder, or the folder of all of them, is part of."""
     if where.parent.name == "checkpoints":
         return RunDir(where.parent.parent)

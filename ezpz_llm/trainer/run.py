@@ -48,6 +48,7 @@ from ezpz_llm.trainer.plan import RunPlan, check_state, plan_run, with_tokenizer
 from ezpz_llm.trainer.position import Position
 from ezpz_llm.trainer.profiling import profiles
 from ezpz_llm.trainer.resume import ResumePoint, find_resume_point, put_aside
+from ezpz_llm.trainer.resume_changes import resume_warning
 from ezpz_llm.trainer.selfcheck import SelfChecks
 from ezpz_llm.trainer.session import Session
 from ezpz_llm.trainer.spike_detector import SpikeDetector
@@ -185,6 +186,8 @@ def resume_from_checkpoint(plan: RunPlan, data: TokenData, engine: Engine, dist:
             print(f"warning: {damage.found}\n  where:   {damage.where}\n"
                   f"  the run resumes from {found.folder.name} instead", file=sys.stderr, flush=True)
         print(f"resuming after step {state['step']} ({state['consumed']} samples) from {found.folder}", flush=True)
+        if (changes := resume_warning(plan, state["step"])) is not None:
+            print(f"warning: {changes}", file=sys.stderr, flush=True)
     return state
 
 

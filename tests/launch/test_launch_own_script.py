@@ -105,7 +105,8 @@ def test_what_a_program_without_a_python_stack_has_to_add_gives_one(tmp_path: Pa
         try:
             assert running.stdout is not None
             running.stdout.readline()
-            process = Process(running.pid, os.getpid(), 0, is_shim=False, state="S", processor_s=0.0)
+            process = Process(running.pid, os.getpid(), 0, rank=0, is_of_rank=True, is_shim=False, state="S",
+                              processor_s=0.0)
             return describe("rank 0", [process], tmp_path / "stacks")
         finally:
             running.kill()

@@ -130,6 +130,69 @@ def test_runs_with_nothing_saved(train, tmp_path, capsys):
     assert "begins in a new directory" in find_resume_point(parse(["--resume", "auto"])).notes[0]
 
 
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory) -> list[str]:
+    """The command line of a complete run, which reads a YAML file and ends in its run directory."""
+    folder = tmp_path_factory.mktemp("six")
+    file = folder / "c.yaml"
+    file.write_text("beta2: 0.9\neps: 1e-7\n")
+    words = [*SMALL, "--ds-config", "ddp", "--steps", "6", "--save-every", "3", "--config", str(file), "--device",
+             "cpu", "--run-dir", str(folder / "run")]
+    assert run(parse(words)) == 0
+    return words
+
+
+def test_a_resumed_run_warns_of_what_changes_its_training(six_steps, tmp_path, capsys):
+    run_dir = Path(six_steps[-1])
+    half = run_dir / "checkpoints" / "step-00000003"
+
+    def warnings(where: Path, *more: str) -> str:
+        capsys.readouterr()
+        assert main(["--resume", str(where), "--device", "cpu", *more, "--check"]) == 0
+        return capsys.readouterr().err
+
+    assert "with other settings" not in warnings(half)
+    assert "with other settings" not in warnings(half, "--ds-config", "zero1", "--micro-batch-size", "1",
+                                                 "--log-every", "1", "--save-every", "1")
+    longer = warnings(run_dir, "--steps", "12")
+    assert "min_lr" not in longer
+    assert "decay_steps was 6 and is 12 (follows from steps)" in longer
+    assert ("The learning rate of step 6 was 0.000321, that of step 7 is 0.00123 and would be 0.0002. "
+            "To keep the old ones, add --warmup-steps 0 --decay-steps 6\n") in longer
+    kept = ["--steps", "12", "--warmup-steps", "0", "--decay-steps", "6"]
+    assert "with other settings" not in warnings(run_dir, *kept)
+    for option, value, before in (
+            ("--lr", "1e-3", "0.002"), ("--schedule", "linear", "'cosine'"), ("--min-lr", "1e-5", "0.0002"),
+            ("--warmup-steps", "2", "0"), ("--decay-steps", "9", "6"), ("--beta2", "0.95", "0.9"),
+            ("--weight-decay", "0", "0.1"), ("--grad-clip", "0.5", "1.0"), ("--global-batch-size", "4", "2"),
+            ("--dropout", "0.1", "0.0"), ("--z-loss", "1e-4", "0.0"), ("--precision", "bf16_autocast", "'fp32'")):
+        said = warnings(half, option, value)
+        assert f"{option} {before}" in said.partition("add ")[2], (option, said)
+    capsys.readouterr()
+    assert run(parse(["--resume", str(run_dir), "--run-dir", str(tmp_path / "on"), "--device", "cpu", "--steps",
+                      "7"])) == 0
+    assert "decay_steps was 6 and is 7" in capsys.readouterr().err
+
+
+def test_a_complete_run_rejects_options_that_it_did_not_have(six_steps):
+    run_dir = six_steps[-1]
+    for again in (["--resume", run_dir], [*six_steps, "--resume", "auto"]):
+        assert find_resume_point(parse(again)).complete
+    for more, found in ((["--lr", "1e-2"], "--lr 0.01 is not its 0.002"),
+                        (["--corpus", "other.txt"], "--corpus 'other.txt' is not its 'stdlib'"),
+                        (["--steps", "6", "--decay-steps", "9"], "--decay-steps 9 is not its 6"),
+                        (["--ds-config", "zero3", "--tp", "2"], "--ds-config 'zero3' is not its 'ddp', --tp 2"),
+                        (["--preset", "shakespeare-char-cpu", "--steps", "6"], "--corpus 'shakespeare'")):
+        with pytest.raises(UserError) as error:
+            find_resume_point(parse(["--resume", run_dir, *more]))
+        assert found in str(error.value), error.value
+        assert "--steps N with more than 6" in str(error.value)
+    Path(six_steps[six_steps.index("--config") + 1]).write_text("beta2: 0.9\neps: 1e-6\n")
+    with pytest.raises(UserError, match="--eps 1e-06 is not its 1e-07"):
+        find_resume_point(parse([*six_steps, "--resume", "auto"]))
+    assert not find_resume_point(parse(["--resume", run_dir, "--lr", "1e-2", "--steps", "9"])).complete
+
+
 @pytest.mark.full
 def test_a_killed_run_is_started_again_by_the_same_command(tmp_path):
     words = ["-n", "1", sys.executable, "-m", "ezpz_llm.train", *SMALL, "--device", "cpu", "--run-dir", "r",

@@ -1,0 +1,61 @@
+"""Settings in which a resumed run departs from the run that saved its checkpoint (imports no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ezpz_llm.base import shown
+from ezpz_llm.layout.batch import option_of
+from ezpz_llm.rundir import read_layout, read_record
+from ezpz_llm.trainer.plan import RANGES, RunPlan
+from ezpz_llm.trainer.resume import run_of
+from ezpz_llm.trainer.schedule import SCHEDULES, learning_rate
+
+_SCHEDULE = ("lr", "schedule", "min_lr", "warmup_steps", "warmup_type", "warmup_min_lr", "decay_steps",
+             "wsd_decay_steps")
+_OTHERS = ("optimizer", "beta1", "beta2", "eps", "weight_decay", "grad_accum_dtype", "reduce_dtype", "z_loss",
+           "spike_norm", "spike_loss", "bad_steps", "on_bad_steps", "overfit_one_batch")
+
+
+def resume_warning(plan: RunPlan, step: int) -> str | None:
+    """Return what a resumed run changes in its training, with the options that keep it; None if nothing.
+
+    Args:
+        step: steps that the checkpoint has made.
+    """
+    run = run_of(Path(str(plan.config.resume)))
+    record, layout = read_record(run), read_layout(run.layout) or {}
+    saved, model = record.get("config") or {}, record.get("model") or {}
+    now = {name: getattr(plan.config, name) for name in (*_SCHEDULE, *_OTHERS)}
+    before = {name: saved[name] for name in now if _is_usable(name, saved.get(name))}
+    resolved = plan.resolved
+    for name, old, new in (
+            ("global_batch", (layout.get("batch") or {}).get("global_batch"), resolved.batch.global_batch),
+            ("clip", layout.get("clip"), resolved.clip),
+            ("precision", layout.get("precision"), resolved.precision),
+            ("dropout", model.get("dropout"), plan.model.dropout),
+            ("block_size", model.get("block_size"), plan.model.block_size)):
+        if old is not None and "auto" not in (old, new):
+            before[name], now[name] = old, new
+    changed = [name for name in before if before[name] != now[name]]
+    if not changed:
+        return None
+    rate = ""
+    if before.get("schedule") in SCHEDULES and not set(changed).isdisjoint(_SCHEDULE):
+        old_config = replace(plan.config, **{name: before[name] for name in _SCHEDULE if name in before})
+        rate = (f"The learning rate of step {step} was {learning_rate(step - 1, old_config):.3g}, that of step "
+                f"{step + 1} is {learning_rate(step, plan.config):.3g} and would be "
+                f"{learning_rate(step, old_config):.3g}. ")
+    values = ", ".join(f"{name} was {shown(before[name])} and is {shown(now[name])} "
+                       f"({resolved.sources.get(name, plan.sources[name])})" for name in changed)
+    keep = " ".join(f"{option_of(name)} {shown(before[name])}" for name in changed)
+    return f"resuming {run.path} with other settings: {values}. {rate}To keep the old ones, add {keep}"
+
+
+def _is_usable(name: str, saved: Any) -> bool:
+    """Return True for a setting of a record that is in range; records of other versions have others, or none."""
+    if name in RANGES:
+        return isinstance(saved, (int, float)) and RANGES[name].beyond(saved) is None
+    return isinstance(saved, (int, float, str))
