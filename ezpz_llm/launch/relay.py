@@ -26,7 +26,9 @@ from ezpz_llm.rundir import RunDir, ours
 def say(text: str) -> None:
     """Print lines, as far as somebody reads them, cleaned: hosts, paths and rank output are in them."""
     try:
-        print(cleaned(text), file=sys.stderr, flush=True)
+        # One write, line end included, so that a rank's output cannot come in between.
+        sys.stderr.write(f"{cleaned(text)}\n")
+        sys.stderr.flush()
     except OSError:
         # EPIPE: the reader of `launch … 2>&1 | tee` has gone. EIO: the terminal was closed.
         leave(2)

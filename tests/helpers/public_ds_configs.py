@@ -59,9 +59,9 @@ OPEN_BUCKETS = autos("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage
 STAGE_3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, **OPEN_BUCKETS,
            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9}
 ALL_AUTO = adamw(**autos("lr", "betas", "eps", "weight_decay"))
-IN_STEP = {"schedule": "WarmupLR", "warmup_type": "log", "lr": 2.83e-3, "warmup_steps": 10}
+IN_STEP = {"schedule": "WarmupLR", "warmup_type": "log", "lr": 1e-3, "warmup_steps": 10}
 """WarmupLR all "auto": the run's rate and warm-up, DeepSpeed's shape of it."""
-DECAYING = {"schedule": "WarmupDecayLR", "warmup_type": "log", "lr": 2.83e-3, "warmup_steps": 10,
+DECAYING = {"schedule": "WarmupDecayLR", "warmup_type": "log", "lr": 1e-3, "warmup_steps": 10,
             "decay_steps": 100}
 
 _AXOLOTL, _ACCELERATE = "axolotl-ai-cloud/axolotl", "huggingface/accelerate"

@@ -23,9 +23,9 @@ _JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODE
     ({"NPROCS": "6", "TASKS_PER_NODE": "4,2"}, (4, 2), "SLURM_NPROCS=6 and SLURM_TASKS_PER_NODE=4,2"),
     ({"NPROCS": "5"}, (3, 2), "SLURM_NPROCS=5, dealt evenly"),
     ({"NTASKS": "8"}, (4, 4), "SLURM_NTASKS=8, dealt evenly"),
-    ({"NTASKS_PER_GPU": "2", "GPUS_PER_NODE": "a100:4"}, (8, 8), "SLURM_NTASKS_PER_GPU=2, 4 GPU(s) per node"),
-    ({"NTASKS_PER_GPU": "1", "GPUS": "8"}, (4, 4), "SLURM_NTASKS_PER_GPU=1, 4 GPU(s) per node"),
-    ({"NTASKS_PER_GPU": "1", "GPUS_ON_NODE": "4"}, (4, 4), "SLURM_NTASKS_PER_GPU=1, 4 GPU(s) per node"),
+    ({"NTASKS_PER_GPU": "2", "GPUS_PER_NODE": "a100:4"}, (8, 8), "SLURM_NTASKS_PER_GPU=2, 4 GPUs per node"),
+    ({"NTASKS_PER_GPU": "1", "GPUS": "8"}, (4, 4), "SLURM_NTASKS_PER_GPU=1, 4 GPUs per node"),
+    ({"NTASKS_PER_GPU": "1", "GPUS_ON_NODE": "4"}, (4, 4), "SLURM_NTASKS_PER_GPU=1, 4 GPUs per node"),
     # Nobody asked for these: Slurm writes 1, or as many tasks as fit the CPUs.
     ({"TASKS_PER_NODE": "1(x2)"}, (None, None), ""),
     ({"TASKS_PER_NODE": "8(x2)", "JOB_CPUS_PER_NODE": "8(x2)"}, (None, None), ""),
@@ -75,4 +75,4 @@ def test_the_plan_names_the_variable(tmp_path: Path) -> None:
     # The user's own slots have another source.
     (tmp_path / "hosts").write_text("n2 slots=3\n")
     done = launch(tmp_path, "--dry-run", "--hostfile", "hosts", "hostname", **env)
-    assert "3 on 1 host(s): n2 (slots of --hostfile hosts)" in done.stdout
+    assert "3 on 1 host: n2 (slots of --hostfile hosts)" in done.stdout
