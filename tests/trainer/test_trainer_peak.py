@@ -59,7 +59,7 @@ def test_twenty_steps_of_the_default_never_rise_above_their_first_loss(tmp_path:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", ["1337", "1", "2"])
 def test_a_hundred_steps_of_the_default_do_not_spike(seed, tmp_path: Path):
-    """At 0.0028, step 17 of seed 1 had 2.9 nats more than the mean of the five before it.
+    """At 0.0028, step 13 of seed 1337 had 2.0 nats more than the mean of the five before it.
 
     Eight sequences a step: in a step of four, a batch of hard text has up to 0.9 nats more at any rate.
     """
