@@ -44,7 +44,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
     done = run("train", "run", *SMALL, *SHAPE, "--steps", "40", "--lr", "0.002", "--save-every", "20",
-               "--sample-tokens", "5", "--top-k", "1", "--eval-every", "20", "--hellaswag", str(folder / "items.jsonl"),
+               "--sample-tokens", "5", "--top-k", "1", "--eval-every", "20",
+               "--hellaswag", str(folder / "items.jsonl"),
                "--hellaswag-every", "20", "--hellaswag-items", "6", cwd=folder, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "log").write_text(done.stdout)
