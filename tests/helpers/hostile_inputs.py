@@ -125,7 +125,7 @@ def run_kind(name: str, seed: int, numbers: Sequence[int], *, shows: bool = Fals
     global _watch
     _watch = _watch or Watch()
     counts = Counts()
-    with _elsewhere() as root, _ended_when_stuck():
+    with _elsewhere() as root, _ended_when_stuck(), hostile_kinds.cached_train_parser():
         for number in numbers:
             folder = root / str(number)
             folder.mkdir()

@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -143,8 +143,15 @@ PATTERNS = [
 ]
 
 
-# A parser takes a tenth of a second to build, and is always the same.
-options.build_parser = functools.cache(options.build_parser)
+@contextlib.contextmanager
+def cached_train_parser() -> Iterator[None]:
+    """Build train's parser once inside the block: that takes a tenth of a second."""
+    build_parser = options.build_parser
+    options.build_parser = functools.cache(build_parser)
+    try:
+        yield
+    finally:
+        options.build_parser = build_parser
 
 
 def kind(read: Read) -> Read:

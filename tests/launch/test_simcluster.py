@@ -57,7 +57,7 @@ def test_a_killed_test_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_command_that_takes_too_long_is_ended_on_every_node(cluster: Cluster) -> None:
-    with pytest.raises(AssertionError, match="did not end within 2 s"):
+    with pytest.raises(AssertionError, match=r"did not end within \d+ s"):
         cluster.run("srun", "-N4", "sh", "-c", "sleep 600 & wait", timeout=2, WHOSE="too-long")
     _wait_until_empty(lambda: cluster.processes("WHOSE=too-long"))
     cluster.settle()
