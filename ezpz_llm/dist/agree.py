@@ -54,6 +54,22 @@ def broadcast(dist: Dist, value: Any) -> Any:
     return values[0]
 
 
+def first_of(dist: Dist, value: T | None) -> T | None:
+    """Return the value of the lowest rank that has one, on every rank; None if no rank has one. Collective.
+
+    The usual case, no value, costs one reduction of a number, at any world size.
+    """
+    if dist.world_size == 1:
+        return value
+    rank = torch.tensor(dist.world_size if value is None else dist.rank)
+    first = int(reduce(dist, rank, torch_dist.ReduceOp.MIN))
+    if first == dist.world_size:
+        return None
+    values = [value]
+    torch_dist.broadcast_object_list(values, src=first)
+    return values[0]
+
+
 def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T:
     """What `action` gives, on every rank (or on rank 0 alone, None elsewhere). Collective.
 
@@ -74,8 +90,7 @@ def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T
 def raise_together(dist: Dist, error: UserError | None) -> None:
     """Raise the first rank's error on every rank, as the same kind of error, if any rank has one. Collective."""
     told = None if error is None else (type(error), error.found, error.where, error.instead, error.exit_code)
-    errors = gather(dist, told)
-    first = broadcast(dist, next((e for e in errors or [] if e is not None), None))
+    first = first_of(dist, told)
     if first is not None:
         kind, found, where, instead, exit_code = first
         raise kind(found, where=where, instead=instead, exit_code=exit_code)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import math
-from itertools import chain
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ezpz_llm.dist.degrees import AXES, Axis, Degrees
+from ezpz_llm.dist.groups import RankGroups
+
+_CPU = torch.device("cpu")
 
 _COMBINED: tuple[tuple[Axis, ...], ...] = (("dp", "sp"), ("pp", "tp"), ("pp", "dp", "sp"))
 """Groups along several axes: who holds the same parameters; who together holds a whole model, and who sees other
@@ -16,25 +19,29 @@ tokens or other layers."""
 
 
 class Mesh:
-    """This rank's place and its process groups. Making it is collective."""
+    """This rank's coordinates and process groups. Creating it is collective.
 
-    def __init__(self, degrees: Degrees, rank: int, timeout: datetime.timedelta | None = None) -> None:
+    Args:
+        device: of this rank, for a collective that precedes the creation of groups.
+        groups: of an earlier mesh in the same world, to be reused.
+    """
+
+    def __init__(self, degrees: Degrees, rank: int, timeout: datetime.timedelta | None = None,
+                 device: torch.device = _CPU, groups: RankGroups | None = None) -> None:
         self.degrees = degrees
         self.rank = rank
-        self._timeout = timeout
         place = degrees.coordinates(rank)
         self.dp_rank, self.tp_rank, self.pp_rank, self.sp_rank = (place[axis] for axis in ("dp", "tp", "pp", "sp"))
         self.dp_size, self.tp_size, self.pp_size, self.sp_size = degrees.dp, degrees.tp, degrees.pp, degrees.sp
-        self._groups: dict[tuple[Axis, ...], torch.distributed.ProcessGroup | None] = {}
-        self._alone: torch.distributed.ProcessGroup | None = None
-        self._separate: dict[tuple[Axis, ...], torch.distributed.ProcessGroup] = {}
-        self._divided: dict[int, tuple[torch.distributed.ProcessGroup, torch.distributed.ProcessGroup]] = {}
+        self.rank_groups = groups or RankGroups(rank, self.size(*AXES), device, timeout)
+        self._groups: dict[tuple[Axis, ...], ProcessGroup | None] = {}
         for axes in (*((axis,) for axis in AXES), *_COMBINED):
             key = self._key(axes)
             if key not in self._groups:
-                self._groups[key] = None if self.size(*key) in (1, self.size(*AXES)) else self._divide(key)
+                is_trivial = self.size(*key) in (1, self.size(*AXES))
+                self._groups[key] = None if is_trivial else self._create(key)
 
-    def group(self, *axes: Axis) -> torch.distributed.ProcessGroup | None:
+    def group(self, *axes: Axis) -> ProcessGroup | None:
         """This rank's group along one axis, or along several that belong together ("dp", "sp").
 
         None where it is the whole world, or this rank alone. To torch None is the whole world: look at the size
@@ -42,39 +49,35 @@ class Mesh:
         """
         return self._groups[self._key(axes)]
 
-    def real_group(self, *axes: Axis) -> torch.distributed.ProcessGroup:
+    def real_group(self, *axes: Axis) -> ProcessGroup:
         """The same for libraries that take no None: the world's own group, or one of this rank alone."""
         group = self.group(*axes)
         if group is not None:
             return group
-        if self.size(*axes) > 1:
-            return torch.distributed.group.WORLD
-        if self._alone is None:
-            self._alone = torch.distributed.new_group([self.rank], timeout=self._timeout,
-                                                      use_local_synchronization=True)
-        return self._alone
+        return torch.distributed.group.WORLD if self.size(*axes) > 1 else self.rank_groups.alone()
 
-    def separate_group(self, *axes: Axis) -> torch.distributed.ProcessGroup:
-        """A group of the same ranks with a communicator that nothing else uses. Made once, by all ranks together.
+    def separate_group(self, *axes: Axis) -> ProcessGroup:
+        """A group of the same ranks with a communicator that nothing else uses. Collective.
 
         For sends and receives. In a group that was told its device ahead, NCCL has one communicator for these and
         for collectives, and does one after the other (github.com/pytorch/pytorch/issues/154132).
         """
-        if axes not in self._separate:
-            self._separate[axes] = self._divide(axes)
-        return self._separate[axes]
+        return self._create(axes, "separate")
 
-    def divided(self, size: int) -> tuple[torch.distributed.ProcessGroup, torch.distributed.ProcessGroup]:
+    def divided(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
         """Groups of a world that is data- and sequence-parallel alone: this rank with those that have its number
-        among `size` neighbours, and with these neighbours. Made once, by all ranks together."""
-        if size not in self._divided:
-            world = range(self.size(*AXES))
-            across = [list(world[first::size]) for first in range(size)]
-            within = [list(world[first:first + size]) for first in world[::size]]
-            made = [[torch.distributed.new_group(ranks, timeout=self._timeout) for ranks in kind]
-                    for kind in (across, within)]
-            self._divided[size] = made[0][self.rank % size], made[1][self.rank // size]
-        return self._divided[size]
+        among `size` neighbors, and with these neighbors. Collective."""
+        world = range(self.size(*AXES))
+        across = self.rank_groups.get(lambda rank: list(world[rank % size::size]))
+        return across, self.rank_groups.get(lambda rank: list(world[rank - rank % size:][:size]))
+
+    def end_stages_group(self) -> ProcessGroup:
+        """The first and the last stage of this rank's pipeline; on other stages, those between. Collective."""
+        def ranks_of(rank: int) -> list[int]:
+            first, *between, last = self.degrees.peers(rank, "pp")
+            return between if rank in between else [first, last]
+
+        return self.real_group("pp") if self.pp_size < 3 else self.rank_groups.get(ranks_of, "end stages")
 
     def size(self, *axes: Axis) -> int:
         """The number of ranks in such a group."""
@@ -85,27 +88,9 @@ class Mesh:
         ranks = self.degrees.peers(self.rank, *axes)
         return ranks.index(self.rank), len(ranks)
 
-    def close(self) -> None:
-        """Leave the groups, so that another mesh can take this one's place. Collective."""
-        made = (*self._groups.values(), *self._separate.values(), *chain(*self._divided.values()), self._alone)
-        for group in made:
-            if group is not None:
-                torch.distributed.destroy_process_group(group)
-        self._groups.clear()
-        self._separate.clear()
-        self._divided.clear()
-        self._alone = None
-
     def _key(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The axes that count: two groups along axes of which all others have one place are the same."""
         return tuple(axis for axis in AXES if axis in axes and getattr(self.degrees, axis) > 1)
 
-    def _divide(self, axes: tuple[Axis, ...]) -> torch.distributed.ProcessGroup:
-        """Divide all ranks into new groups along these axes; this rank's."""
-        # Every rank has to make every group, in the same order.
-        made = {}
-        for first in range(self.size(*AXES)):
-            ranks = self.degrees.peers(first, *axes)
-            if ranks[0] == first:
-                made[first] = torch.distributed.new_group(ranks, timeout=self._timeout)
-        return made[self.degrees.peers(self.rank, *axes)[0]]
+    def _create(self, axes: tuple[Axis, ...], purpose: str = "") -> ProcessGroup:
+        return self.rank_groups.get(lambda rank: self.degrees.peers(rank, *axes), purpose)

@@ -23,7 +23,9 @@ _DEEPSPEED = {
     "deepspeed.ops.op_builder.builder": ["OpBuilder._loaded_ops"],
     "deepspeed.comm.comm": ["comms_logger", "configure"],
     "deepspeed.accelerator.abstract_accelerator": ["DeepSpeedAccelerator._communication_backend_name"],
-    "deepspeed.utils.groups": ["mpu", "_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP"],
+    "deepspeed.utils.groups": ["mpu", "_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+                               "_create_zero_param_parallel_group"],
+    "deepspeed.runtime.pipe.module": ["PipelineParallelGrid", "dist.new_group"],
     "deepspeed.runtime.pipe.schedule": ["TrainSchedule"],
     "deepspeed.runtime.pipe.p2p": ["dist.send", "dist.recv"],
     "deepspeed.runtime.pipe.engine": [

@@ -92,8 +92,7 @@ class Dist:
         """
         degrees = Degrees.of_world(self.world_size, tp, pp, sp)
         if degrees != self.mesh.degrees:
-            self.mesh.close()
-            self.mesh = Mesh(degrees, self.rank, self.timeout)
+            self.mesh = Mesh(degrees, self.rank, groups=self.mesh.rank_groups)
 
     def close(self) -> None:
         """Leave the process group together with the others."""
@@ -151,7 +150,7 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
         if chosen.type == "cpu" and keeps_memory:
             keep_freed_memory(os.environ)
         folder, ownership = _agree_on_run_dir(info, run_dir, name)
-        mesh = Mesh(Degrees(info.world_size), info.rank, timeout)
+        mesh = Mesh(Degrees(info.world_size), info.rank, timeout, chosen)
     except BaseException:
         _restore(before)
         _abandon()

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
+from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, groups_from_mesh
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice, TorchState, cut, raw, set_lr
@@ -47,11 +46,12 @@ class DeepSpeedEngine(MicroStepEngine):
         config = resolved.for_deepspeed(dist.run_dir)
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
-        if self.layout.zero.stage == 3:
-            partition(model, deepspeed, config, mpu, dist.mesh, parameter_dtype(resolved.precision))
-        mark_divided(model)
-        self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0), model=model,
-                                            optimizer=optimizer, mpu=mpu, config=config)[0]
+        with groups_from_mesh(deepspeed, dist.mesh):
+            if self.layout.zero.stage == 3:
+                partition(model, deepspeed, config, mpu, dist.mesh, parameter_dtype(resolved.precision))
+            mark_divided(model)
+            self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
+                                                model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
         zero = self._engine.optimizer
         if self.layout.zero.stage in (1, 2):
             keep_until_reduced(zero)
@@ -115,45 +115,6 @@ def keep_until_reduced(zero: Any) -> None:
         average(tensor, *args)
 
     zero.average_tensor = average_tensor
-
-
-# How DeepSpeed is told of tensor parallelism: the object for `initialize(mpu=...)`, and marks on parameters.
-class ModelParallelUnit:
-    """The groups of a mesh by the names that DeepSpeed asks for.
-
-    Ranks that divide a sequence hold the same parameters, so to DeepSpeed they are data-parallel.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """The ranks that divide this rank's layers."""
-        return self._mesh.real_group("tp")
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
-        return self._mesh.place("tp")[0]
-
-    def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
-        return self._mesh.size("tp")
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that reduce gradients together: data- and sequence-parallel ones."""
-        return self._mesh.real_group("dp", "sp")
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
-        return self._mesh.place("dp", "sp")[0]
-
-    def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
-        return self._mesh.size("dp", "sp")
 
 
 def mark_divided(model: nn.Module) -> None:

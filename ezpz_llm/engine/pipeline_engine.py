@@ -25,6 +25,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_divided
+from ezpz_llm.engine.deepspeed_groups import groups_from_mesh
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
 from ezpz_llm.engine.precision import gradient_dtype, parameter_dtype
@@ -227,7 +228,7 @@ def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Calla
             layers[end] = Tied("table", nn.Module, forward_fn=lambda table, inputs: compute(inputs))
     topology = pipe.topology.PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.size("dp", "sp"))
     # Without gradients, since it broadcasts the tied table, a leaf that requires one.
-    with redirect_stdout(io.StringIO()), torch.no_grad():
+    with redirect_stdout(io.StringIO()), torch.no_grad(), groups_from_mesh(deepspeed, mesh):
         module = pipe.module.PipelineModule(layers, topology=topology, partition_method="uniform")
     module.add_module("stage", stage)
     return module

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agree import first_of
 from ezpz_llm.layout.precision_recipes import RECIPES
 from ezpz_llm.layout.value_source import Origin, ValueSource
 from ezpz_llm.model.attention import best_attention, surroundings
@@ -21,10 +21,9 @@ def with_device_choices(plan: RunPlan, dist: Dist) -> RunPlan:
     missing = lacks_compiler(dist.device.type) if compiles else None
     kernel = best_attention(surroundings(dist.device), half=RECIPES[plan.resolved.precision].is_half,
                             dropout=model.dropout, context=model.block_size, head_dim=model.head_dim)
-    found = all_gather(dist, (missing, kernel))
-    if lacking := next((missing for missing, _ in found if missing), None):
+    if lacking := first_of(dist, missing or None):
         plan = _with(plan, f"a node that lacks {lacking}", compile=False)
-    if config.attention == "auto" and {kernel for _, kernel in found} == {"flash3"}:
+    if first_of(dist, None if kernel == "flash3" else "lacks flash3") is None and config.attention == "auto":
         plan = _with(plan, "GPUs and packages", attention="flash3")
     return plan
 

@@ -1,0 +1,168 @@
+"""Process groups of a mesh under the names that DeepSpeed uses.
+
+Left alone, DeepSpeed creates the groups of a pipeline grid and of hpZ for the whole world on every rank: with two
+stages about 2.5 groups per rank of the world, each of which is a collective call under NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ezpz_llm.dist.mesh import Mesh
+
+
+class ModelParallelUnit:
+    """The groups of a mesh by the names that DeepSpeed asks for.
+
+    Ranks that divide a sequence hold the same parameters, so to DeepSpeed they are data-parallel.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """The ranks that divide this rank's layers."""
+        return self._mesh.real_group("tp")
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self._mesh.place("tp")[0]
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._mesh.size("tp")
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """The ranks that reduce gradients together: data- and sequence-parallel ones."""
+        return self._mesh.real_group("dp", "sp")
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self._mesh.place("dp", "sp")[0]
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._mesh.size("dp", "sp")
+
+
+class PipelineGrid:
+    """The attributes and methods of DeepSpeed's PipelineParallelGrid that its engine uses."""
+
+    def __init__(self, mesh: Mesh, process_group: ProcessGroup, topology: Any) -> None:
+        self._mesh = mesh
+        self._topo = topology
+        self.global_rank = mesh.rank
+        self.stage_id, self.pipe_parallel_size = mesh.place("pp")
+        self.data_parallel_id, self.data_parallel_size = mesh.place("dp", "sp")
+        self.model_parallel_size = mesh.tp_size
+        self.pp_group = mesh.degrees.peers(mesh.rank, "pp")
+
+    def get_global_rank(self) -> int:
+        """Return this rank."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """Return the number of this rank's stage."""
+        return self.stage_id
+
+    get_pipe_parallel_rank = get_stage_id
+
+    def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
+        """Return the rank of a stage in this rank's pipeline, or in the one at the given coordinates."""
+        peers, rank = self._mesh.degrees.peers, self.pp_group[stage_id]
+        if data is not None:
+            rank = peers(rank, "dp", "sp")[data]
+        return rank if model is None else peers(rank, "tp")[model]
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> ProcessGroup:
+        """Return the stages of this rank's pipeline."""
+        return self._mesh.real_group("pp")
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's place among the ranks with the same parameters."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of ranks with the same parameters."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Return the ranks with the same parameters."""
+        return self._mesh.real_group("dp", "sp")
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the world ranks of the data-parallel group."""
+        return self._mesh.degrees.peers(self.global_rank, "dp", "sp")
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's place among the ranks that hold one model together."""
+        return self._mesh.place("pp", "tp")[0]
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that hold one model together."""
+        return self._mesh.size("pp", "tp")
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Return the ranks that hold one model together."""
+        return self._mesh.real_group("pp", "tp")
+
+    def get_slice_parallel_rank(self) -> int:
+        """Return this rank's place among its tensor-parallel peers."""
+        return self._mesh.tp_rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Return the tensor-parallel degree."""
+        return self._mesh.tp_size
+
+    def get_slice_parallel_group(self) -> ProcessGroup:
+        """Return the tensor-parallel peers."""
+        return self._mesh.real_group("tp")
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+
+@contextmanager
+def groups_from_mesh(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
+    """Let DeepSpeed take the groups of pipelines and of hpZ from the mesh, while it builds an engine."""
+    module, groups = deepspeed.runtime.pipe.module, deepspeed.utils.groups
+
+    def new_group(ranks: Any) -> ProcessGroup | None:
+        """Return the group of these ranks: all ranks, or the stages that share the tied table."""
+        if len(ranks) == mesh.size("pp", "dp", "sp", "tp"):
+            return torch.distributed.group.WORLD
+        group = mesh.end_stages_group()  # on all ranks, in the first call
+        return group if mesh.rank in ranks else None
+
+    def create_hpz_group(size: int) -> None:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = mesh.divided(size)[1]
+
+    with (_replaced(module, "PipelineParallelGrid", partial(PipelineGrid, mesh)),
+          _replaced(module, "dist", SimpleNamespace(**{**vars(deepspeed.comm), "new_group": new_group})),
+          _replaced(groups, "_create_zero_param_parallel_group", create_hpz_group)):
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    usual = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, usual)

@@ -1,0 +1,79 @@
+"""Start-up of rank 0 in worlds of many ranks, of which no other exists (torch's fake process group).
+
+    python3 tests/helpers/fake_world.py 64,512,4096 zero3 pp2_tp2 zero3,sp4 …
+
+Prints one JSON object per line: the layout, the world size, the calls of new_group, and the collectives by kind
+until the engine is built. A layout may carry degrees after commas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ezpz_llm.dist import Degrees, Dist, Mesh
+from ezpz_llm.engine.build import assemble, build_engine
+from ezpz_llm.engine.collectives import CollectiveMode
+from ezpz_llm.launch.ranks import RankInfo
+from ezpz_llm.layout.resolve import Request, resolve
+from ezpz_llm.model.config import get_model_config
+from ezpz_llm.model.init import decay_groups
+from ezpz_llm.rundir import RunDir
+
+CPU = torch.device("cpu")
+MODEL = get_model_config("tiny-llama", n_layer=4, n_head=8, n_kv_head=8, n_embd=64, block_size=64, vocab_size=256)
+
+
+class Collectives(CollectiveMode):
+    """Counts calls by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def observe(self, name: str, args: tuple[Any, ...]) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+def start(layout: str, world_size: int, folder: Path) -> dict[str, Any]:
+    """Create the mesh and the engine of a layout. Return what rank 0 called."""
+    name, *degrees = layout.split(",")
+    created = []
+    usual = torch.distributed.distributed_c10d._new_group_with_tag
+    torch.distributed.distributed_c10d._new_group_with_tag = lambda *args, **kwargs: (
+        created.append(args), usual(*args, **kwargs))[1]
+    with Collectives() as collectives:
+        mesh = Mesh(Degrees(world_size), 0)
+        dist = Dist(RankInfo(0, world_size, 0, 8, 0, "test"), CPU, "gloo", mesh, RunDir(folder))
+        resolved = resolve(Request(name, world_size=world_size, clip=1.0, global_batch=8 * world_size, model=MODEL,
+                                   precision="fp32", device="cpu",
+                                   **{degree[:2]: int(degree[2:]) for degree in degrees}))
+        chosen = resolved.layout
+        dist.arrange(tp=chosen.tp, pp=chosen.pp, sp=chosen.sp)
+        model = assemble(MODEL, chosen, dist.mesh, 1)
+        build_engine(model, resolved, dist, lr=1e-3, betas=(0.9, 0.95), eps=1e-8,
+                     param_groups=decay_groups(model, 0.1))
+    torch.distributed.distributed_c10d._new_group_with_tag = usual
+    return {"layout": layout, "world_size": world_size, "groups": len(created), "collectives": collectives.calls}
+
+
+def main(sizes: str, *layouts: str) -> None:
+    for world_size in map(int, sizes.split(",")):
+        os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_SIZE="8",
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        with tempfile.TemporaryDirectory() as folder:
+            for layout in layouts:
+                print(json.dumps(start(layout, world_size, Path(folder))))
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
