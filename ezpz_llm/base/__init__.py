@@ -42,7 +42,15 @@ from ezpz_llm.base.outside import (
     system_link,
     system_text,
 )
-from ezpz_llm.base.package_data import cache_dir, data_dir, entry_points, extensions_dir, installed, user_path
+from ezpz_llm.base.package_data import (
+    cache_dir,
+    data_dir,
+    entry_points,
+    extensions_dir,
+    installed,
+    tested_range,
+    user_path,
+)
 from ezpz_llm.base.private import (
     SECRET_VARIABLE,
     NotPrivate,
@@ -143,6 +151,7 @@ __all__ = [
     "shown",
     "system_link",
     "system_text",
+    "tested_range",
     "unknown",
     "user_path",
     "version_text",

@@ -97,3 +97,13 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def tested_range(package: str) -> str:
+    """Return the requirement for a package in the metadata of the installed ezpz_llm; the name alone without it."""
+    metadata = import_module("importlib.metadata")
+    try:
+        requirements = metadata.requires("ezpz_llm") or ()
+    except metadata.PackageNotFoundError:
+        requirements = ()
+    return next((text for text in requirements if text.startswith(package)), package)

@@ -20,7 +20,7 @@ from ezpz_llm.launch.devices import visible_devices
 from ezpz_llm.launch.dialects import choose
 from ezpz_llm.layout.ops import OPS, building_dir, is_built, ops_dir
 
-_LEAST_PYTHON, _LEAST_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 19, 8), (0, 20))
+_LEAST_PYTHON, _LEAST_TORCH, _DEEPSPEED = (3, 10), (2, 6), ((0, 17, 6), (0, 20))
 _BUILDS = {"cuda": ("CUDA", "NVIDIA"), "hip": ("ROCm", "AMD"), "xpu": ("XPU", "Intel")}
 _DEVICES_TIMEOUT_S = 60
 _DEVICES_SEEN = """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ezpz_llm.dist import Dist
 from ezpz_llm.engine import nvme
 from ezpz_llm.engine.base import MicroStepEngine
-from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, groups_from_mesh
+from ezpz_llm.engine.deepspeed_groups import ModelParallelUnit, building_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed, load_op
 from ezpz_llm.engine.gradients import norm_and_clip
 from ezpz_llm.engine.optimizer_state import Access, EngineState, MakeOptimizer, Slice, TorchState, cut, raw, set_lr
@@ -46,7 +46,7 @@ class DeepSpeedEngine(MicroStepEngine):
         config = resolved.for_deepspeed(dist.run_dir)
         if uses_nvme(self.layout):
             nvme.prepare(config["zero_optimization"], resolved.nvme_path, model, dist, owner=self)
-        with groups_from_mesh(deepspeed, dist.mesh):
+        with building_engine(deepspeed, dist.mesh):
             if self.layout.zero.stage == 3:
                 partition(model, deepspeed, config, mpu, dist.mesh, parameter_dtype(resolved.precision))
             mark_divided(model)
@@ -140,7 +140,7 @@ def deepspeed_state(engine: Any, rank: int, world_size: int, scale: LossScale | 
     stage = engine.zero_optimization_stage()
     if stage == 0:
         return TorchState(engine.module, engine.optimizer, rank, world_size, scale)
-    return PartitionedParameters(engine, scale) if stage == 3 else PartitionedOptimizer(engine, scale)
+    return PartitionedParameters(engine, rank, scale) if stage == 3 else PartitionedOptimizer(engine, scale)
 
 
 class _ZeroState(EngineState):
@@ -190,6 +190,10 @@ class PartitionedParameters(_ZeroState):
     A sub-group whose state lies in files is brought into memory for as long as one works on it.
     """
 
+    def __init__(self, engine: Any, rank: int, scale: LossScale | None) -> None:
+        super().__init__(engine, scale)
+        self._rank = rank
+
     def _slices(self, tensors_of: Access) -> Iterator[Slice]:
         for number in range(len(self.zero.fp16_groups)):
             if tensors_of is raw and self.zero._swappable_optimizer_subgroup(number):
@@ -204,7 +208,7 @@ class PartitionedParameters(_ZeroState):
         offset = 0
         for parameter in self.zero.fp16_groups[number]:
             size = parameter.partition_numel()
-            start = size * self.zero._get_param_partition_rank(parameter)
+            start = size * self._rank
             numel = min(size, parameter.ds_numel - start)
             if numel > 0:
                 yield from self._cut(parameter, start, tensors, offset, numel)

@@ -6,8 +6,9 @@ stages about 2.5 groups per rank of the world, each of which is a collective cal
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -138,8 +139,8 @@ class PipelineGrid:
 
 
 @contextmanager
-def groups_from_mesh(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
-    """Let DeepSpeed take the groups of pipelines and of hpZ from the mesh, while it builds an engine."""
+def building_engine(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
+    """Give DeepSpeed the mesh's groups for pipelines and hpZ while it builds an engine, and drop what it prints."""
     module, groups = deepspeed.runtime.pipe.module, deepspeed.utils.groups
 
     def new_group(ranks: Any) -> ProcessGroup | None:
@@ -152,7 +153,7 @@ def groups_from_mesh(deepspeed: ModuleType, mesh: Mesh) -> Iterator[None]:
     def create_hpz_group(size: int) -> None:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = mesh.divided(size)[1]
 
-    with (_replaced(module, "PipelineParallelGrid", partial(PipelineGrid, mesh)),
+    with (redirect_stdout(io.StringIO()), _replaced(module, "PipelineParallelGrid", partial(PipelineGrid, mesh)),
           _replaced(module, "dist", SimpleNamespace(**{**vars(deepspeed.comm), "new_group": new_group})),
           _replaced(groups, "_create_zero_param_parallel_group", create_hpz_group)):
         yield

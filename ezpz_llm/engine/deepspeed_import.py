@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ezpz_llm.dist.backends import DEVICES
-from ezpz_llm.dist.private_names import WORLD, check_deepspeed, find
+from ezpz_llm.dist.private_names import WORLD
 from ezpz_llm.layout.ops import BUILT_ON, OPS, built_library, refuse_unbuilt
 
 _SHARED = frozenset(name for names in BUILT_ON.values() for name in names)
@@ -31,7 +31,6 @@ def import_deepspeed(device_type: str) -> ModuleType:
         import deepspeed
         import deepspeed.ops.adam
     _import_muon()
-    check_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Else the first process group compiles them, on every rank; nothing in training uses them. Where Intel's oneCCL
     # bindings are installed, DeepSpeed takes its own backend "ccl", whatever torch's process group is of.
@@ -66,8 +65,10 @@ def _import_muon() -> None:
     kernels for compilation DeepSpeed would load all of torch's compiler, which takes a second.
     """
     compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
-    plain = find("deepspeed.runtime.compiler", "dummy_decorator")
-    usual, compiler.compile = find("deepspeed.runtime.compiler", "compile"), lambda: plain
+    usual = getattr(compiler, "compile", None)
+    if usual is None:
+        return  # DeepSpeed 0.17 has the kernels as plain functions
+    compiler.compile = lambda: lambda kernel: kernel
     try:
         with suppress(ModuleNotFoundError):  # another release may have it elsewhere
             importlib.import_module("deepspeed.runtime.zero.muon.original_muon")

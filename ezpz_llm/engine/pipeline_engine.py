@@ -11,9 +11,8 @@ with collectives and prints of its own.
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from ezpz_llm.dist import Dist
 from ezpz_llm.dist.mesh import Mesh
 from ezpz_llm.engine.base import Engine, Span
 from ezpz_llm.engine.deepspeed_engine import deepspeed_state, mark_divided
-from ezpz_llm.engine.deepspeed_groups import groups_from_mesh
+from ezpz_llm.engine.deepspeed_groups import building_engine
 from ezpz_llm.engine.deepspeed_import import import_deepspeed
 from ezpz_llm.engine.optimizer_state import EngineState, MakeOptimizer, set_lr
 from ezpz_llm.engine.precision import gradient_dtype, parameter_dtype
@@ -59,16 +58,15 @@ class PipelineEngine(Engine):
         deepspeed = import_deepspeed(dist.device.type)
         deepspeed.init_distributed(dist_backend=dist.backend, dist_init_required=False)
         _send_within(deepspeed, self._sends)
-        # It would print memory at each of seven places.
-        deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *args, **options: None
         pipeline = _pipeline_module(deepspeed, model, self._compute, dist.mesh)
         # On CPUs the fused kernel rounds a buffer's last few elements in another way than the others, and the
         # copies of a tied table lie at different places of their buffers.
         fused = dist.device.type != "cpu" or not model.config.tied
         optimizer = make(groups, fused=fused)
-        self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
-                                            model=pipeline, optimizer=optimizer,
-                                            config=_config(resolved, dist.run_dir, model))[0]
+        with building_engine(deepspeed, dist.mesh):
+            self._engine = deepspeed.initialize(args=SimpleNamespace(device_rank=dist.device.index or 0),
+                                                model=pipeline, optimizer=optimizer,
+                                                config=_config(resolved, dist.run_dir, model))[0]
         zero = self._engine.optimizer
         self.step_skip.guard(optimizer, lambda: zero._global_grad_norm)
         schedule = deepspeed.runtime.pipe.schedule.TrainSchedule(self.batch.accumulation, self.layout.pp,
@@ -228,7 +226,7 @@ def _pipeline_module(deepspeed: ModuleType, stage: PipelineStage, compute: Calla
             layers[end] = Tied("table", nn.Module, forward_fn=lambda table, inputs: compute(inputs))
     topology = pipe.topology.PipeModelDataParallelTopology(mesh.pp_size, mesh.tp_size, mesh.size("dp", "sp"))
     # Without gradients, since it broadcasts the tied table, a leaf that requires one.
-    with redirect_stdout(io.StringIO()), torch.no_grad(), groups_from_mesh(deepspeed, mesh):
+    with torch.no_grad(), building_engine(deepspeed, mesh):
         module = pipe.module.PipelineModule(layers, topology=topology, partition_method="uniform")
     module.add_module("stage", stage)
     return module

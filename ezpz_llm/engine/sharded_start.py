@@ -64,24 +64,28 @@ def partition(model: nn.Module, deepspeed: Any, config: dict[str, Any], mpu: Any
     if values is None:
         return
     for name, parameter in list(model.named_parameters()):
-        _partition(name, parameter, init, values, dtype)
+        _partition(name, parameter, init, values, dtype, *mesh.place("dp", "sp"))
     if mesh.tp_size > 1:
         tensor_parallel.sum_gradients(model, mesh.group("tp"))
 
 
 @torch.no_grad()
-def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dtype: torch.dtype) -> None:
+def _partition(name: str, parameter: nn.Parameter, init: Any, values: Values, dtype: torch.dtype, rank: int,
+               world_size: int) -> None:
     """Let DeepSpeed cut a whole parameter that has values only where this rank keeps them.
 
     The object stays: an optimizer's groups name it.
+
+    Args:
+        rank, world_size: among the ranks that the parameter is partitioned over.
     """
     at = placement_of(name, parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(
         torch.empty_like(parameter, device=init.local_device, dtype=dtype)))
     place(parameter, at)
     init._convert_to_deepspeed_param(parameter)
-    part = -(-parameter.ds_numel // parameter.ds_zero_partition_world_size)
-    start = min(part * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    part = -(-parameter.ds_numel // world_size)
+    start = min(part * rank, parameter.ds_numel)
     fill(parameter.data.view(-1)[start:start + part], at, start, values)
     parameter.partition()
     # hpZ's copy is made anew in every step, by the first pass: here it would have no values.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ezpz_llm.base import UserError, unknown
+from ezpz_llm.base import UserError, installed, unknown
+from ezpz_llm.layout.deepspeed_versions import has_bf16
 from ezpz_llm.layout.layout import Layout
 
 Format = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -92,7 +93,7 @@ def has_masters(recipe: PrecisionRecipe, layout: Layout) -> bool:
     """True if the layout's engine has a recipe of parameters in two bytes."""
     if layout.engine == "deepspeed":
         # DeepSpeed's fp16 has a loss scale of its own, which is not one for all ranks.
-        return bool(layout.zero.stage) and recipe.products == "bf16"
+        return bool(layout.zero.stage) and recipe.products == "bf16" and has_bf16(layout)
     return True
 
 
@@ -112,6 +113,8 @@ def check_engine(name: str | None, layout: Layout, where: str) -> None:
                         instead=f"--ds-config ddp{degrees}, which does and shards as little, or "
                                 f"--precision {name}_autocast")
     why = ": DeepSpeed's has a loss scale of its own" if engine == "deepspeed" and recipe.scales_loss else ""
+    if recipe.products == "bf16":
+        why = f" (deepspeed {installed('deepspeed')}; 0.19.8 has it)"
     raise UserError(f"engine {engine} has no {name} yet, parameters in {name} under fp32 master weights{why}",
                     where=where,
                     instead=f"--precision {name}_autocast: fp32 parameters, the forward pass in {name}")

@@ -15,6 +15,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.layout import ds_defaults
 from ezpz_llm.layout.batch import Batch, solve_batch
 from ezpz_llm.layout.constraints import check_gradient_scaling
+from ezpz_llm.layout.deepspeed_versions import require_support
 from ezpz_llm.layout.ds_config import DsConfig, load
 from ezpz_llm.layout.ds_config_blocks import DynamicScale
 from ezpz_llm.layout.ds_config_overrides import BATCH_KEYS, RunOverrides, split_ds_config
@@ -208,6 +209,7 @@ class _Inputs:
             notes += (f"uncertified: {', '.join(left)} of {config.path.name}; no certificate covers these "
                       f"keys{as_is}; ezpz-llm certify --layouts {self.file} tests them here",)
         if layout.engine == "deepspeed":
+            require_support(layout)
             refuse_unbuilt(needed_ops(layout), needed_by=f"layout {layout.name}")
             check_gradient_scaling(overrides.rest, layout, str(self.file))
             deepspeed = _for_deepspeed(overrides.rest, layout, batch, clip or 0.0, device)

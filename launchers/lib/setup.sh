@@ -229,6 +229,21 @@ install_torch() {
     found=$(ask_torch) || fail "torch was installed but does not work: $found" "the whole log: $log"
     { read -r torch_file && read -r torch_version; } <<<"$found"
     printf 'torch==%s\n' "$torch_version" >"$venv/constraints.txt"
+    list_companions >>"$venv/constraints.txt"
+}
+
+# Packages that belong to one build of torch: pip must not put another version of them on top of a module's.
+list_companions() {
+    "$venv/bin/python" - <<'END'
+from importlib.metadata import PackageNotFoundError, version
+
+for name in ("triton", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm", "torchvision", "torchaudio",
+             "intel-extension-for-pytorch", "oneccl-bind-pt"):
+    try:
+        print(f"{name}=={version(name)}")
+    except PackageNotFoundError:
+        pass
+END
 }
 
 install_package() { pip_run install -c "$venv/constraints.txt" -e "${here}[test]"; }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import resource
 import shutil
 import signal
@@ -22,54 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from made_up_wheels import write_wheel
-from places import ROOT
+from checkouts import Checkout, copy_checkout, no_network
 from slowness import scaled
 
 # A set-up starts pip and torch several times: seconds alone, minutes beside eight busy processes.
 pytestmark = pytest.mark.timeout(900)
-
-
-def no_network(port: int = 9) -> dict[str, str]:
-    """Settings of pip with nothing but an index on this host, where by default nothing listens."""
-    return {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "",
-            "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
-
-
-@dataclass
-class Checkout:
-    """A copy of the checkout with a cache of its own."""
-
-    root: Path
-    cache: Path
-    wheels: Path
-    python: Path
-
-    def command(self, *words: str) -> list[str]:
-        return [str(self.root / "launchers" / "with-env"), *words]
-
-    def environment(self, **variables: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "EZPZ_LLM_TORCH")}
-        # The build back end is that of the tests' own environment.
-        outside = {name: str(self.outside / name) for name in ("HOME", "TMPDIR")}
-        for folder in outside.values():
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        return {**kept, **outside, "PIP_NO_BUILD_ISOLATION": "0", "EZPZ_LLM_CACHE": str(self.cache),
-                "EZPZ_PYTHON": str(self.python), **no_network(), "PIP_FIND_LINKS": str(self.wheels), **variables}
-
-    def run(self, *words: str, stdin: str = "", timeout: float = 280, **variables: str):
-        return subprocess.run(self.command(*words), input=stdin, capture_output=True, text=True, timeout=timeout,
-                              env=self.environment(**variables), cwd=self.root.parent, check=False)
-
-    @property
-    def outside(self) -> Path:
-        return self.cache.parent / "outside"
-
-    @property
-    def venv(self) -> Path:
-        found = [path for path in (self.cache / "venvs").iterdir() if path.is_dir()]
-        assert len(found) == 1, found
-        return found[0]
 
 
 @dataclass(frozen=True)
@@ -82,17 +38,8 @@ class Interrupted:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     folder = tmp_path_factory.mktemp("with env")  # the blank is meant
-    root = folder / "a checkout"
-    root.mkdir()
-    for name in ("ezpz_llm", "ds_configs", "launchers", "jobs"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "LICENSE", "pyproject.toml"):
-        shutil.copy(ROOT / name, root / name)
     wheels = tmp_path_factory.mktemp("wheels")  # no blank: PIP_FIND_LINKS is split at blanks
-    scripts = dict.fromkeys((f"mpich-5.0.2.data/scripts/{name}" for name in ("mpiexec", "mpirun")),
-                            "#!/bin/sh\necho HYDRA build details:\n")
-    write_wheel(wheels, "mpich", "5.0.2", scripts)
-    return Checkout(root, folder / "cache", wheels, environment_with_torch(folder / "active"))
+    return copy_checkout(folder, wheels, environment_with_torch(folder / "active"))
 
 
 def environment_with_torch(folder: Path) -> Path:

@@ -1,0 +1,72 @@
+"""Layouts under other versions of DeepSpeed: rejected by the check, for what the layout itself needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch_runs import clean_env
+from slowness import scaled
+
+from ezpz_llm.base import UserError
+from ezpz_llm.layout import deepspeed_versions
+from ezpz_llm.layout.resolve import Request, resolve
+
+
+def check(folder: Path, *layout: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ezpz_llm.train", "--check", "--world-size", "4", "--ds-config", *layout]
+    return subprocess.run(command, env=clean_env(PYTHONPATH=str(folder)), cwd=folder, capture_output=True,
+                          text=True, timeout=scaled(60), check=False)
+
+
+def copy_deepspeed(folder: Path) -> Path:
+    """Make a package of links to the installed one's modules. Return its folder."""
+    own = Path(importlib.util.find_spec("deepspeed").origin).parent
+    for path in own.rglob("*.py"):
+        link = folder / "deepspeed" / path.relative_to(own)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    return folder / "deepspeed"
+
+
+def test_a_missing_name_concerns_only_the_layouts_that_use_it(tmp_path: Path) -> None:
+    module = copy_deepspeed(tmp_path) / "runtime" / "zero" / "stage3.py"
+    text = module.read_text()
+    module.unlink()
+    module.write_text(text.replace("grad_partitions_flat_buffer", "renamed"))
+    failed = check(tmp_path, "zero3")
+    assert failed.returncode == 2
+    assert "no deepspeed.runtime.zero.stage3.grad_partitions_flat_buffer, which layout zero3 uses" in failed.stderr
+    assert "pip install 'deepspeed" in failed.stderr
+    assert check(tmp_path, "zero1").returncode == 0
+
+
+def test_without_deepspeed_other_engines_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_versions.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed_versions, "installed", lambda name: None)
+    deepspeed_versions._words.cache_clear()
+    with pytest.raises(UserError, match="deepspeed is not installed"):
+        resolve(Request("zero1", world_size=4))
+    assert resolve(Request("fsdp2", world_size=4)).layout.name == "fsdp2"
+    deepspeed_versions._words.cache_clear()
+
+
+@pytest.mark.parametrize(("version", "layout", "problem"), [
+    ("0.17.6", ("zero2",), "computes wrong gradients in ZeRO stage 2"),
+    ("0.17.6", ("pp2",), "does not divide the gradients of all pipeline stages"),
+    ("0.18.5", ("pp2_tp2",), "does not divide the gradients of all pipeline stages"),
+    ("0.17.6", ("zero1", "--precision", "bf16"), "engine deepspeed has no bf16 yet"),
+    ("0.18.5", ("zero2", "--precision", "bf16"), "(deepspeed 0.18.5; 0.19.8 has it)"),
+    ("0.17.6", ("zero1",), None), ("0.17.6", ("zero3", "--precision", "bf16"), None), ("0.18.5", ("zero2",), None),
+])
+def test_what_an_old_version_computes_wrongly_is_rejected_before_ranks_start(
+        tmp_path: Path, version: str, layout: tuple[str, ...], problem: str | None) -> None:
+    metadata = tmp_path / f"deepspeed-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+    done = check(tmp_path, *layout)
+    assert done.returncode == (2 if problem else 0), done.stderr
+    assert (problem or "") in done.stderr
