@@ -207,15 +207,7 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
         say(f"reading Megatron's index: {data.idx}, {index.tokens:,} tokens, {index.starts.size - 1:,} documents")
     entry, vocab_size, end = _tokenizer(data)
     item = np.dtype(index.dtype).itemsize
-    counts = np.zeros(vocab_size, np.int64)
-    for offset, block in sampled_blocks(data.bin):
-        ids = np.frombuffer(block, np.dtype(index.dtype).newbyteorder("<"), len(block) // item)
-        if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
-            at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-            raise UserError(f"token {ids[at]:,} at place {offset // item + at:,}: the tokenizer has only "
-                            f"{vocab_size:,}", where=str(data.bin),
-                            instead="name the tokenizer that made these tokens with --tokenizer")
-        counts += np.bincount(ids.astype(np.int64), minlength=vocab_size)
+    counts = _count(data, index, vocab_size)
     keep, digest = _first_validated(index), sampled_hash(data.bin)
     splits = {name: {"tokens": stop - first, "shards": [] if first == stop else [
         {"file": str(data.bin), "tokens": stop - first, "offset": first * item, "sha256": digest,
@@ -234,6 +226,35 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
         "documents": index.starts.size - 1, "tokens": index.tokens, "unigram_entropy": entropy(counts),
         "splits": splits,
     })
+
+
+def check_megatron(data: MegatronData) -> None:
+    """Check the index and some of the ids, without writing anything.
+
+    Raises:
+        UserError: as `index_megatron`.
+    """
+    index = read_index(data.bin, data.idx)
+    _count(data, index, _tokenizer(data)[1])
+
+
+def _count(data: MegatronData, index: MegatronIndex, vocab_size: int) -> np.ndarray:
+    """How often each id occurs in blocks from all over the tokens.
+
+    Raises:
+        UserError: one is beyond the vocabulary.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    item = np.dtype(index.dtype).itemsize
+    for offset, block in sampled_blocks(data.bin):
+        ids = np.frombuffer(block, np.dtype(index.dtype).newbyteorder("<"), len(block) // item)
+        if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+            at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+            raise UserError(f"token {ids[at]:,} at place {offset // item + at:,}: the tokenizer has only "
+                            f"{vocab_size:,}", where=str(data.bin),
+                            instead="name the tokenizer that made these tokens with --tokenizer")
+        counts += np.bincount(ids.astype(np.int64), minlength=vocab_size)
+    return counts
 
 
 def _first_validated(index: MegatronIndex) -> int:

@@ -18,11 +18,11 @@ from ezpz_llm.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import building
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.downloads import say, writing
-from ezpz_llm.data.foreign import ForeignShards, find_foreign, index_shards
+from ezpz_llm.data.foreign import ForeignShards, check_shards, find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
-from ezpz_llm.data.megatron import MegatronData, find_megatron, index_megatron
+from ezpz_llm.data.megatron import MegatronData, check_megatron, find_megatron, index_megatron
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
 from ezpz_llm.data.tokenize_corpus import entropy, make
@@ -117,6 +117,7 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
         _check_no_choice(corpus, options)
     if shards:
         if check and not _finished(shards.index, shards.fingerprint):
+            _check_shards(shards)
             return None
         folder = _made(shards.index, shards.fingerprint, show, lambda hidden: _index(shards, hidden, show))
     if folder:
@@ -136,6 +137,13 @@ def _index(shards: ForeignShards | MegatronData, hidden: Path, show: bool) -> No
         index_megatron(shards, hidden, show)
     else:
         index_shards(shards, hidden, show)
+
+
+def _check_shards(shards: ForeignShards | MegatronData) -> None:
+    if isinstance(shards, MegatronData):
+        check_megatron(shards)
+    else:
+        check_shards(shards)
 
 
 def _check_place(folder: Path) -> None:
