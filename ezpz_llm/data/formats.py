@@ -270,18 +270,18 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
         text = JsonText(read, LONGEST_LINE)
 
         def members() -> Iterator[Any]:
-            """The wanted member of each object from number `first` on, None where it has none."""
+            """The text of each object from number `first` on."""
             nonlocal number, taken
             for item in text.items():
                 if number < first:
                     taken = stream.taken
                 else:
-                    yield item.get(key) if isinstance(item, dict) else None
+                    yield text_of(item, key)
                 number += 1
             text.end()
 
         try:
-            for texts in gathered(members(), size):
+            for texts in gathered(members(), size, key):
                 yield Documents(str(path), begin, texts, stream.taken - taken, "item")
                 begin, taken = begin + len(texts), stream.taken
         except ValueError as error:
@@ -289,14 +289,41 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
                             instead='copy or fetch it again, or write it as lines like {"text": "…"}') from None
 
 
-def gathered(found: Iterable[Any], size: int) -> Iterator[list[str | UserError | None]]:
-    """Texts of together about `size` characters; None in place of what is no text."""
-    texts: list[str | UserError | None] = []
+@dataclass(frozen=True)
+class NoText:
+    """Item without text; `why` follows its name in a message."""
+
+    why: str
+
+
+_MOST_KEYS = 8
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list",
+          dict: "an object"}
+
+
+def text_of(item: Any, key: str) -> str | NoText:
+    """The text that an item of JSON has under `key`."""
+    if not isinstance(item, dict):
+        return NoText(f'has no "{key}": it is {_kind_of(item)}')
+    if key not in item:
+        keys = ", ".join(f'"{name}"' for name in list(item)[:_MOST_KEYS])
+        return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MOST_KEYS)}" if keys else ""))
+    text = item[key]
+    return text if isinstance(text, str) else NoText(f'has "{key}", but it is {_kind_of(text)}, not text')
+
+
+def _kind_of(value: Any) -> str:
+    return _KINDS.get(type(value), "a string" if isinstance(value, str) else type(value).__name__)
+
+
+def gathered(found: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
+    """Texts of together about `size` characters, from the values under `key`."""
+    texts: list[str | UserError | NoText] = []
     buffered = 0
-    for text in found:
-        is_text = isinstance(text, str)
-        texts.append(text if is_text else None)
-        buffered += len(text) if is_text else 0
+    for value in found:
+        text = value if isinstance(value, (str, NoText)) else text_of({key: value}, key)
+        texts.append(text)
+        buffered += len(text) if isinstance(text, str) else 0
         if buffered >= size:
             yield texts
             texts, buffered = [], 0
@@ -317,14 +344,14 @@ class Documents:
     Attributes:
         where: what they are read from.
         first: number of the first, from 0.
-        texts: None for a row without text, an error for a document that cannot be read.
+        texts: an error for a document that cannot be read.
         source_bytes: their share of what is read, for progress.
         unit: what one of them is called there.
     """
 
     where: str
     first: int
-    texts: list[str | UserError | None]
+    texts: list[str | UserError | NoText]
     source_bytes: int
     unit: str = "row"
 
@@ -359,7 +386,8 @@ def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -
         mean = group.column(column).total_uncompressed_size / max(1, group.num_rows)
         at_once = min(_MOST_ROWS, max(1, int(size // max(1.0, mean))))
         for batch in parquet.iter_batches(at_once, row_groups=[number], columns=[key], use_threads=False):
-            texts = batch.column(0)[max(0, first - row):].to_pylist()
+            values = batch.column(0)[max(0, first - row):].to_pylist()
+            texts: list[str | UserError | NoText] = [text_of({key: value}, key) for value in values]
             start, row = max(row, first), row + batch.num_rows
             if texts:
                 # To the byte over the whole file, so that progress ends at its size.

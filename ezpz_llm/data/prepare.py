@@ -23,18 +23,19 @@ from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
 from ezpz_llm.data.megatron import MegatronData, check_megatron, find_megatron, index_megatron
+from ezpz_llm.data.reader import check_documents
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
 from ezpz_llm.data.tokenize_corpus import entropy, make
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
-from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
+from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, check_files, choose, describe
 from ezpz_llm.rundir import write_json
 
 # Below this a further process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
 _MOST_WORKERS = 64
-_FILES_CHECKED = 200
-"""Files that a check opens, which is to take a second on any file system."""
+_FILES_CHECKED, _DOCUMENTS_CHECKED = 200, 20
+"""Files that a check opens, and of which it reads documents, which is to take a second on any file system."""
 
 
 def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = None,
@@ -80,26 +81,42 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
 
 
 def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
-                 text_key: str = TEXT) -> None:
-    """True if `prepare` would find what it needs, without doing it.
+                 text_key: str = TEXT, max_broken: int = 0, *, decodes: bool = False) -> None:
+    """Check that `prepare` would find what it needs, without doing it.
 
     Args:
         block_size: whether shards that are there already are enough for windows of that length, too.
+        decodes: whether the tokenizer's own file is needed after tokens are there, too.
 
     Raises:
-        UserError: as `prepare`, for all that shows without reading the text; a truncated shard; too few tokens.
+        UserError: as `prepare`, for all that shows without reading the whole text; a truncated shard; too few
+            tokens.
     """
     parts = find_mixture(corpus) or [(corpus, 1.0)]
-    keys = [TEXT if len(parts) > 1 and _is_prepared(part) else text_key for part, _ in parts]
-    folders = [_single(part, Options(tokenizer, text_key=key)) for (part, _), key in zip(parts, keys, strict=True)]
+    if decodes and tokenizer == "gpt2":
+        GPT2_VOCAB.find()
+    asked = Options(tokenizer, text_key=text_key, max_broken=max_broken)
+    folders = [_single(part, Options(tokenizer) if len(parts) > 1 and _is_prepared(part) else asked)
+               for part, _ in parts]
     opened = [TokenData.open(folder) for folder in folders if folder]
     if len(opened) > 1:
         check_same_tokenizer(opened)
-    if block_size is not None:
-        for data in opened:
+    for data in opened:
+        if decodes:
+            check_files(data.manifest["tokenizer"], data.folder)
+        if block_size is not None:
             for stream in as_mixture(data.split(TRAIN)).streams:
                 windows_per_epoch(len(stream), block_size)
             ValidationWindows(data.split(VAL), block_size)
+
+
+def find_prepared(corpus: str, tokenizer: str | None = None, text_key: str = TEXT) -> Path | None:
+    """The folder of shards of `corpus` if it is prepared; None for a mixture, unless its folder is named.
+
+    Raises:
+        UserError: as `check_corpus`.
+    """
+    return None if find_mixture(corpus) else _single(corpus, Options(tokenizer, text_key=text_key))
 
 
 def _is_prepared(corpus: str) -> bool:
@@ -126,6 +143,8 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
     if not _ready(request, download, _FILES_CHECKED if check else None):
         if check:
             _check_place(request.folder)
+            if not options.max_broken:
+                check_documents(request.corpus, options.text_key, _DOCUMENTS_CHECKED)
             return None
         _made(request.folder, request.fingerprint, show,
               lambda hidden: make(request, hidden, workers or _default_workers(request), show))
