@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
 from ezpz_llm.data.megatron import MegatronData, check_megatron, find_megatron, index_megatron
+from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.reader import check_documents
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
@@ -257,33 +257,7 @@ def _default_workers(request: Request) -> int:
     return max(1, min(cores, request.corpus.size // _BYTES_PER_WORKER))
 
 
-# `--corpus A=0.7,B=0.3`: a folder of the cache whose manifest names the parts and their weights.
-_PART = re.compile(r"(?P<corpus>.+)=(?P<weight>[0-9.]+(e-?[0-9]+)?)")
-
-
-def find_mixture(words: str) -> list[tuple[str, float]] | None:
-    """The corpora and weights that `words` name, two or more; None if they name a single corpus.
-
-    Raises:
-        UserError: a corpus is named twice, or a weight is too small.
-    """
-    if "," not in words or os.path.exists(words):  # also False for what is too long for a path
-        return None
-    matches = [_PART.fullmatch(part.strip()) for part in words.split(",")]
-    if not all(matches):
-        return None
-    try:
-        found = [(match["corpus"], float(match["weight"])) for match in matches if match]
-    except ValueError as error:
-        raise UserError(f"a weight is not a number: {error}", where=words, instead="such as A=0.7,B=0.3") from error
-    names = [name for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{name} is mixed with itself", where=words, instead="name each corpus once")
-    shares(names, [weight for _, weight in found])
-    return found
-
-
+# A folder of the cache whose manifest names the parts of a mixture and their weights.
 def mixture_folder(parts: Sequence[tuple[Path, float]]) -> tuple[Path, str]:
     """The folder of the cache for a mixture of prepared folders, and its fingerprint."""
     known = [[str(folder), TokenData.open(folder).fingerprint, weight] for folder, weight in parts]

@@ -8,7 +8,8 @@ from typing import Any
 
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import CORPORA
-from ezpz_llm.data.prepare import find_mixture, find_prepared
+from ezpz_llm.data.mixture import find_mixture, identity
+from ezpz_llm.data.prepare import find_prepared
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizers import choose, describe
 from ezpz_llm.rundir import RunDir
@@ -52,11 +53,11 @@ def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str
         raise _other(run, "text-key", saved["text_key"], config.text_key)
 
 
-def _identity(corpus: str) -> Any:
+def _identity(corpus: str) -> str | list[tuple[str, float]]:
     """A value that is equal for two spellings of one corpus or mixture."""
     if parts := find_mixture(corpus):
-        return [(_identity(part), weight) for part, weight in parts]
-    return corpus if corpus in CORPORA or corpus.startswith("hf:") else str(user_path(corpus).resolve())
+        return [(identity(part), weight) for part, weight in parts]
+    return identity(corpus)
 
 
 def _other(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:
