@@ -22,6 +22,7 @@ import numpy as np
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.downloads import progress, reading, say
+from ezpz_llm.data.file_signatures import check_tokens
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
 from ezpz_llm.data.shards import open_npy
 from ezpz_llm.data.token_width import check_uint16, other_type, pieces
@@ -31,7 +32,7 @@ from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, t
 from ezpz_llm.rundir import write_json
 
 # The split is a whole part of the name: "eval" is not "val".
-_NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})_\d+\.npy")
+_NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
 _META = "meta.pkl"
 _DEFAULT = "gpt2"
 _AT_ONCE = 8 << 20
@@ -202,8 +203,10 @@ def _characters(meta: Path) -> str:
 def _open(path: Path) -> np.memmap:
     """The tokens of one file."""
     again = "copy or fetch that file again"
+    check_tokens(path)
     if path.suffix == ".npy":
-        tokens = open_npy(path, "shard", again)
+        tokens = open_npy(path, "shard", f"{again}; raw tokens without NumPy's header, as OLMo writes, need one: "
+                                         "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
     else:
         check_uint16(path)
         with reading(path):

@@ -29,6 +29,7 @@ import numpy as np
 from ezpz_llm.base import UserError, open_regular, user_path
 from ezpz_llm.data.corpora import MANY_FILES_VAL_FRACTION, cached_folder
 from ezpz_llm.data.downloads import reading, say
+from ezpz_llm.data.file_signatures import TOKENS, check_tokens, find_signature
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL, sampled_blocks, sampled_hash
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
@@ -106,6 +107,7 @@ def find_megatron(corpus: str, tokenizer: Choice | None) -> MegatronData | None:
             return None
         raise UserError("an index of Megatron's without its tokens", where=str(found.idx),
                         instead=f"put {found.bin.name} beside it")
+    check_tokens(found.bin)
     read_index(found.bin, found.idx)
     return found
 
@@ -136,6 +138,8 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], found: int) -
         with open_regular(index) as file:
             head = file.read(_HEADER.size)
     if not head.startswith(_MAGIC[:len(head)]):
+        if (known := find_signature(head, TOKENS)) is not None:
+            raise wrong(f"this is no index of Megatron's, but {known.what}", known.instead)
         raise wrong("this is no index of Megatron's: it does not begin with MMIDIDX", "the .idx of the .bin")
     if len(head) < _HEADER.size:
         raise wrong(f"this index is truncated: {len(head)} bytes, of a header of {_HEADER.size}")

@@ -175,6 +175,31 @@ def test_tokens_of_another_width_are_named_and_the_advice_converts_them(tmp_path
     np.testing.assert_array_equal(data.split("val")[:], ids[5000:])
 
 
+def test_the_advice_for_llm_c_makes_a_corpus(tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(0, 257, 4000).astype(np.uint16)
+    for name in ("x_train", "x_val"):
+        (tmp_path / f"{name}.bin").write_bytes(np.array([20240520, 1, 4000], "<i4").tobytes() + bytes(1012)
+                                               + ids.tobytes())
+    with pytest.raises(UserError, match=r"tokens of llm\.c \(uint16\), not supported") as caught:
+        check_corpus(str(tmp_path))
+    command = re.search(r"python3 -c \".*\"", caught.value.instead)
+    assert command is not None
+    subprocess.run(command[0].replace("python3", sys.executable), shell=True, check=True, cwd=tmp_path,
+                   timeout=scaled(60))
+    data = TokenData.open(prepare(str(tmp_path), "bytes", progress=False))
+    np.testing.assert_array_equal(data.split("train")[:], ids)
+
+
+@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("x_train_000000.npy", "x_val_000000.npy"),
+                                   ("m.bin", "m.idx")])
+def test_git_lfs_pointers_are_no_tokens(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    with pytest.raises(UserError, match="is a Git LFS pointer") as caught:
+        check_corpus(str(tmp_path / "m" if "m.idx" in names else tmp_path), "bytes")
+    assert "git lfs pull" in str(caught.value)
+
+
 def test_text_called_train_bin_is_no_tokens(tmp_path: Path) -> None:
     for name in ("train", "val"):
         (tmp_path / f"{name}.bin").write_text("To be, or not to be: that is the question.\n" * 40)
