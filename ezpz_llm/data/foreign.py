@@ -25,7 +25,7 @@ from ezpz_llm.data.downloads import progress, reading, say
 from ezpz_llm.data.file_signatures import check_tokens
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
 from ezpz_llm.data.shards import open_npy
-from ezpz_llm.data.token_width import check_uint16, other_type, pieces
+from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, to_entry
@@ -36,8 +36,6 @@ _NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
 _META = "meta.pkl"
 _DEFAULT = "gpt2"
 _AT_ONCE = 8 << 20
-_CHECKED_TOKENS = 32 << 20
-"""Read before a run starts, which is to take well under a second; files with more are sampled."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ def check_shards(shards: ForeignShards) -> None:
     opened = [_open(path) for paths in shards.splits.values() for path in paths]
     tokenizer = _tokenizer(shards)
     for tokens in opened:
-        for first, part in pieces(tokens, _CHECKED_TOKENS // len(opened)):
+        for first, part in pieces(tokens, CHECKED_TOKENS // len(opened)):
             _check_ids(tokens, first, part, tokenizer)
 
 

@@ -31,6 +31,7 @@ from ezpz_llm.data.corpora import MANY_FILES_VAL_FRACTION, cached_folder
 from ezpz_llm.data.downloads import reading, say
 from ezpz_llm.data.file_signatures import TOKENS, check_tokens, find_signature
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL, sampled_blocks, sampled_hash
+from ezpz_llm.data.token_width import CHECKED_TOKENS, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import Choice, Tokenizer, gpt2_entry, to_entry
@@ -233,13 +234,16 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
 
 
 def check_megatron(data: MegatronData) -> None:
-    """Check the index and some of the ids, without writing anything.
+    """Check the index and as many ids as can be read at once, without writing anything.
 
     Raises:
         UserError: as `index_megatron`.
     """
-    index = read_index(data.bin, data.idx)
-    _count(data, index, _tokenizer(data)[1])
+    index, vocab_size = read_index(data.bin, data.idx), _tokenizer(data)[1]
+    if index.tokens:
+        tokens = np.memmap(data.bin, np.dtype(index.dtype).newbyteorder("<"), "r")
+        for first, part in pieces(tokens, CHECKED_TOKENS):
+            _check_ids(data, first, part, vocab_size)
 
 
 def _count(data: MegatronData, index: MegatronIndex, vocab_size: int) -> np.ndarray:
@@ -252,13 +256,22 @@ def _count(data: MegatronData, index: MegatronIndex, vocab_size: int) -> np.ndar
     item = np.dtype(index.dtype).itemsize
     for offset, block in sampled_blocks(data.bin):
         ids = np.frombuffer(block, np.dtype(index.dtype).newbyteorder("<"), len(block) // item)
-        if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
-            at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-            raise UserError(f"token {ids[at]:,} at place {offset // item + at:,}: the tokenizer has only "
-                            f"{vocab_size:,}", where=str(data.bin),
-                            instead="name the tokenizer that made these tokens with --tokenizer")
+        _check_ids(data, offset // item, ids, vocab_size)
         counts += np.bincount(ids.astype(np.int64), minlength=vocab_size)
     return counts
+
+
+def _check_ids(data: MegatronData, first: int, ids: np.ndarray, vocab_size: int) -> None:
+    """Check ids that begin at token `first`.
+
+    Raises:
+        UserError: one is beyond the vocabulary.
+    """
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        raise UserError(f"token {ids[at]:,} at place {first + at:,}: the tokenizer has only {vocab_size:,}",
+                        where=str(data.bin),
+                        instead="name the tokenizer that made these tokens with --tokenizer")
 
 
 def _first_validated(index: MegatronIndex) -> int:

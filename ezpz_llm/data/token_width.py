@@ -16,6 +16,8 @@ import numpy as np
 from ezpz_llm.base import UserError
 from ezpz_llm.data.downloads import reading
 
+CHECKED_TOKENS = 32 << 20
+"""Read before a run starts, which is to take well under a second; of more, parts are read."""
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 14
 _MOST_IDS = 1 << 20
 """Four times the largest vocabulary in use."""
@@ -38,8 +40,9 @@ def check_uint16(path: Path) -> None:
     sample = _sample(content)
     for dtype, name in _WIDE.items():
         if _looks_like(sample.view(dtype)):
+            largest = int(_upper(sample.view(dtype)).max())
             raise UserError(f"these tokens look like {name}, not uint16: as uint16 every second one would be "
-                            f"{int(_upper(sample.view(dtype)).max())} or less", where=str(path),
+                            f"{largest if largest == 0 else f'at most {largest}'}", where=str(path),
                             instead=conversion(path, dtype))
     if _is_bytes(content[:_BLOCK_BYTES]):
         raise UserError("this file looks like text or one-byte tokens, not uint16", where=str(path),
@@ -87,11 +90,12 @@ def _looks_like(items: np.ndarray) -> bool:
     """Return True if wide items are ids, and this is no accident of narrower ones."""
     if not items.size or items.max() >= _MOST_IDS:
         return False
-    largest = _upper(items).max()
+    upper = _upper(items)
+    largest = upper.max()
     lower = items & np.array((1 << 4 * items.itemsize) - 1, items.dtype)
     small = items.size + np.count_nonzero(lower <= largest)
-    # One of 16 values was the largest.
-    return bool(16 * (small / (2 * items.size)) ** items.size < _CHANCE)
+    # Frequent ids are below 65,536. One of 16 values was the largest.
+    return upper.min() == 0 and bool(16 * (small / (2 * items.size)) ** items.size < _CHANCE)
 
 
 def _is_bytes(content: np.ndarray) -> bool:

@@ -82,14 +82,14 @@ def test_tokens_whose_tokenizer_is_not_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
-    ids = np.arange(4000) % 250
-    ids[1234] = 257
+    ids = np.arange(4_000_000) % 250
+    ids[1_234_567] = 257
     prefix = write_megatron(tmp_path / "m", np.split(ids, 40), "int32")
     for name in ("train", "val"):
         ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
-    with pytest.raises(UserError, match="token 257 at place 1,234: the tokenizer has only 257"):
+    with pytest.raises(UserError, match="token 257 at place 1,234,567: the tokenizer has only 257"):
         check(prefix, "--tokenizer", "bytes")
-    with pytest.raises(UserError, match="token 257 at place 1,234: the tokenizer bytes has only 257"):
+    with pytest.raises(UserError, match="token 257 at place 1,234,567: the tokenizer bytes has only 257"):
         check(tmp_path, "--tokenizer", "bytes")
 
 

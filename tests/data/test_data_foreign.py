@@ -207,10 +207,16 @@ def test_text_called_train_bin_is_no_tokens(tmp_path: Path) -> None:
         check_corpus(str(tmp_path), "bytes")
 
 
+def test_a_vocabulary_beyond_16_bits_is_recognized(tmp_path: Path) -> None:
+    (np.random.default_rng(1).zipf(1.1, 60) % 151_936).astype("<u4").tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=r"look like uint32 or int32, not uint16: .* would be at most 2"):
+        check_uint16(tmp_path / "train.bin")
+
+
 @pytest.mark.parametrize("ids", [
     np.random.default_rng(2).zipf(1.1, 40_000) % 50_257, np.zeros(9000), np.arange(9000) % 7,
     np.random.default_rng(2).integers(0, 2, 9000), np.frombuffer(b"plain text, and more of it\n" * 99, np.uint8),
-    np.r_[0, np.arange(257)], np.array([5, 0] * 9)])
+    np.r_[0, np.arange(257)], np.array([5, 0] * 9), np.tile([1, 7, 1, 9, 1, 8], 999)])
 def test_true_uint16_tokens_are_not_taken_for_others(tmp_path: Path, ids: np.ndarray) -> None:
     for name in ("train", "val"):
         ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
