@@ -276,9 +276,15 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
 
 @dataclass(frozen=True)
 class NoText:
-    """Item without text; `why` follows its name in a message."""
+    """Item without text.
+
+    Attributes:
+        why: follows its name in a message.
+        other: the key of its longest string.
+    """
 
     why: str
+    other: str | None = None
 
 
 _MOST_KEYS = 8
@@ -292,7 +298,9 @@ def text_of(item: Any, key: str) -> str | NoText:
         return NoText(f'has no "{key}": it is {_kind_of(item)}')
     if key not in item:
         keys = ", ".join(f'"{name}"' for name in list(item)[:_MOST_KEYS])
-        return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MOST_KEYS)}" if keys else ""))
+        strings = [name for name, value in item.items() if isinstance(value, str)]
+        return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MOST_KEYS)}" if keys else ""),
+                      max(strings, key=lambda name: len(item[name]), default=None))
     text = item[key]
     return text if isinstance(text, str) else NoText(f'has "{key}", but it is {_kind_of(text)}, not text')
 

@@ -172,7 +172,7 @@ def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, s
                 yield True, document
             elif isinstance(document, NoText):
                 yield True, UserError(f"{piece.unit} {number} {document.why}", where=piece.where,
-                                      instead=f"{_OTHER_KEY}, or {_SKIP}")
+                                      instead=f"{_other_key(document)}, or {_SKIP}")
             elif document:
                 yield True, whole_characters(document)
     elif piece.is_jsonl:
@@ -187,8 +187,12 @@ def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, s
                                   piece.offset + len(BOM) * piece.has_mark + error.start)
 
 
-_OTHER_KEY = "--text-key NAME if the text has another name there"
 _SKIP = "ezpz-llm data prepare … --max-broken N to leave out up to N such documents"
+
+
+def _other_key(found: NoText) -> str:
+    such = f", such as {found.other}" if found.other else ""
+    return f"--text-key NAME if the text has another name there{such}"
 
 
 def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
@@ -205,17 +209,14 @@ def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
 
 
 def _document(line: str, path: Path, number: int, key: str) -> str | UserError:
+    where, form = f"{path}:{number}", f'each line is an object like {{"{key}": "…"}}'
     try:
-        value = parse_json(line, f"{path}:{number}", len(line))
+        text = text_of(parse_json(line, where, len(line)), key)
     except UserError as error:
-        found = f"line {number} is not JSON: {error.found}"
-    else:
-        text = text_of(value, key)
-        if isinstance(text, str):
-            return whole_characters(text)
-        found = f"line {number} {text.why}"
-    return UserError(found, where=f"{path}:{number}",
-                     instead=f'each line is an object like {{"{key}": "…"}}; {_OTHER_KEY}, or {_SKIP}')
+        return UserError(f"line {number} is not JSON: {error.found}", where=where, instead=f"{form}, or {_SKIP}")
+    if isinstance(text, str):
+        return whole_characters(text)
+    return UserError(f"line {number} {text.why}", where=where, instead=f"{form}; {_other_key(text)}, or {_SKIP}")
 
 
 def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None = None) -> UserError:

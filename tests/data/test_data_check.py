@@ -47,15 +47,16 @@ def test_documents_without_the_text_key(tmp_path: Path, name: str, content: str,
         with pytest.raises(UserError) as caught:
             check(corpus)
         assert message in str(caught.value)
-        assert "--text-key NAME" in str(caught.value)
+        assert "--text-key NAME if the text has another name there" in str(caught.value)
 
 
 def test_a_text_key_that_is_right_passes(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"content": "x" * 300_000}) + "\n" + '{"content": "y"}\n')
     assert check(tmp_path / "a.jsonl", "--text-key", "content") == 0
     assert not cache.exists()
-    with pytest.raises(UserError, match='line 1 has no "txt"'):
+    with pytest.raises(UserError, match='line 1 has no "txt"') as caught:
         check(tmp_path / "a.jsonl", "--text-key", "txt")
+    assert "--text-key NAME if the text has another name there, such as content" in caught.value.instead
 
 
 def test_tokens_whose_tokenizer_is_not_on_this_machine(tmp_path: Path) -> None:
