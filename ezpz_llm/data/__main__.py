@@ -101,7 +101,7 @@ def _prepare(args: argparse.Namespace) -> int:
         raise UserError(f"--file is for shakespeare, not {args.corpus}", where="command line",
                         instead="prepare another text by its path: python3 -m ezpz_llm.data prepare PATH")
     if args.check:
-        check_corpus(args.corpus, args.tokenizer, text_key=args.text_key)
+        check_corpus(args.corpus, args.tokenizer, text_key=args.text_key, max_broken=args.max_broken)
         return 0
     print(prepare(args.corpus, args.tokenizer, out=args.out, val_fraction=args.val_fraction,
                   val_tokens=args.val_tokens, workers=args.workers, shard_tokens=args.shard_tokens,

@@ -22,15 +22,17 @@ import numpy as np
 from ezpz_llm.base import UserError, open_regular
 from ezpz_llm.data.corpora import cached_folder
 from ezpz_llm.data.downloads import progress, reading, say
+from ezpz_llm.data.file_signatures import check_tokens
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL
 from ezpz_llm.data.shards import open_npy
+from ezpz_llm.data.token_width import CHECKED_TOKENS, check_uint16, other_type, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import CharTokenizer, Choice, Tokenizer, choose, to_entry
 from ezpz_llm.rundir import write_json
 
 # The split is a whole part of the name: "eval" is not "val".
-_NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})_\d+\.npy")
+_NPY = re.compile(rf"(?P<name>.+)_(?P<split>{TRAIN}|{VAL})(_\d+)?\.npy")
 _META = "meta.pkl"
 _DEFAULT = "gpt2"
 _AT_ONCE = 8 << 20
@@ -61,7 +63,7 @@ class ForeignShards:
         # Which table of characters it is, the shards say themselves.
         asked = self.tokenizer and (self.tokenizer.name if self.tokenizer.file is None else self.tokenizer.table)
         known = [str(self.folder), asked, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
-        return hashlib.sha256(json.dumps([FORMAT, "foreign", known]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([FORMAT, "foreign, types checked", known]).encode()).hexdigest()
 
     @property
     def index(self) -> Path:
@@ -105,9 +107,9 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
     Raises:
         UserError: a shard is truncated or of another type, or has ids that the tokenizer does not know.
     """
+    opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
     tokenizer = _tokenizer(shards)
     asked = tokenizer.name if shards.tokenizer is None else shards.tokenizer.words
-    opened = {name: [_open(path) for path in paths] for name, paths in shards.splits.items()}
     dtypes = {tokens.dtype for split in opened.values() for tokens in split}
     if len(dtypes) > 1:
         raise UserError("these shards are of several types", where=str(shards.folder),
@@ -146,10 +148,23 @@ def index_shards(shards: ForeignShards, folder: Path, show: bool) -> None:
     })
 
 
+def check_shards(shards: ForeignShards) -> None:
+    """Check the shards' types, and as many ids as can be read at once, without writing anything.
+
+    Raises:
+        UserError: as `index_shards`; a token that is not looked at may still be beyond the vocabulary.
+    """
+    opened = [_open(path) for paths in shards.splits.values() for path in paths]
+    tokenizer = _tokenizer(shards)
+    for tokens in opened:
+        for first, part in pieces(tokens, CHECKED_TOKENS // len(opened)):
+            _check_ids(tokens, first, part, tokenizer)
+
+
 def _tokenizer(shards: ForeignShards) -> Tokenizer:
     meta = shards.folder / _META
     found: Tokenizer | None = None
-    if shards.written_by == "nanoGPT" and meta.is_file():
+    if meta.is_file():
         found = CharTokenizer(_characters(meta))
         if shards.tokenizer is not None and not shards.tokenizer.fits(to_entry(found)):
             raise UserError(f"these tokens are characters, not of the tokenizer {shards.tokenizer.describe()}",
@@ -186,9 +201,12 @@ def _characters(meta: Path) -> str:
 def _open(path: Path) -> np.memmap:
     """The tokens of one file."""
     again = "copy or fetch that file again"
+    check_tokens(path)
     if path.suffix == ".npy":
-        tokens = open_npy(path, "shard", again)
+        tokens = open_npy(path, "shard", f"{again}; raw tokens without NumPy's header, as OLMo writes, need one: "
+                                         "numpy.save(NEW, numpy.fromfile(FILE, 'uint16')), or uint32")
     else:
+        check_uint16(path)
         with reading(path):
             try:
                 tokens = np.memmap(path, "<u2", "r")
@@ -196,8 +214,14 @@ def _open(path: Path) -> np.memmap:
                 raise UserError(f"this shard is truncated, or no shard: {error}", where=str(path),
                                 instead=again) from error
     if tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")) or tokens.ndim != 1:
+        instead = "shards of uint16 or uint32 in one dimension"
+        if tokens.dtype.kind in "iu":
+            place = shlex.quote(str(path.parent))
+            code = ("import glob, numpy as n; "
+                    "[n.save('u4/' + f, n.load(f).ravel().astype('u4')) for f in glob.glob('*.npy')]")
+            instead += f': mkdir {place}/u4 && cd {place} && python3 -c "{code}", and name {place}/u4'
         raise UserError(f"this shard holds {tokens.dtype} in {tokens.ndim} dimensions", where=str(path),
-                        instead="shards of uint16 or uint32 in one dimension")
+                        instead=instead)
     return tokens
 
 
@@ -210,12 +234,22 @@ def _count(tokens: np.memmap, tokenizer: Tokenizer, counts: np.ndarray,
         digest.update(file.read(tokens.offset))
         for first in range(0, tokens.size, _AT_ONCE):
             part = np.asarray(tokens[first:first + _AT_ONCE])
-            if part.max() >= tokenizer.vocab_size:
-                raise UserError(
-                    f"token {part.max():,} at place {first + int(part.argmax()):,}: the tokenizer {tokenizer.name} "
-                    f"has only {tokenizer.vocab_size:,}", where=str(path),
-                    instead="name the tokenizer that made these shards with --tokenizer")
+            _check_ids(tokens, first, part, tokenizer)
             counts += np.bincount(part, minlength=tokenizer.vocab_size)
             digest.update(part.data)
             advance(part.nbytes)
     return digest.hexdigest()
+
+
+def _check_ids(tokens: np.memmap, first: int, part: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Check the ids of a part that begins at token `first`.
+
+    Raises:
+        UserError: one is beyond the vocabulary.
+    """
+    if part.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"token {part.max():,} at place {first + int(part.argmax()):,}: the tokenizer {tokenizer.name} "
+            f"has only {tokenizer.vocab_size:,}", where=str(tokens.filename),
+            instead="name the tokenizer that made these shards with --tokenizer"
+                    + other_type(tokens, tokenizer.vocab_size))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from ezpz_llm.base import JsonText, UserError, import_package, open_regular, parse_json, require_package
 from ezpz_llm.data.downloads import reading
+from ezpz_llm.data.file_signatures import find_binary, find_signature
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -132,23 +133,6 @@ LONGEST_LINE = 64 << 20
 """Or an item of an array: more of one document is not kept in memory, several times over."""
 _PACKED = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
 _PARQUET, _PARQUET_NAME = b"PAR1", ".parquet"
-_ZIP = "a zip archive, as .docx, .xlsx, .npz and PyTorch files are"
-_AT_THE_BEGINNING = {
-    b"\x89PNG\r\n\x1a\n": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF87a": "a GIF image",
-    b"GIF89a": "a GIF image", b"%PDF-": "a PDF document", b"{\\rtf": "an RTF document", b"PK\x03\x04": _ZIP,
-    b"PK\x05\x06": _ZIP, b"\xfd7zXZ\x00": "packed by xz", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-    b"Rar!\x1a\x07": "a rar archive", b"\x04\x22\x4d\x18": "packed by lz4", b"\x1f\x9d": "packed by compress",
-    b"\x7fELF": "a program", b"\x89HDF\r\n\x1a\n": "an HDF5 file", b"SQLite format 3\x00": "an SQLite database",
-    b"ARROW1\x00\x00": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream", b"Obj\x01": "an Avro file",
-    b"\x93NUMPY": "a NumPy array", b"GGUF\x02\x00": "a GGUF model", b"GGUF\x03\x00": "a GGUF model",
-    b"\xd0\xcf\x11\xe0": "a Microsoft Office document", b"ID3\x03": "MP3 sound", b"ID3\x04": "MP3 sound",
-    b"OggS\x00": "Ogg sound", b"fLaC\x00": "FLAC sound", b"RIFF": "a RIFF file (WAV, AVI or WebP)",
-    **{bytes([0x80, number]): "a Python pickle" for number in (2, 3, 4, 5)},
-    **dict.fromkeys(_PACKED, "packed twice"),
-}
-_OTHERS = {(257, b"ustar"): "a tar archive", (4, b"ftyp"): "MP4 video or sound", (4, b"1AY&SY"): "packed by bzip2",
-           **{(0, magic): name for magic, name in _AT_THE_BEGINNING.items()}}
-"""What holds no text, by the bytes at a place."""
 _OTHER_TEXT = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
                b"\xfe\xff": "UTF-16"}
 _JSON_LINES, _JSON, _TABLES = (".jsonl", ".ndjson"), ".json", (".csv", ".tsv")
@@ -181,6 +165,7 @@ def find_format(path: Path) -> Format:
         packing = next((packing for magic, packing in _PACKED.items() if head.startswith(magic)), None)
     if packing is None:
         if head.startswith(_PARQUET) or path.suffix.lower() == _PARQUET_NAME:
+            _check_content(path, head, None)
             require_package("pyarrow", "reading parquet", "data", str(path))
             return Format("parquet")
         return Format(_kind(path, head, None))
@@ -204,6 +189,8 @@ def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "
         raise _refused(path, f"a table ({suffix})", 'write its column of text as lines like {"text": "…"}; a file '
                        "of another name is read as it stands")
     body = head.removeprefix(BOM)
+    if not looks_like_text(head) and (found := find_binary(path)):
+        raise _refused(path, found.what, found.instead)
     if suffix in _JSON_LINES:
         return "lines"
     if suffix == _JSON and _ARRAY.match(body):
@@ -220,10 +207,8 @@ def _kind(path: Path, head: bytes, packing: Packing | None) -> Literal["text", "
 
 def _check_content(path: Path, head: bytes, packing: Packing | None) -> None:
     inside = f", packed by {packing.name}" if packing is not None else ""
-    what = next((name for (place, magic), name in _OTHERS.items() if head.startswith(magic, place)), None)
-    if what is not None:
-        instead = "unpack it, or leave it out" if "packed" in what or "archive" in what else "leave it out"
-        raise _refused(path, what + inside, instead)
+    if (found := find_signature(head)) is not None:
+        raise _refused(path, found.what + inside, found.instead)
     for mark, name in _OTHER_TEXT.items():
         if head.startswith(mark):
             raise UserError(f"{name} text{inside}, not UTF-8", where=str(path),
@@ -270,18 +255,18 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
         text = JsonText(read, LONGEST_LINE)
 
         def members() -> Iterator[Any]:
-            """The wanted member of each object from number `first` on, None where it has none."""
+            """The text of each object from number `first` on."""
             nonlocal number, taken
             for item in text.items():
                 if number < first:
                     taken = stream.taken
                 else:
-                    yield item.get(key) if isinstance(item, dict) else None
+                    yield text_of(item, key)
                 number += 1
             text.end()
 
         try:
-            for texts in gathered(members(), size):
+            for texts in gathered(members(), size, key):
                 yield Documents(str(path), begin, texts, stream.taken - taken, "item")
                 begin, taken = begin + len(texts), stream.taken
         except ValueError as error:
@@ -289,14 +274,49 @@ def read_array(path: Path, packing: Packing | None, first: int, size: int, key: 
                             instead='copy or fetch it again, or write it as lines like {"text": "…"}') from None
 
 
-def gathered(found: Iterable[Any], size: int) -> Iterator[list[str | UserError | None]]:
-    """Texts of together about `size` characters; None in place of what is no text."""
-    texts: list[str | UserError | None] = []
+@dataclass(frozen=True)
+class NoText:
+    """Item without text.
+
+    Attributes:
+        why: follows its name in a message.
+        other: the key of its longest string.
+    """
+
+    why: str
+    other: str | None = None
+
+
+_MOST_KEYS = 8
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list",
+          dict: "an object"}
+
+
+def text_of(item: Any, key: str) -> str | NoText:
+    """The text that an item of JSON has under `key`."""
+    if not isinstance(item, dict):
+        return NoText(f'has no "{key}": it is {_kind_of(item)}')
+    if key not in item:
+        keys = ", ".join(f'"{name}"' for name in list(item)[:_MOST_KEYS])
+        strings = [name for name, value in item.items() if isinstance(value, str)]
+        return NoText(f'has no "{key}"' + (f", but {keys}{', …' * (len(item) > _MOST_KEYS)}" if keys else ""),
+                      max(strings, key=lambda name: len(item[name]), default=None))
+    text = item[key]
+    return text if isinstance(text, str) else NoText(f'has "{key}", but it is {_kind_of(text)}, not text')
+
+
+def _kind_of(value: Any) -> str:
+    return _KINDS.get(type(value), "a string" if isinstance(value, str) else type(value).__name__)
+
+
+def gathered(found: Iterable[Any], size: int, key: str) -> Iterator[list[str | UserError | NoText]]:
+    """Texts of together about `size` characters, from the values under `key`."""
+    texts: list[str | UserError | NoText] = []
     buffered = 0
-    for text in found:
-        is_text = isinstance(text, str)
-        texts.append(text if is_text else None)
-        buffered += len(text) if is_text else 0
+    for value in found:
+        text = value if isinstance(value, (str, NoText)) else text_of({key: value}, key)
+        texts.append(text)
+        buffered += len(text) if isinstance(text, str) else 0
         if buffered >= size:
             yield texts
             texts, buffered = [], 0
@@ -317,14 +337,14 @@ class Documents:
     Attributes:
         where: what they are read from.
         first: number of the first, from 0.
-        texts: None for a row without text, an error for a document that cannot be read.
+        texts: an error for a document that cannot be read.
         source_bytes: their share of what is read, for progress.
         unit: what one of them is called there.
     """
 
     where: str
     first: int
-    texts: list[str | UserError | None]
+    texts: list[str | UserError | NoText]
     source_bytes: int
     unit: str = "row"
 
@@ -359,7 +379,8 @@ def _groups(parquet: ParquetFile, path: Path, first: int, size: int, key: str) -
         mean = group.column(column).total_uncompressed_size / max(1, group.num_rows)
         at_once = min(_MOST_ROWS, max(1, int(size // max(1.0, mean))))
         for batch in parquet.iter_batches(at_once, row_groups=[number], columns=[key], use_threads=False):
-            texts = batch.column(0)[max(0, first - row):].to_pylist()
+            values = batch.column(0)[max(0, first - row):].to_pylist()
+            texts: list[str | UserError | NoText] = [text_of({key: value}, key) for value in values]
             start, row = max(row, first), row + batch.num_rows
             if texts:
                 # To the byte over the whole file, so that progress ends at its size.

@@ -108,7 +108,7 @@ def read_dataset(dataset: HubDataset, revision: str | None, size: int, state: di
         if state:
             stream.load_state_dict(state["stream"])
         with contextlib.closing(iter(stream)) as rows:
-            for texts in gathered((row[key] for row in rows), size):
+            for texts in gathered((row[key] for row in rows), size, key):
                 taken = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts if isinstance(text, str))
                 documents = Documents(dataset.words, number, texts, taken)
                 number += len(texts)

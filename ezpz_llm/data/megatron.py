@@ -29,7 +29,9 @@ import numpy as np
 from ezpz_llm.base import UserError, open_regular, user_path
 from ezpz_llm.data.corpora import MANY_FILES_VAL_FRACTION, cached_folder
 from ezpz_llm.data.downloads import reading, say
+from ezpz_llm.data.file_signatures import TOKENS, check_tokens, find_signature
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, TRAIN, VAL, sampled_blocks, sampled_hash
+from ezpz_llm.data.token_width import CHECKED_TOKENS, pieces
 from ezpz_llm.data.tokenize_corpus import entropy
 from ezpz_llm.data.tokenizer_files import copy_files
 from ezpz_llm.data.tokenizers import Choice, Tokenizer, gpt2_entry, to_entry
@@ -106,6 +108,7 @@ def find_megatron(corpus: str, tokenizer: Choice | None) -> MegatronData | None:
             return None
         raise UserError("an index of Megatron's without its tokens", where=str(found.idx),
                         instead=f"put {found.bin.name} beside it")
+    check_tokens(found.bin)
     read_index(found.bin, found.idx)
     return found
 
@@ -136,6 +139,8 @@ def _read_index(tokens: Path, index: Path, times: tuple[int, ...], found: int) -
         with open_regular(index) as file:
             head = file.read(_HEADER.size)
     if not head.startswith(_MAGIC[:len(head)]):
+        if (known := find_signature(head, TOKENS)) is not None:
+            raise wrong(f"this is no index of Megatron's, but {known.what}", known.instead)
         raise wrong("this is no index of Megatron's: it does not begin with MMIDIDX", "the .idx of the .bin")
     if len(head) < _HEADER.size:
         raise wrong(f"this index is truncated: {len(head)} bytes, of a header of {_HEADER.size}")
@@ -207,15 +212,7 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
         say(f"reading Megatron's index: {data.idx}, {index.tokens:,} tokens, {index.starts.size - 1:,} documents")
     entry, vocab_size, end = _tokenizer(data)
     item = np.dtype(index.dtype).itemsize
-    counts = np.zeros(vocab_size, np.int64)
-    for offset, block in sampled_blocks(data.bin):
-        ids = np.frombuffer(block, np.dtype(index.dtype).newbyteorder("<"), len(block) // item)
-        if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
-            at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-            raise UserError(f"token {ids[at]:,} at place {offset // item + at:,}: the tokenizer has only "
-                            f"{vocab_size:,}", where=str(data.bin),
-                            instead="name the tokenizer that made these tokens with --tokenizer")
-        counts += np.bincount(ids.astype(np.int64), minlength=vocab_size)
+    counts = _count(data, index, vocab_size)
     keep, digest = _first_validated(index), sampled_hash(data.bin)
     splits = {name: {"tokens": stop - first, "shards": [] if first == stop else [
         {"file": str(data.bin), "tokens": stop - first, "offset": first * item, "sha256": digest,
@@ -234,6 +231,47 @@ def index_megatron(data: MegatronData, folder: Path, show: bool) -> None:
         "documents": index.starts.size - 1, "tokens": index.tokens, "unigram_entropy": entropy(counts),
         "splits": splits,
     })
+
+
+def check_megatron(data: MegatronData) -> None:
+    """Check the index and as many ids as can be read at once, without writing anything.
+
+    Raises:
+        UserError: as `index_megatron`.
+    """
+    index, vocab_size = read_index(data.bin, data.idx), _tokenizer(data)[1]
+    if index.tokens:
+        tokens = np.memmap(data.bin, np.dtype(index.dtype).newbyteorder("<"), "r")
+        for first, part in pieces(tokens, CHECKED_TOKENS):
+            _check_ids(data, first, part, vocab_size)
+
+
+def _count(data: MegatronData, index: MegatronIndex, vocab_size: int) -> np.ndarray:
+    """How often each id occurs in blocks from all over the tokens.
+
+    Raises:
+        UserError: one is beyond the vocabulary.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    item = np.dtype(index.dtype).itemsize
+    for offset, block in sampled_blocks(data.bin):
+        ids = np.frombuffer(block, np.dtype(index.dtype).newbyteorder("<"), len(block) // item)
+        _check_ids(data, offset // item, ids, vocab_size)
+        counts += np.bincount(ids.astype(np.int64), minlength=vocab_size)
+    return counts
+
+
+def _check_ids(data: MegatronData, first: int, ids: np.ndarray, vocab_size: int) -> None:
+    """Check ids that begin at token `first`.
+
+    Raises:
+        UserError: one is beyond the vocabulary.
+    """
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        raise UserError(f"token {ids[at]:,} at place {first + at:,}: the tokenizer has only {vocab_size:,}",
+                        where=str(data.bin),
+                        instead="name the tokenizer that made these tokens with --tokenizer")
 
 
 def _first_validated(index: MegatronIndex) -> int:

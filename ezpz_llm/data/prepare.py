@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,23 +17,25 @@ from ezpz_llm.base import UserError, require_package
 from ezpz_llm.data.atomic_dir import building
 from ezpz_llm.data.corpora import Options, Request, cached_folder, make_request, prepared_folder
 from ezpz_llm.data.downloads import say, writing
-from ezpz_llm.data.foreign import ForeignShards, find_foreign, index_shards
+from ezpz_llm.data.foreign import ForeignShards, check_shards, find_foreign, index_shards
 from ezpz_llm.data.formats import TEXT, find_format
 from ezpz_llm.data.hub import LIBRARY
 from ezpz_llm.data.manifest import COUNTS, FORMAT, MANIFEST, SHARD_TOKENS, TRAIN, VAL, read_manifest
-from ezpz_llm.data.megatron import MegatronData, find_megatron, index_megatron
+from ezpz_llm.data.megatron import MegatronData, check_megatron, find_megatron, index_megatron
+from ezpz_llm.data.mixture import find_mixture
+from ezpz_llm.data.reader import check_documents
 from ezpz_llm.data.samples import ValidationWindows, as_mixture, windows_per_epoch
 from ezpz_llm.data.shards import BLOCK, TokenData, open_npy, shares
 from ezpz_llm.data.tokenize_corpus import entropy, make
 from ezpz_llm.data.tokenizer_files import copy_files, find_copy
-from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, choose, describe
+from ezpz_llm.data.tokenizers import GPT2_VOCAB, Choice, check_entry, check_files, choose, describe
 from ezpz_llm.rundir import write_json
 
 # Below this a further process costs more to start than it saves.
 _BYTES_PER_WORKER = 16 << 20
 _MOST_WORKERS = 64
-_FILES_CHECKED = 200
-"""Files that a check opens, which is to take a second on any file system."""
+_FILES_CHECKED, _DOCUMENTS_CHECKED = 200, 20
+"""Files that a check opens, and of which it reads documents, which is to take a second on any file system."""
 
 
 def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = None,
@@ -80,26 +81,42 @@ def prepare(corpus: str, tokenizer: str | None = None, *, out: Path | None = Non
 
 
 def check_corpus(corpus: str, tokenizer: str | None = None, block_size: int | None = None,
-                 text_key: str = TEXT) -> None:
-    """True if `prepare` would find what it needs, without doing it.
+                 text_key: str = TEXT, max_broken: int = 0, *, decodes: bool = False) -> None:
+    """Check that `prepare` would find what it needs, without doing it.
 
     Args:
         block_size: whether shards that are there already are enough for windows of that length, too.
+        decodes: whether the tokenizer's own file is needed after tokens are there, too.
 
     Raises:
-        UserError: as `prepare`, for all that shows without reading the text; a truncated shard; too few tokens.
+        UserError: as `prepare`, for all that shows without reading the whole text; a truncated shard; too few
+            tokens.
     """
     parts = find_mixture(corpus) or [(corpus, 1.0)]
-    keys = [TEXT if len(parts) > 1 and _is_prepared(part) else text_key for part, _ in parts]
-    folders = [_single(part, Options(tokenizer, text_key=key)) for (part, _), key in zip(parts, keys, strict=True)]
+    if decodes and tokenizer == "gpt2":
+        GPT2_VOCAB.find()
+    asked = Options(tokenizer, text_key=text_key, max_broken=max_broken)
+    folders = [_single(part, Options(tokenizer) if len(parts) > 1 and _is_prepared(part) else asked)
+               for part, _ in parts]
     opened = [TokenData.open(folder) for folder in folders if folder]
     if len(opened) > 1:
         check_same_tokenizer(opened)
-    if block_size is not None:
-        for data in opened:
+    for data in opened:
+        if decodes:
+            check_files(data.manifest["tokenizer"], data.folder)
+        if block_size is not None:
             for stream in as_mixture(data.split(TRAIN)).streams:
                 windows_per_epoch(len(stream), block_size)
             ValidationWindows(data.split(VAL), block_size)
+
+
+def find_prepared(corpus: str, tokenizer: str | None = None, text_key: str = TEXT) -> Path | None:
+    """The folder of shards of `corpus` if it is prepared; None for a mixture, unless its folder is named.
+
+    Raises:
+        UserError: as `check_corpus`.
+    """
+    return None if find_mixture(corpus) else _single(corpus, Options(tokenizer, text_key=text_key))
 
 
 def _is_prepared(corpus: str) -> bool:
@@ -117,6 +134,7 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
         _check_no_choice(corpus, options)
     if shards:
         if check and not _finished(shards.index, shards.fingerprint):
+            _check_shards(shards)
             return None
         folder = _made(shards.index, shards.fingerprint, show, lambda hidden: _index(shards, hidden, show))
     if folder:
@@ -125,6 +143,8 @@ def _single(corpus: str, options: Options, *, check: bool = True, workers: int |
     if not _ready(request, download, _FILES_CHECKED if check else None):
         if check:
             _check_place(request.folder)
+            if not options.max_broken:
+                check_documents(request.corpus, options.text_key, _DOCUMENTS_CHECKED)
             return None
         _made(request.folder, request.fingerprint, show,
               lambda hidden: make(request, hidden, workers or _default_workers(request), show))
@@ -136,6 +156,13 @@ def _index(shards: ForeignShards | MegatronData, hidden: Path, show: bool) -> No
         index_megatron(shards, hidden, show)
     else:
         index_shards(shards, hidden, show)
+
+
+def _check_shards(shards: ForeignShards | MegatronData) -> None:
+    if isinstance(shards, MegatronData):
+        check_megatron(shards)
+    else:
+        check_shards(shards)
 
 
 def _check_place(folder: Path) -> None:
@@ -230,33 +257,7 @@ def _default_workers(request: Request) -> int:
     return max(1, min(cores, request.corpus.size // _BYTES_PER_WORKER))
 
 
-# `--corpus A=0.7,B=0.3`: a folder of the cache whose manifest names the parts and their weights.
-_PART = re.compile(r"(?P<corpus>.+)=(?P<weight>[0-9.]+(e-?[0-9]+)?)")
-
-
-def find_mixture(words: str) -> list[tuple[str, float]] | None:
-    """The corpora and weights that `words` name, two or more; None if they name a single corpus.
-
-    Raises:
-        UserError: a corpus is named twice, or a weight is too small.
-    """
-    if "," not in words or os.path.exists(words):  # also False for what is too long for a path
-        return None
-    matches = [_PART.fullmatch(part.strip()) for part in words.split(",")]
-    if not all(matches):
-        return None
-    try:
-        found = [(match["corpus"], float(match["weight"])) for match in matches if match]
-    except ValueError as error:
-        raise UserError(f"a weight is not a number: {error}", where=words, instead="such as A=0.7,B=0.3") from error
-    names = [name for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{name} is mixed with itself", where=words, instead="name each corpus once")
-    shares(names, [weight for _, weight in found])
-    return found
-
-
+# A folder of the cache whose manifest names the parts of a mixture and their weights.
 def mixture_folder(parts: Sequence[tuple[Path, float]]) -> tuple[Path, str]:
     """The folder of the cache for a mixture of prepared folders, and its fingerprint."""
     known = [[str(folder), TokenData.open(folder).fingerprint, weight] for folder, weight in parts]

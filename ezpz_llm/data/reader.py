@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,20 @@ from ezpz_llm.data.formats import (
     TEXT,
     Documents,
     Format,
+    NoText,
     find_format,
     looks_like_text,
     open_unpacked,
     read_array,
     read_rows,
+    text_of,
 )
 from ezpz_llm.data.hub import read_dataset
 from ezpz_llm.data.text import cut_text, whole_characters
 
 PIECE_BYTES = 4 << 20
+_CHECKED_BYTES = 64 << 10
+"""Of a file, before a run starts."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +149,30 @@ def texts(piece: Piece | Documents, reading: Reading = STRICT,
             broken.append(found)
 
 
+def check_documents(corpus: Corpus, key: str, most_files: int) -> None:
+    """Check the first documents of files whose documents are under a key.
+
+    Raises:
+        UserError: a document is broken, such as one that has no text under `key`.
+    """
+    reading = Reading(key)
+    for file in () if corpus.plain else corpus.files[:most_files]:
+        if find_format(file.path).kind != "text":
+            one = replace(corpus, files=(file,))
+            for piece, _ in islice(_located(one, {}, _CHECKED_BYTES, reading, cut_text), 1):
+                for _ in texts(piece, reading):
+                    pass
+
+
 def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, str | UserError]]:
     """Each text, or what is wrong with it."""
     if isinstance(piece, Documents):
         for number, document in enumerate(piece.texts, start=piece.first):
             if isinstance(document, UserError):
                 yield True, document
-            elif document is None:
-                yield True, UserError(f'{piece.unit} {number} has no "{reading.key}"', where=piece.where,
-                                      instead=f"{_OTHER_KEY}, or {_SKIP}")
+            elif isinstance(document, NoText):
+                yield True, UserError(f"{piece.unit} {number} {document.why}", where=piece.where,
+                                      instead=f"{_other_key(document)}, or {_SKIP}")
             elif document:
                 yield True, whole_characters(document)
     elif piece.is_jsonl:
@@ -167,8 +187,12 @@ def _found(piece: Piece | Documents, reading: Reading) -> Iterator[tuple[bool, s
                                   piece.offset + len(BOM) * piece.has_mark + error.start)
 
 
-_OTHER_KEY = "--text-key NAME if the text has another name there"
 _SKIP = "ezpz-llm data prepare … --max-broken N to leave out up to N such documents"
+
+
+def _other_key(found: NoText) -> str:
+    such = f", such as {found.other}" if found.other else ""
+    return f"--text-key NAME if the text has another name there{such}"
 
 
 def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
@@ -185,16 +209,14 @@ def _lines(piece: Piece, reading: Reading) -> Iterator[str | UserError]:
 
 
 def _document(line: str, path: Path, number: int, key: str) -> str | UserError:
+    where, form = f"{path}:{number}", f'each line is an object like {{"{key}": "…"}}'
     try:
-        value = parse_json(line, f"{path}:{number}", len(line))
+        text = text_of(parse_json(line, where, len(line)), key)
     except UserError as error:
-        found = f"line {number} is not JSON: {error.found}"
-    else:
-        if isinstance(value, dict) and isinstance(value.get(key), str):
-            return whole_characters(value[key])
-        found = f'line {number} has no "{key}"'
-    return UserError(found, where=f"{path}:{number}",
-                     instead=f'each line is an object like {{"{key}": "…"}}; {_OTHER_KEY}, or {_SKIP}')
+        return UserError(f"line {number} is not JSON: {error.found}", where=where, instead=f"{form}, or {_SKIP}")
+    if isinstance(text, str):
+        return whole_characters(text)
+    return UserError(f"line {number} {text.why}", where=where, instead=f"{form}; {_other_key(text)}, or {_SKIP}")
 
 
 def _not_utf8(path: Path, data: bytes, place: int, offset: int, line: int | None = None) -> UserError:

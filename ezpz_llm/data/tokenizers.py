@@ -238,6 +238,22 @@ def check_entry(entry: Mapping[str, Any], where: str | None = None) -> None:
         raise _another(entry, GPT2_FINGERPRINT, where)
 
 
+def check_files(entry: Mapping[str, Any], folder: Path) -> None:
+    """Check that the tokenizer of a manifest's tokens can be loaded, without loading it.
+
+    Args:
+        folder: where a copy of its file may be.
+
+    Raises:
+        UserError: its file or its library is not on this machine.
+    """
+    if "kind" in entry:
+        require_package(entry["kind"], f"the tokenizer {entry['name']}", entry["kind"], str(folder))
+        find_copy(folder, entry)
+    elif entry["name"] == "gpt2":
+        GPT2_VOCAB.find()
+
+
 def from_entry(entry: Mapping[str, Any], where: str | None = None, folder: Path | None = None) -> Tokenizer:
     """The tokenizer that wrote a manifest's tokens.
 

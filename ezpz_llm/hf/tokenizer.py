@@ -9,7 +9,7 @@ from typing import Any
 from ezpz_llm.base import UserError, user_path
 from ezpz_llm.data.corpora import prepared_folder
 from ezpz_llm.data.manifest import MANIFEST, read_manifest
-from ezpz_llm.data.prepare import find_mixture
+from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.shards import TokenData
 from ezpz_llm.data.tokenizer_files import COMPANIONS, copy_files, find_copy, find_file, load
 from ezpz_llm.data.tokenizers import (

@@ -11,6 +11,8 @@ from typing import Any
 from ezpz_llm.base import MOST_RANKS, MOST_STEPS, MOST_TOKENS, Range, UserError, shown, user_path
 from ezpz_llm.checkpoint import find
 from ezpz_llm.checkpoint.manifest import read_state
+from ezpz_llm.data.corpora import prepared_folder
+from ezpz_llm.data.manifest import read_manifest
 from ezpz_llm.data.prepare import check_corpus
 from ezpz_llm.data.tokenizers import choose as choose_tokenizer
 from ezpz_llm.dist.seeds import seed_for
@@ -207,11 +209,12 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
         puts_aside: metrics in the run directory will be put aside.
     """
     options = with_tokenizer(options)
-    plan = plan_run(options, world_size, vocab_size=_known_vocabulary(options.config.tokenizer),
+    plan = plan_run(options, world_size, vocab_size=_known_vocabulary(options.config),
                     device=device if options.config.device == "auto" else None)
     if plan.config.compile and plan.sources["compile"].origin is not Origin.DERIVED:
         check_compiler(plan.config.device, plan.sources["compile"])
-    check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key)
+    check_corpus(plan.config.corpus, plan.config.tokenizer, plan.model.block_size, plan.config.text_key,
+                 decodes=plan.config.sample_tokens > 0 or plan.config.hellaswag is not None)
     if plan.config.hellaswag is not None:
         read_items(user_path(plan.config.hellaswag), limit=1)
     folder = plan.config.run_dir or os.environ.get(RUN_DIR_VARIABLE)
@@ -223,10 +226,12 @@ def check_run(options: Options, world_size: int, device: str | None = None, *, p
     return plan
 
 
-def _known_vocabulary(tokenizer: str | None) -> int | None:
-    """How many tokens a tokenizer has whose file says it, so that a small model is refused before a long work."""
-    entry = None if tokenizer is None else choose_tokenizer(tokenizer).entry
-    return None if entry is None else entry.get("vocab_size")
+def _known_vocabulary(config: TrainConfig) -> int | None:
+    """Size of the tokenizer, if its file or a prepared corpus says it; a smaller model is rejected by it early."""
+    if config.tokenizer is not None:
+        return (choose_tokenizer(config.tokenizer).entry or {}).get("vocab_size")
+    folder = prepared_folder(config.corpus)
+    return None if folder is None else read_manifest(folder)["vocab_size"]
 
 
 def check_resume(plan: RunPlan, where: str) -> Path:
@@ -250,10 +255,15 @@ def check_state(plan: RunPlan, folder: Path, state: dict[str, Any], data: str | 
         UserError: it was made with another seed, data or model, or has reached the run's last step already.
     """
     config = plan.config
-    for name, saved, ours in (("seed", state["seed"], config.seed), ("data", state["data"], data)):
-        if ours is not None and saved != ours:
-            raise UserError(f"the checkpoint's {name} is {saved}, this run's is {ours}: the order of samples would "
-                            "break", where=str(folder), instead=f"the same {name}, or a new run without --resume")
+    if state["seed"] != config.seed:
+        raise UserError(f"the checkpoint's seed is {state['seed']}, this run's is {config.seed}: the order of "
+                        "samples would break", where=str(folder),
+                        instead="the same seed, or a new run without --resume")
+    if data is not None and state["data"] != data:
+        raise UserError(f"the tokens of {config.corpus} are not those of the checkpoint: the order of samples "
+                        "would break", where=str(folder),
+                        instead="the text, tokenizer and validation split of the checkpoint's run, or a new run "
+                                "without --resume")
     for name, ours in asdict(plan.model).items():
         # Rotary positions have no table, so that any length will do.
         free = name in _MAY_CHANGE or (name == "block_size" and plan.model.position == "rope")

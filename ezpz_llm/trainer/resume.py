@@ -19,6 +19,7 @@ from ezpz_llm.layout.value_source import DEFAULT, Origin, ValueSource
 from ezpz_llm.rundir import RUN_DIR_VARIABLE, RunDir, read_json as read_plain_json, read_record
 from ezpz_llm.trainer.config import FIELDS
 from ezpz_llm.trainer.options import Options
+from ezpz_llm.trainer.resume_data import check_data
 
 AUTO = "auto"
 """Instead of a run: the run directory's own, if it has saved anything."""
@@ -67,8 +68,10 @@ def find_resume_point(options: Options) -> ResumePoint:
     is_own = own is not None and Path(own).resolve() == run.path.resolve()
     if has_any(where):
         options = _with_settings(options, run, record).set(options.sources["resume"], resume=str(where))
-        step, steps = read_state(find(where))["step"], options.config.steps
+        state, steps = read_state(find(where)), options.config.steps
+        step = state["step"]
         if step != steps:
+            check_data(options, _chosen(given), run, record, state)
             return ResumePoint(options)
         _check_same(given, run, record, step)
         return ResumePoint(options, complete=f"{where} is complete, step {step} of {steps}: nothing is left to do")
@@ -135,7 +138,7 @@ def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Opt
     """The run's own settings, except what was chosen beside `--resume`."""
     saved = record.get("config") or {}
     sources = ValueSource.read_all(record.get("sources") or {})
-    chosen = {name for name in options.sources if options.origin(name) not in _NOT_CHOSEN}
+    chosen = _chosen(options)
     taken = {name: value for name, value in saved.items()
              if name in FIELDS and name not in chosen | _OF_ONE_START
              and (name not in sources or sources[name].origin not in _FOLLOWED)}
@@ -145,6 +148,11 @@ def _with_settings(options: Options, run: RunDir, record: dict[str, Any]) -> Opt
     for name, value in taken.items():
         options = options.set(ValueSource.of_run(run.path, sources.get(name, DEFAULT)), **{name: value})
     return options
+
+
+def _chosen(options: Options) -> set[str]:
+    """Names of the settings that were chosen for this run."""
+    return {name for name in options.sources if options.origin(name) not in _NOT_CHOSEN}
 
 
 def _batch(run: RunDir, chosen: set[str]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ezpz_llm.data.manifest import read_manifest, verify
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import Batches, ValidationWindows
 from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.token_width import check_uint16
 from ezpz_llm.data.tokenize_corpus import entropy
 
 
@@ -148,6 +149,109 @@ def test_nanogpt_characters(tmp_path: Path) -> None:
     np.array([1, 2, 3], np.uint8).tofile(tmp_path / "val.bin")
     with pytest.raises(UserError, match="this shard is truncated, or no shard"):
         prepare(str(tmp_path), "bytes", progress=False)
+
+
+TYPES = ["<u4", "<i4", ">u4", "<i8", "<u8", ">i8", ">u2", "u1"]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_tokens_of_another_width_are_named_and_the_advice_converts_them(tmp_path: Path, dtype: str) -> None:
+    """They were read as uint16 in silence: of uint32, twice as many tokens, every second one 0."""
+    ids = np.random.default_rng(1).zipf(1.3, 6000) % 100
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(map(chr, range(32, 132))))}))
+    for name, part in (("train", ids[:5000]), ("val", ids[5000:])):
+        part.astype(dtype).tofile(tmp_path / f"{name}.bin")
+    name = {"<u4": "uint32", "<i4": "uint32", ">u4": "big-endian uint32", ">u2": "big-endian uint16",
+            ">i8": "big-endian 64-bit", "u1": "one-byte|uint8"}.get(dtype, "64-bit integers")
+    for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
+        with pytest.raises(UserError, match=name) as caught:
+            act(str(tmp_path))
+        assert str(tmp_path / "train.bin") in str(caught.value)
+    command = re.search(r"cd .*? && python3 -c \".*\"", str(caught.value))
+    assert command is not None
+    subprocess.run(command[0].replace("python3", sys.executable), shell=True, check=True, timeout=scaled(60))
+    data = TokenData.open(prepare(str(tmp_path), progress=False))
+    np.testing.assert_array_equal(data.split("train")[:], ids[:5000])
+    np.testing.assert_array_equal(data.split("val")[:], ids[5000:])
+
+
+def test_the_advice_for_llm_c_makes_a_corpus(tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(0, 257, 4000).astype(np.uint16)
+    for name in ("x_train", "x_val"):
+        (tmp_path / f"{name}.bin").write_bytes(np.array([20240520, 1, 4000], "<i4").tobytes() + bytes(1012)
+                                               + ids.tobytes())
+    with pytest.raises(UserError, match=r"tokens of llm\.c \(uint16\), not supported") as caught:
+        check_corpus(str(tmp_path))
+    command = re.search(r"python3 -c \".*\"", caught.value.instead)
+    assert command is not None
+    subprocess.run(command[0].replace("python3", sys.executable), shell=True, check=True, cwd=tmp_path,
+                   timeout=scaled(60))
+    data = TokenData.open(prepare(str(tmp_path), "bytes", progress=False))
+    np.testing.assert_array_equal(data.split("train")[:], ids)
+
+
+@pytest.mark.parametrize("names", [("train.bin", "val.bin"), ("x_train_000000.npy", "x_val_000000.npy"),
+                                   ("m.bin", "m.idx")])
+def test_git_lfs_pointers_are_no_tokens(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    with pytest.raises(UserError, match="is a Git LFS pointer") as caught:
+        check_corpus(str(tmp_path / "m" if "m.idx" in names else tmp_path), "bytes")
+    assert "git lfs pull" in str(caught.value)
+
+
+def test_text_called_train_bin_is_no_tokens(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_text("To be, or not to be: that is the question.\n" * 40)
+    with pytest.raises(UserError, match="looks like text"):
+        check_corpus(str(tmp_path), "bytes")
+
+
+def test_a_vocabulary_beyond_16_bits_is_recognized(tmp_path: Path) -> None:
+    (np.random.default_rng(1).zipf(1.1, 60) % 151_936).astype("<u4").tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=r"look like uint32 or int32, not uint16: .* would be at most 2"):
+        check_uint16(tmp_path / "train.bin")
+
+
+@pytest.mark.parametrize("ids", [
+    np.random.default_rng(2).zipf(1.1, 40_000) % 50_257, np.zeros(9000), np.arange(9000) % 7,
+    np.random.default_rng(2).integers(0, 2, 9000), np.frombuffer(b"plain text, and more of it\n" * 99, np.uint8),
+    np.r_[0, np.arange(257)], np.array([5, 0] * 9), np.tile([1, 7, 1, 9, 1, 8], 999)])
+def test_true_uint16_tokens_are_not_taken_for_others(tmp_path: Path, ids: np.ndarray) -> None:
+    for name in ("train", "val"):
+        ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+        check_uint16(tmp_path / f"{name}.bin")
+
+
+def test_narrow_tokens_behind_a_header_that_says_uint32(tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(0, 257, 4000).astype(np.uint16)
+    for name in ("train", "val"):
+        np.save(tmp_path / f"x_{name}_000000.npy", ids.view(np.uint32))
+    with pytest.raises(UserError, match="since all would fit as uint16"):
+        check_corpus(str(tmp_path), "bytes")
+
+
+def test_integer_arrays_of_other_types_are_converted_by_the_advice(tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(0, 257, (40, 100))
+    for name in ("train", "val"):
+        np.save(tmp_path / f"x_{name}_000000.npy", ids)
+    with pytest.raises(UserError, match="this shard holds int64 in 2 dimensions") as caught:
+        check_corpus(str(tmp_path), "bytes")
+    command = re.search(r"mkdir .* && python3 -c \".*?\"", str(caught.value))
+    assert command is not None
+    subprocess.run(command[0].replace("python3", sys.executable), shell=True, check=True, timeout=scaled(60))
+    data = TokenData.open(prepare(str(tmp_path / "u4"), "bytes", progress=False))
+    np.testing.assert_array_equal(data.split("train")[:], ids.ravel())
+
+
+def test_ids_beyond_the_vocabulary_are_found_before_anything_is_written(
+        nanogpt_shards: tuple[Path, np.ndarray, np.ndarray], cache: Path) -> None:
+    folder, train, _ = nanogpt_shards
+    train[1999] = 300
+    np.save(folder / "edufineweb_train_000001.npy", train[:2000])
+    with pytest.raises(UserError, match="token 300 at place 1,999: the tokenizer bytes has only 257"):
+        check_corpus(str(folder), "bytes")
+    assert not cache.exists()
 
 
 class Runs:

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -148,19 +149,24 @@ def test_zst_takes_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _archive(kind: str) -> bytes:
     made = io.BytesIO()
-    if kind == "zip":
-        with zipfile.ZipFile(made, "w") as archive:
-            archive.writestr("a.txt", "text")
-    else:
-        with tarfile.open(fileobj=made, mode=f"w:{kind}") as archive:
-            archive.addfile(tarfile.TarInfo("a.txt"), None)
+    with tarfile.open(fileobj=made, mode=f"w:{kind}") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"), None)
     return made.getvalue()
 
 
+def _zip(name: str) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr(name, "")
+    return made.getvalue()
+
+
+IDS = np.random.default_rng(1).integers(0, 50_257, 4000).astype(np.uint16)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
 OTHERS = {
     "a.png": (PNG, "a PNG image"), "a.jsonl": (PNG, "a PNG image"),
     "a.gz": (gzip.compress(PNG), "PNG image, packed"),
-    "a.zip": (_archive("zip"), "a zip archive"), "a.tar": (_archive(""), "a tar archive"),
+    "a.zip": (_zip("a.txt"), "a zip archive"), "a.tar": (_archive(""), "a tar archive"),
     "a.tar.gz": (_archive("gz"), "a tar archive, packed by gzip"), "a.bz2": (bz2.compress(b"text"), "bzip2"),
     "a.xz": (lzma.compress(b"text"), "packed by xz"), "a.pdf": (b"%PDF-1.7\n", "a PDF document"),
     "a.csv": (b"text,n\na,1\n", "a table (.csv)"), "a.TSV.gz": (gzip.compress(b"a\tb\n"), "a table (.tsv)"),
@@ -170,6 +176,16 @@ OTHERS = {
     "b.json": (b"[1, 2]", "neither lines"),
     "c.json": (b'"text"', "neither lines nor an array"),
     "a.parquet.gz": (gzip.compress(b"PAR1"), "parquet, packed"),
+    "b.parquet": (LFS, "a Git LFS pointer"), "b.jsonl": (LFS, "a Git LFS pointer"), "b.txt": (LFS, "git lfs pull"),
+    "x_train.bin": (struct.pack("<i", 20240520) + bytes(1020), "tokens of llm.c (uint16), not supported"),
+    "y_train.bin": (struct.pack("<i", 20240801) + bytes(1020), "tokens of llm.c (uint32), not supported"),
+    "lit.bin": (b"LITPKDS" + bytes(40), "lit-gpt"), "chunk-0-0.bin": (IDS.tobytes(), "litdata (LitGPT)"),
+    "part-0-00000.npy": (IDS.tobytes(), "raw tokens without NumPy's header, as OLMo writes"),
+    "ids.bin": (IDS.tobytes(), "of nanoGPT's train.bin and val.bin name the folder"),
+    "b.pt": (_zip("archive/data.pkl"), "PyTorch (.pt)"), "b.npz": (_zip("arr_0.npy"), "NumPy arrays (.npz)"),
+    "a.arrow": (b"ARROW1\0\0", "an Arrow file"), "data.arrow": (b"\xff\xff\xff\xff\x10\0\0\0", "save_to_disk"),
+    "a.safetensors": (b"\x10\0\0\0\0\0\0\0{\"a\": {}}", "safetensors"), "a.mds": (IDS.tobytes(), "MosaicML"),
+    "a.ds": (IDS.tobytes(), "datatrove"),
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.data.manifest import verify
+from ezpz_llm.data.mixture import find_mixture
 from ezpz_llm.data.prepare import check_corpus, prepare
 from ezpz_llm.data.samples import IGNORED, Batches, ValidationWindows, draw, places, sample_windows
 from ezpz_llm.data.shards import BLOCK, Mixture, TokenData, TokenStream, shares
@@ -156,9 +157,8 @@ def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
     mixed = prepare(f"{a}=1,{b}=1", progress=False)
     for words, tokenizer, message in [
         (f"{a}=0.7,{a}=0.3", None, "is mixed with itself"),
-        (f"{a}=1,{b}=0", None, "has the weight 0 of 1; the least is 1 in 4096"),
+        (f"{a}=1,{tmp_path / 'x' / '..' / 'a.txt'}=1", None, "is mixed with itself"),
         (f"{a}=1,{b}=0.0001", None, "the least is 1 in 4096"),
-        (f"{a}=1,{b}=1.2.3", None, "a weight is not a number"),
         (f"{a}=1,{tmp_path / 'c.txt'}=1", None, "no such corpus file or folder"),
         (f"{a}=1,{b}=1", "char", "must have one tokenizer; these have two different tables of char"),
         (f"{chars}=1,{b}=1", None, "must have one tokenizer; these have char and bytes"),
@@ -177,3 +177,49 @@ def test_mixtures_that_do_not_do(tmp_path: Path) -> None:
         prepare(f"{a}=1,{b}=2", progress=False)
     with pytest.raises(UserError, match="leave --out"):
         prepare(f"{a}=1,{b}=1", out=tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize(("words", "found", "instead"), [
+    ("a.txt=0.7,b.txt", "b.txt has no weight", "--corpus a.txt=0.7,b.txt=0.3"),
+    ("a.txt,b.txt", "a.txt has no weight; b.txt has no weight", "--corpus a.txt=0.5,b.txt=0.5"),
+    ("stdlib,b.txt=3", "stdlib has no weight", "--corpus stdlib=1,b.txt=3"),
+    ("a.txt=0.7,b.txt=", "the weight of b.txt is '', not a number above 0", "a.txt=0.7,b.txt=0.3"),
+    ("a.txt=1,b.txt=0", "the weight of b.txt is '0', not a number above 0", "a.txt=1,b.txt=1"),
+    ("a.txt=-1,b.txt=1", "the weight of a.txt is '-1', not", "a.txt=1,b.txt=1"),
+    ("a.txt=0.5,b.txt=O.5", "the weight of b.txt is 'O.5', not", "a.txt=0.5,b.txt=0.5"),
+    ("a.txt=70%,b.txt=30%", "the weight of a.txt is '70%', not", "a.txt=0.5,b.txt=0.5"),
+    ("a.txt=1,b.txt=1.2.3", "the weight of b.txt is '1.2.3'", "b.txt=1"),
+    ("a.txt=nan,b.txt=inf", "the weight of a.txt is 'nan'", "a.txt=0.5,b.txt=0.5"),
+    ("a.txt=0.7,b.txt=0.3,", "a part has no name: is there a comma too many?", "--corpus a.txt=0.7,b.txt=0.3"),
+    ("a.txt=0.7,,b.txt=0.3", "a part has no name", "--corpus a.txt=0.7,b.txt=0.3"),
+    ("a.txt=0.7,=0.3", "the weight 0.3 has no corpus before it", "--corpus a.txt, or several"),
+    ("a.txt=0.5,a.txt=0.5", "a.txt is mixed with itself", "name each corpus once"),
+    ("a.txt=0.7", "a single corpus has no weight", "--corpus a.txt"),
+    ("a.txt,", "a part has no name", "--corpus a.txt"),
+    ("lr=0.1,a.txt=1", "lr=0.1 has no weight", "--corpus lr=0.1=1,a.txt=1"),
+    ("m=0.5,a.txt", "a.txt has no weight", "--corpus m=0.5,a.txt=0.5"),  # Megatron's m.bin and m.idx
+    ("a.txt=0.5,no,such.txt=0.5", "no has no weight", "ln -s PATH NAME"),
+])
+def test_a_mistyped_mixture_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, found: str,
+                                         instead: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "lr=0.1", "m.idx"):
+        (tmp_path / name).write_text("some words of text\n" * 500)
+    for act in (check_corpus, lambda corpus: prepare(corpus, progress=False)):
+        with pytest.raises(UserError) as caught:
+            act(words)
+        assert found in caught.value.found
+        assert instead in caught.value.instead
+        assert caught.value.where == f"--corpus {words}"
+
+
+def test_paths_with_commas_and_equals_signs_are_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b,c,d.txt", "lr=0.1,x=2.txt", "e=5"):
+        (tmp_path / name).write_text("some words of text\n" * 500)
+    words = "a.txt=1e-1, b,c,d.txt=2,lr=0.1,x=2.txt=3,e=5=.5"
+    assert find_mixture(words) == [("a.txt", 0.1), ("b,c,d.txt", 2.0), ("lr=0.1,x=2.txt", 3.0), ("e=5", 0.5)]
+    assert len(TokenData.open(prepare(words, progress=False)).parts) == 4
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for words in ("b,c,d.txt", "e=5", "~/b,c,d.txt", "~/e=5", "no,such.txt", "no=such.txt", "run=3/no.txt"):
+        assert find_mixture(words) is None

@@ -216,7 +216,11 @@ def test_another_file_is_not_shakespeare(tmp_path: Path, cache: Path) -> None:
     ("nothing.jsonl", b'\n{"text": ""}\n', "nothing to read: no document has any text"),
     ("cut.jsonl", b'{"text": "a"}\n{"text": "b', "line 2 is not JSON"),
     ("other.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', 'line 3 has no "text"'),
-    ("number.jsonl", b'{"text": 7}\n', 'line 1 has no "text"'),
+    ("number.jsonl", b'{"text": 7}\n', 'line 1 has "text", but it is a number'),
+    ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', 'line 2 has "text", but it is null'),
+    ("parts.jsonl", b'{"text": ["a"]}\n', 'line 1 has "text", but it is a list'),
+    ("keys.jsonl", b'{"id": 1, "content": "a"}\n', 'line 1 has no "text", but "id", "content"'),
+    ("null.json", b'[{"text": "a"}, {"text": null}]', 'item 1 has "text", but it is null'),
     ("list.jsonl", b'["text"]\n', 'line 1 has no "text"'),
 ])
 @pytest.mark.parametrize("tokenizer", ["bytes", "char"])

@@ -292,7 +292,7 @@ def test_parquet_that_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused(whole[:-100], "not a whole parquet file of UTF-8 text: ")
     refused(b"some text", "not a whole parquet file of UTF-8 text: ")
     write_parquet(tmp_path / "a.parquet", ["one", None])
-    refused((tmp_path / "a.parquet").read_bytes(), 'row 1 has no "text"')
+    refused((tmp_path / "a.parquet").read_bytes(), 'row 1 has "text", but it is null')
     parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), tmp_path / "a.parquet")
     refused((tmp_path / "a.parquet").read_bytes(), 'no column "text" among content, n')
     parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "a.parquet")

@@ -521,7 +521,7 @@ def preprec(rng: Random, folder: Path) -> object:
 @kind
 def presets_corpus(rng: Random, folder: Path) -> object:
     from ezpz_llm.data.corpora import find_corpus
-    from ezpz_llm.data.prepare import find_mixture
+    from ezpz_llm.data.mixture import find_mixture
 
     words = mutate.words(rng, [rng.choice(["stdlib=0.7,shakespeare=0.3", "a=1,b=2", "x.txt"])])
     return [

@@ -15,6 +15,7 @@ from slowness import scaled
 
 from ezpz_llm.base.errors import UserError
 from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.data.prepare import prepare
 from ezpz_llm.rundir import RunDir, read_lines, read_record
 from ezpz_llm.train import main
 from ezpz_llm.trainer import loop
@@ -172,6 +173,57 @@ def test_a_resumed_run_warns_of_what_changes_its_training(six_steps, tmp_path, c
     assert run(parse(["--resume", str(run_dir), "--run-dir", str(tmp_path / "on"), "--device", "cpu", "--steps",
                       "7"])) == 0
     assert "decay_steps was 6 and is 7" in capsys.readouterr().err
+
+
+def test_another_corpus_is_rejected_by_its_name_before_ranks_start(train, tmp_path, monkeypatch):
+    """Ranks compared a hash. A prepared copy of the text passes, and so does the text in another place."""
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    text = "to be or not to be, that is the question " * 60
+    a, b, c = (tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    a.write_text(text)
+    b.write_text(text)
+    c.write_text(text[::-1])
+    run_dir = tmp_path / "run"
+    words = [*SMALL, "--ds-config", "ddp", "--save-every", "1"]
+    assert train(*words, "--corpus", a, "--steps", "1", "--run-dir", run_dir)[0] == 0
+
+    def check(*more: object) -> int:
+        return main([*words, "--steps", "3", "--resume", str(run_dir), "--check", *map(str, more)])
+
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--corpus", a], ["--corpus", "a.txt"], ["--tokenizer", "bytes"]):
+        assert check(*more) == 0
+    for option, value, before in (("corpus", c, a), ("corpus", "stdlib", a), ("corpus", f"{a}=1,{c}=1", a),
+                                  ("tokenizer", "char", "bytes"), ("text-key", "content", "text")):
+        with pytest.raises(UserError) as caught:
+            check(f"--{option}", value)
+        assert f"the run was trained with --{option} {before}" in caught.value.found
+        assert f", not {value}" in caught.value.found
+        assert f"leave out --{option}" in caught.value.instead
+    with pytest.raises(UserError, match=f"not {b}") as caught:
+        check("--corpus", b)
+    assert f"prepare it first: python3 -m ezpz_llm.data prepare {b}" in caught.value.instead
+    prepare(str(b), progress=False)
+    assert check("--corpus", b) == 0
+    prepare(str(c), progress=False)
+    with pytest.raises(UserError, match="the run was trained with --corpus"):
+        check("--corpus", c)
+    a.rename(tmp_path / "moved.txt")
+    assert check("--corpus", "moved.txt") == 0
+
+
+def test_another_mixture_is_rejected_by_its_parts(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("EZPZ_LLM_CACHE", str(tmp_path / "cache"))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name} to be or not to be, that is the question " * 60)
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "--ds-config", "ddp", "--save-every", "1"]
+    assert train(*words, "--corpus", "a.txt=0.5,b.txt=0.5", "--steps", "1", "--run-dir", tmp_path / "run")[0] == 0
+    again = [*words, "--steps", "3", "--resume", "run", "--check", "--corpus"]
+    assert main([*again, f"./a.txt=0.5, {tmp_path / 'b.txt'}=0.5"]) == 0
+    for other in ("a.txt=0.6,b.txt=0.4", "b.txt=0.5,a.txt=0.5", "a.txt"):
+        with pytest.raises(UserError, match=re.escape(f"--corpus a.txt=0.5,b.txt=0.5, not {other}")):
+            main([*again, other])
 
 
 def test_a_complete_run_rejects_options_that_it_did_not_have(six_steps):

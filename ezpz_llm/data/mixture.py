@@ -1,0 +1,121 @@
+"""Names of mixtures, `--corpus A=0.7,B=0.3`: parts, weights, and mistakes in them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from ezpz_llm.base import UserError, user_path
+from ezpz_llm.data.corpora import CORPORA
+from ezpz_llm.data.hub import PREFIX
+from ezpz_llm.data.shards import shares
+
+_MOST_COMMAS = 8
+"""In one path."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part as it was typed; `weight` is None if there is none."""
+
+    corpus: str
+    weight: str | None
+
+    @property
+    def number(self) -> float | None:
+        """The weight; None if it is missing, or not a number above 0."""
+        try:
+            number = float(self.weight or "")
+        except ValueError:
+            return None
+        return number if 0 < number < math.inf else None
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it."""
+        if not self.corpus:
+            return "a part has no name: is there a comma too many?" if self.weight is None else (
+                f"the weight {self.weight} has no corpus before it")
+        if self.weight is None:
+            return f"{self.corpus} has no weight"
+        if self.number is None:
+            return f"the weight of {self.corpus} is {self.weight!r}, not a number above 0"
+        return None
+
+
+def find_mixture(words: str) -> list[tuple[str, float]] | None:
+    """The corpora and weights that `words` name, two or more; None if they name a single corpus.
+
+    A comma within the path of a part belongs to the path if that exists.
+
+    Raises:
+        UserError: a corpus is named twice, a weight is missing, not a number, or too small.
+    """
+    if not {",", "="} & set(words) or os.path.exists(words):  # also False for what is too long for a path
+        return None
+    parts = _split(words)
+    if not any(part.number is not None or _exists(part.corpus) for part in parts):
+        return None
+    if len(parts) == 1:
+        if parts[0].weight is None or not _exists(parts[0].corpus):
+            return None  # a path that has a comma or an equals sign
+        raise UserError("a single corpus has no weight", where=f"--corpus {words}",
+                        instead=f"--corpus {parts[0].corpus}, or several as A=0.7,B=0.3")
+    if problems := [part.problem for part in parts if part.problem]:
+        raise UserError("; ".join(dict.fromkeys(problems)), where=f"--corpus {words}", instead=_advice(parts))
+    names = [identity(part.corpus) for part in parts]
+    for part, name in zip(parts, names, strict=True):
+        if names.count(name) > 1:
+            raise UserError(f"{part.corpus} is mixed with itself", where=f"--corpus {words}",
+                            instead="name each corpus once")
+    weights = [part.number or 0.0 for part in parts]
+    shares([part.corpus for part in parts], weights)
+    return [(part.corpus, weight) for part, weight in zip(parts, weights, strict=True)]
+
+
+def identity(corpus: str) -> str:
+    """A value that is equal for two spellings of one corpus that is not mixed."""
+    return corpus if corpus in CORPORA or corpus.startswith(PREFIX) else str(user_path(corpus).resolve())
+
+
+def _exists(corpus: str) -> bool:
+    """Return True for a known name or a path that exists, also Megatron's X of X.bin and X.idx."""
+    if corpus in CORPORA or corpus.startswith(PREFIX):
+        return True
+    return bool(corpus) and any(os.path.exists(user_path(name)) for name in (corpus, f"{corpus}.idx"))
+
+
+def _split(words: str) -> list[_Part]:
+    pieces = words.split(",")
+    parts = []
+    while pieces:
+        # The longest path that exists, else up to the next comma.
+        sizes = range(min(_MOST_COMMAS, len(pieces)), 0, -1)
+        tried = [(size, _part(",".join(pieces[:size]).strip())) for size in sizes]
+        size, part = next(((size, part) for size, part in tried
+                           if _exists(part.corpus) and "," not in (part.weight or "")), tried[-1])
+        parts.append(part)
+        del pieces[:size]
+    return parts
+
+
+def _part(text: str) -> _Part:
+    corpus, equals, weight = text.rpartition("=")
+    if not equals or (not _exists(corpus.strip()) and _exists(text)):
+        return _Part(text, None)
+    return _Part(corpus.strip(), weight.strip())
+
+
+def _advice(parts: list[_Part]) -> str:
+    """Return the mixture with weights for the parts that have none."""
+    named = [part for part in parts if part.corpus]
+    given = [part.number for part in named if part.number is not None]
+    missing = len(named) - len(given)
+    rest = (1 - sum(given)) / missing if missing and sum(given) < 1 else 1
+    if len(named) < 2:
+        return f"--corpus {named[0].corpus}, or several as A=0.7,B=0.3"
+    fixed = ",".join(f"{part.corpus}={rest if part.number is None else part.number:.4g}" for part in named)
+    unknown = [part.corpus for part in named if part.number is None and not _exists(part.corpus)]
+    link = f"; if a path has a comma in it, as {unknown[0]} may, link it: ln -s PATH NAME" if unknown else ""
+    return f"--corpus {fixed}{link}"

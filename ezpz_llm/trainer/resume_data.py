@@ -1,0 +1,67 @@
+"""Comparison of the data typed beside `--resume` with those of the run, by name (imports no torch)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Any
+
+from ezpz_llm.base import UserError, user_path
+from ezpz_llm.data.corpora import CORPORA
+from ezpz_llm.data.mixture import find_mixture, identity
+from ezpz_llm.data.prepare import find_prepared
+from ezpz_llm.data.shards import TokenData
+from ezpz_llm.data.tokenizers import choose, describe
+from ezpz_llm.rundir import RunDir
+from ezpz_llm.trainer.options import Options
+
+
+def check_data(options: Options, chosen: set[str], run: RunDir, record: dict[str, Any],
+               state: dict[str, Any]) -> None:
+    """Check that corpus, tokenizer and text key give the tokens that the run was trained on.
+
+    Two corpora of different names may hold the same tokens. If the new one is prepared, tokens are compared; if the
+    run's is gone, the new one may be its copy, which is compared after it is prepared.
+
+    Args:
+        options: complete, with the run's own settings.
+        chosen: names of the settings that were given beside `--resume`.
+        record: of the run, empty if there is none.
+        state: of its checkpoint.
+
+    Raises:
+        UserError: they do not.
+    """
+    config, saved = options.config, record.get("config") or {}
+    made_with = state.get("tokenizer")
+    if "tokenizer" in chosen and config.tokenizer and made_with and not choose(config.tokenizer).fits(made_with):
+        raise _other(run, "tokenizer", describe(made_with), config.tokenizer)
+    before = saved.get("corpus")
+    if not before:
+        return
+    source = ((record.get("data") or {}).get("source") or {}).get("corpus", before)
+    if "corpus" in chosen and _identity(config.corpus) not in (_identity(before), _identity(source)):
+        folder = find_prepared(config.corpus, config.tokenizer, config.text_key)
+        is_mixture = bool(find_mixture(config.corpus))
+        is_other = (TokenData.open(folder).fingerprint != state.get("data") if folder else
+                    is_mixture or source in CORPORA or os.path.exists(user_path(source)))
+        if is_other:
+            advice = ("" if folder or is_mixture else "; if it holds the same text, prepare it first: "
+                      f"python3 -m ezpz_llm.data prepare {shlex.quote(config.corpus)}")
+            raise _other(run, "corpus", before, config.corpus, advice)
+    elif "text_key" in chosen and saved.get("text_key", config.text_key) != config.text_key:
+        raise _other(run, "text-key", saved["text_key"], config.text_key)
+
+
+def _identity(corpus: str) -> str | list[tuple[str, float]]:
+    """A value that is equal for two spellings of one corpus or mixture."""
+    if parts := find_mixture(corpus):
+        return [(identity(part), weight) for part, weight in parts]
+    return identity(corpus)
+
+
+def _other(run: RunDir, option: str, before: str, now: str, advice: str = "") -> UserError:
+    return UserError(f"the run was trained with --{option} {before}, not {now}: the order of samples would break",
+                     where=f"{run.path}; --{option}",
+                     instead=f"leave out --{option} to continue with the run's, or start a new run without "
+                             f"--resume{advice}")
