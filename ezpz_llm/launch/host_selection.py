@@ -1,14 +1,13 @@
-"""Nodes of a reservation that --hostfile, --hosts and --nodes select, and the format of hostfiles."""
+"""Nodes of a reservation that --hostfile, --hosts and --nodes select."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_llm.base import MOST_HOSTS, UserError, read_text
+from ezpz_llm.base import UserError
+from ezpz_llm.launch.hostfile import parse, read
 from ezpz_llm.launch.hostlist import ACCEPTED, expand_hosts
 from ezpz_llm.launch.hostnames import NodeNames, match_names, node_keys, several_matches
 from ezpz_llm.launch.schedulers import local, scheduler_of
@@ -114,60 +113,3 @@ def _in_order(allocation: Allocation, found: list[Host]) -> tuple[list[Host], Al
 def _names(hosts: Sequence[Host]) -> str:
     more = f", … ({len(hosts)} in all)" if len(hosts) > _SHOWN else ""
     return ", ".join(host.name for host in hosts[:_SHOWN]) + more
-
-
-# Hostfiles: one host a line.
-HOSTFILE_ACCEPTED = "one host a line: `host`, `host slots=N` or `host:N` (N ranks, 1 or more); # starts a comment"
-
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(?:(?::|\s+slots\s*=\s*)(?P<slots>[1-9][0-9]{0,8}))?")
-
-
-def read(path: Path) -> tuple[Host, ...]:
-    """The hosts of the file, in its order.
-
-    Raises:
-        UserError: the file is missing, unreadable or empty, or a line is none of the accepted forms.
-    """
-    try:
-        text = read_text(path)
-    except UserError as error:
-        raise UserError(f"cannot read the hostfile: {error.found}", where=str(path),
-                        instead=HOSTFILE_ACCEPTED) from error
-    return parse(text, str(path))
-
-
-def parse(text: str, where: str) -> tuple[Host, ...]:
-    """The hosts named in `text`. A plain name repeated counts as slots, as in a PBS node file.
-
-    Raises:
-        UserError: with `where`, the line's number and its text.
-    """
-    lines: list[tuple[int, str, str, int | None]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        content = line.split("#", 1)[0].strip()
-        if not content:
-            continue
-        match = _LINE.fullmatch(content)
-        if match is None:
-            raise UserError(f"not a hostfile line: {line.strip()!r}", where=f"{where}, line {number}",
-                            instead=HOSTFILE_ACCEPTED)
-        lines.append((number, line.strip(), match["name"], int(match["slots"]) if match["slots"] else None))
-    names = [name for _, _, name, _ in lines]
-    first: dict[str, int] = {}
-    slots: dict[str, int] = {}
-    keys = node_keys(names, where)
-    for key, (number, line, name, count) in zip(keys, lines, strict=True):
-        if key in first and (count or key in slots):
-            raise UserError(f"host {name} is named twice, once with its slots: {line!r}",
-                            where=f"{where}, line {number} (before: line {first[key]})",
-                            instead="name it once, with all its slots")
-        first.setdefault(key, number)
-        if count:
-            slots[key] = count
-    if len(first) > MOST_HOSTS:
-        raise UserError(f"the hostfile names {len(first):,} hosts", where=where, instead=f"{MOST_HOSTS:,} at most")
-    if not names:
-        raise UserError("the hostfile names no host", where=where, instead=HOSTFILE_ACCEPTED)
-    repeats, spelling = Counter(keys), dict(zip(reversed(keys), reversed(names), strict=True))
-    return tuple(Host(spelling[key], slots=slots.get(key, repeats[key] if repeats[key] > 1 else None))
-                 for key in repeats)

@@ -329,7 +329,7 @@ def hfconfig(rng: Random, folder: Path) -> object:
 
 @kind
 def hostfile(rng: Random, folder: Path) -> object:
-    from ezpz_llm.launch import host_selection as hostfiles
+    from ezpz_llm.launch import hostfile as hostfiles
 
     return hostfiles.read(
         written(folder, "hosts", mutate.data(rng, "n1 slots=4\nn2:2\nn3\n# no host\nn4.site.org\n"))

@@ -10,7 +10,7 @@ from launch_runs import captured_env, launch
 from simcluster.cluster import Cluster
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import host_selection
+from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.schedulers import find_allocation
 
 _JOB = {"LOADL_STEP_ID": "c1.7.0", "LOADL_PROCESSOR_LIST": "h1 h1 h2 h2"}
@@ -24,7 +24,7 @@ def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path) -> None
     line, _, rest = (raised.value.instead or "").partition("; launch ")
     assert rest.startswith("--hostfile hosts …")
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, env=_JOB | {"PATH": "/usr/bin:/bin"})
-    assert [(host.name, host.slots) for host in host_selection.read(tmp_path / "hosts")] == [("h1", 2), ("h2", 2)]
+    assert [(host.name, host.slots) for host in hostfile.read(tmp_path / "hosts")] == [("h1", 2), ("h2", 2)]
 
 
 def test_its_list_alone_and_its_id_alone(tmp_path: Path) -> None:

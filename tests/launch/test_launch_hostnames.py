@@ -11,7 +11,7 @@ import pytest
 from launch_runs import captured_env, launch
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import addresses, host_selection
+from ezpz_llm.launch import addresses, host_selection, hostfile
 from ezpz_llm.launch.addresses import domain_notes, find_here, is_here
 from ezpz_llm.launch.hostnames import NodeNames, count_repeats, is_same_node, match_names, node_keys, same_nodes
 from ezpz_llm.launch.schedulers import QUICK, find_allocation, pbs, supplement
@@ -71,7 +71,7 @@ def test_a_hostfile_of_two_domains(tmp_path: Path, slots: str, ranks: int) -> No
 def test_every_source_of_hosts_keeps_two_domains_apart(tmp_path: Path) -> None:
     lines = "\n".join(_WORKERS)
     one_line = ",".join(_WORKERS)
-    for hosts in (host_selection.parse(lines, "f"), pbs.node_file_hosts(lines),
+    for hosts in (hostfile.parse(lines, "f"), pbs.node_file_hosts(lines),
                   slots_in_columns("".join(f"{name} 2 all.q UNDEFINED\n" for name in _WORKERS)),
                   find_allocation({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": one_line}).hosts,
                   host_selection.select_hosts(find_allocation({}), None, one_line, None).hosts):

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from launch_runs import CAPTURED, captured_env, launch, need_mpiexec, scheduler as make_program
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import host_selection
+from ezpz_llm.launch import hostfile
 from ezpz_llm.launch.failures.log_kinds import NOT_STARTED, STEP_CANCELLED, TIME_LIMIT
 from ezpz_llm.launch.failures.log_patterns import read_matches
 from ezpz_llm.launch.ranks import find_rank
@@ -101,7 +101,7 @@ def _typed(refusal: UserError, env: Mapping[str, str], cwd: Path) -> list[str] |
     if match[1] == "write the job's hosts into a file named hosts, one a line":
         return None
     subprocess.run(["bash", "-eu", "-o", "pipefail", "-c", match[1]], cwd=cwd, check=True, env=dict(env))
-    return [host.name for host in host_selection.read(cwd / "hosts")]
+    return [host.name for host in hostfile.read(cwd / "hosts")]
 
 
 def _env(name: str, folder: Path, bin_folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from launch_runs import CAPTURED, captured_env
 
 from ezpz_llm.base.errors import UserError
-from ezpz_llm.launch import devices as devices_module, host_selection
+from ezpz_llm.launch import devices as devices_module, hostfile
 from ezpz_llm.launch.devices import has_none, visible_devices
 from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.ranks import find_rank
@@ -230,7 +230,7 @@ def test_a_scheduler_asked_for() -> None:
 
 def test_hostfile_forms() -> None:
     text = "# ours\nn1 slots=2   # two\n\nn2:4\nn3\nn4.example\nn4\n10.0.0.1\nn5 slots = 3\n"
-    assert host_selection.parse(text, "f") == (Host("n1", 2), Host("n2", 4), Host("n3"), Host("n4.example", 2),
+    assert hostfile.parse(text, "f") == (Host("n1", 2), Host("n2", 4), Host("n3"), Host("n4.example", 2),
                                          Host("10.0.0.1"), Host("n5", 3))
 
 
@@ -244,21 +244,21 @@ def test_hostfile_forms() -> None:
 ])
 def test_hostfile_errors_name_line_and_text(text: str, line: str, quoted: str) -> None:
     with pytest.raises(UserError) as raised:
-        host_selection.parse(text, "hosts.txt")
+        hostfile.parse(text, "hosts.txt")
     assert f"hosts.txt, {line}" in str(raised.value)
     assert repr(quoted) in str(raised.value)
 
 
 def test_hostfile_must_exist_and_name_hosts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file") as raised:
-        host_selection.read(tmp_path / "missing")
+        hostfile.read(tmp_path / "missing")
     assert "host slots=N" in str(raised.value)
     (tmp_path / "empty").write_text("# nothing\n")
     with pytest.raises(UserError, match="names no host"):
-        host_selection.read(tmp_path / "empty")
+        hostfile.read(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not text"):
-        host_selection.read(tmp_path / "binary")
+        hostfile.read(tmp_path / "binary")
 
 
 @pytest.mark.parametrize(("mask", "ids"), [
