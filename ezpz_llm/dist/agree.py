@@ -33,6 +33,15 @@ def all_gather(dist: Dist, value: Any) -> list[Any]:
     return values
 
 
+def all_gather_number(dist: Dist, value: float) -> list[float]:
+    """Return every rank's number in single precision, on every rank: 4 bytes per rank. Collective."""
+    if dist.world_size == 1:
+        return [value]
+    values = torch.empty(dist.world_size, device=dist.device)
+    torch_dist.all_gather_into_tensor(values, torch.tensor([value], device=dist.device))
+    return values.tolist()
+
+
 def reduce(dist: Dist, values: torch.Tensor, op: torch_dist.ReduceOp = torch_dist.ReduceOp.SUM) -> torch.Tensor:
     """`values` summed over all ranks, or as `op` says, on this rank's device; a single rank's as they are.
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather, reduce
+from ezpz_llm.dist.agree import all_gather_number, reduce
 from ezpz_llm.observe.history import OTHER, PHASES, finite, steady, trim_history
 from ezpz_llm.observe.throughput import Progress, StepWork
 from ezpz_llm.observe.trackers import Tracking
@@ -374,7 +374,7 @@ class MetricsLog:
         """The slowest rank ahead of its collectives, over steady steps; None for one rank. A collective."""
         if self._dist.world_size == 1 or not self._before_collectives:
             return None
-        seconds = all_gather(self._dist, statistics.median(steady(self._before_collectives)))
+        seconds = all_gather_number(self._dist, statistics.median(steady(self._before_collectives)))
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         return Straggler(slowest, seconds[slowest], statistics.median(seconds))
 

@@ -22,7 +22,7 @@ import torch
 
 from ezpz_llm.base import installed
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import all_gather
+from ezpz_llm.dist.agree import all_gather, all_gather_number
 from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import device_memory, synchronize
 from ezpz_llm.observe.machine_load import load_now
@@ -181,7 +181,7 @@ def measure_ceiling(dist: Dist, precision: str) -> Ceiling:
     """
     dist.barrier()
     flops, size = best_sample(dist.device, _DTYPES.get(precision, torch.float32))
-    rates = all_gather(dist, flops)
+    rates = all_gather_number(dist, flops)
     slowest = min(range(len(rates)), key=rates.__getitem__)
     return Ceiling(statistics.median(rates), precision, size, slowest, rates[slowest])
 
