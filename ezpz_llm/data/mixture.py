@@ -76,7 +76,12 @@ def find_mixture(words: str) -> list[tuple[str, float]] | None:
 
 def identity(corpus: str) -> str:
     """A value that is equal for two spellings of one corpus that is not mixed."""
-    return corpus if corpus in CORPORA or corpus.startswith(PREFIX) else str(user_path(corpus).resolve())
+    if corpus in CORPORA or corpus.startswith(PREFIX):
+        return corpus
+    try:
+        return str(user_path(corpus).resolve())
+    except UnicodeEncodeError:  # no file can have this name; opening it reports that
+        return corpus
 
 
 def _exists(corpus: str) -> bool:

@@ -1,4 +1,4 @@
-"""Hostile inputs of 37 kinds: none may end in a traceback, hang, fill the memory, or write where it should not.
+"""Hostile inputs of 41 kinds: none may end in a traceback, hang, fill the memory, or write where it should not.
 
     python3 tests/helpers/hostile_inputs.py --count 25000 --seed 7      all kinds, in worker processes, as JSON
     python3 tests/helpers/hostile_inputs.py --count 1 --seed 7 --kind ds --from 12    one input, with its traceback
@@ -31,6 +31,7 @@ from random import Random
 
 import hostile_data_kinds  # noqa: F401  it enters its kinds among the others
 import hostile_kinds
+import hostile_names  # noqa: F401  it enters its kinds among the others
 import hostile_run_kinds  # noqa: F401  it enters its kinds among the others
 
 from ezpz_llm.base.errors import UserError
