@@ -1,4 +1,4 @@
-"""Hostile inputs of 41 kinds: none may end in a traceback, hang, fill the memory, or write where it should not.
+"""Hostile inputs of every kind: none may end in a traceback, hang, fill the memory, or write where it should not.
 
     python3 tests/helpers/hostile_inputs.py --count 25000 --seed 7      all kinds, in worker processes, as JSON
     python3 tests/helpers/hostile_inputs.py --count 1 --seed 7 --kind ds --from 12    one input, with its traceback
