@@ -190,6 +190,7 @@ def _open(path: Path) -> np.memmap:
         tokens = open_npy(path, "shard", again)
     else:
         with reading(path):
+            open_regular(path).close()
             try:
                 tokens = np.memmap(path, "<u2", "r")
             except ValueError as error:
