@@ -38,6 +38,11 @@ MOST_YAML_NODES = 100_000
 """With every alias written out."""
 
 
+_LFS = b"version https://git-lfs.github.com/spec/"
+_MOST_LFS_BYTES = 1024
+"""Of the few lines that Git leaves in the place of a large file (git-lfs, docs/spec.md)."""
+
+
 class NoFile(UserError):
     """There is no such file."""
 
@@ -415,12 +420,24 @@ def _open(path: Path) -> int:
         raise NoFile("No such file or directory", where=str(path)) from error
     except (OSError, ValueError) as error:  # a ValueError where the path holds a NUL
         raise _unreadable(path, error) from error
-    mode = os.fstat(handle).st_mode
+    facts = os.fstat(handle)
+    mode = facts.st_mode
     if stat.S_ISREG(mode):
-        return handle
+        if not _is_lfs_pointer(handle, facts.st_size):
+            return handle
+        os.close(handle)
+        raise UserError("this is a Git LFS pointer: run git lfs pull", where=str(path),
+                        instead="git lfs pull in the repository, or a copy of the file itself")
     os.close(handle)
     kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
     raise UserError(f"this is {kind}, not a regular file", where=str(path), instead="a file with that content")
+
+
+def _is_lfs_pointer(handle: int, size: int) -> bool:
+    try:
+        return len(_LFS) < size <= _MOST_LFS_BYTES and os.pread(handle, len(_LFS), 0) == _LFS
+    except OSError:  # a file that cannot be read is for its reader to report
+        return False
 
 
 def _text(data: bytes, where: str, errors: str = "strict") -> str:

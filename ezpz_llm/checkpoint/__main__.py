@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> int:
     source = find_source(options.source, "SOURCE")
     facts = _facts(source)
+    if source.kind == "hf":
+        from ezpz_llm.hf.weights import open_weights
+
+        with open_weights(source) as weights:
+            facts["notes"] = weights.notes
     show(json.dumps(facts, indent=2) if options.json else _as_text(facts))
     if options.parameters and source.kind == "checkpoint":
         show("\n".join(["", *(_line(*item) for item in read_index(source.folder).parameters.items())]))
@@ -130,6 +135,7 @@ def _as_text(facts: dict[str, Any]) -> str:
         rows += [("tokenizer", facts["tokenizer"] or "not known"),
                  ("tensors", f"{', '.join(facts['tensors'])} in {facts['pieces']} pieces"),
                  ("files", f"{len(facts['files'])}, {facts['bytes']:,} bytes")]
+    rows += [("note", note) for note in facts.get("notes", ())]
     return "\n".join(f"{name:<15} {value}" for name, value in rows)
 
 

@@ -146,7 +146,8 @@ class Saver:
 
     def __init__(self, dist: Dist, run_dir: RunDir, keep: Keep | None, in_background: bool) -> None:
         self._dist, self._run_dir, self._keep = dist, run_dir, keep
-        self._in_background = in_background
+        self.in_background = in_background
+        """True if a save that was started may still be in progress; `start` finds out where that is impossible."""
         self._memory: HostMemory | None = None
         self._save: _Save | None = None
 
@@ -176,10 +177,10 @@ class Saver:
         buffers = buffers_of(engine.module) if self._dist.is_main else {}
         shard = read_shard(training, self._dist.rank, engine.device, buffers)
         note = None
-        in_background = self._in_background and not at_once
+        in_background = self.in_background and not at_once
         if in_background and self._memory is None:
             note = self._why_not(engine, shard)
-            in_background = self._in_background = note is None
+            in_background = self.in_background = note is None
         if in_background:
             self._memory = self._memory or HostMemory(engine.device)
             shard = self._memory.copy(shard)
@@ -203,7 +204,7 @@ class Saver:
             result = self._together(save.record["step"], save.task.result)
             if not save.is_last_part:
                 written = gather(self._dist, result) or []
-                save.task = start_task(lambda: self._complete(save, written), self._in_background)
+                save.task = start_task(lambda: self._complete(save, written), self.in_background)
                 save.is_last_part = True
                 return None
         except NotWritten:

@@ -208,6 +208,7 @@ def _open(path: Path) -> np.memmap:
     else:
         check_uint16(path)
         with reading(path):
+            open_regular(path).close()
             try:
                 tokens = np.memmap(path, "<u2", "r")
             except ValueError as error:

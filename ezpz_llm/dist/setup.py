@@ -20,6 +20,7 @@ from ezpz_llm.dist.backends import DEVICES
 from ezpz_llm.dist.device import choose_device, claim_device, device_identity
 from ezpz_llm.dist.heartbeat import answer_with_stacks
 from ezpz_llm.dist.mesh import Degrees, Mesh
+from ezpz_llm.dist.optional_work import OptionalWork
 from ezpz_llm.dist.rendezvous import raise_before_group, rendezvous
 from ezpz_llm.launch.addresses import own_interfaces, require_interfaces
 from ezpz_llm.launch.owner import Ownership, own
@@ -56,6 +57,8 @@ class Dist:
     """What this rank writes beside the training."""
     owns_group: bool = True
     """Whether `setup` made the process group, which `close` leaves then."""
+    optional: OptionalWork = field(default_factory=OptionalWork)
+    """Attempts what the run can do without."""
 
     @property
     def rank(self) -> int:
@@ -101,6 +104,7 @@ class Dist:
             _leave_group()
 
     def _let_go(self) -> None:
+        self.optional.store = None  # the store of rank 0 listens as long as there is a reference to it
         if self.ownership is not None:
             self.ownership.release()
         _restore(self.environment_before)
@@ -144,8 +148,11 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     if is_there:
         _check_group(info)
     try:
-        alone = is_there or info.world_size == 1
-        chosen = choose_device(device, info) if alone else _join(info, device, timeout)
+        store: torch.distributed.Store | None = None
+        if is_there or info.world_size == 1:
+            chosen = choose_device(device, info)
+        else:
+            chosen, store = _join(info, device, timeout)
         _export(info, chosen)
         if chosen.type == "cpu" and keeps_memory:
             keep_freed_memory(os.environ)
@@ -158,7 +165,8 @@ def setup(*, device: str | None = None, run_dir: Path | None = None, name: str =
     backend = None
     if info.world_size > 1:
         backend = torch.distributed.get_backend() if is_there else DEVICES[chosen.type].collectives
-    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not is_there)
+    return Dist(info, chosen, backend, mesh, folder, timeout, before, ownership, owns_group=not is_there,
+                optional=OptionalWork(info.rank, info.world_size, store))
 
 
 def _check_group(info: RankInfo) -> None:
@@ -184,8 +192,9 @@ def _check_promise(info: RankInfo) -> None:
                             "was taken), or srun with a PMI: srun --mpi=none makes every rank a world of its own")
 
 
-def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> torch.device:
-    """Choose a device, meet the other ranks, and make the process group."""
+def _join(info: RankInfo, asked: str | None,
+          timeout: datetime.timedelta) -> tuple[torch.device, torch.distributed.Store]:
+    """Choose a device, meet the other ranks in a store, and make the process group."""
     device, error = None, None
     try:
         device = choose_device(asked, info)
@@ -208,7 +217,7 @@ def _join(info: RankInfo, asked: str | None, timeout: datetime.timedelta) -> tor
             error = found
     raise_before_group(met.store, info, error, met.secret)
     _make_group(device, met.store, info.rank, info.world_size, timeout)
-    return device
+    return device, met.store
 
 
 def _make_group(device: torch.device, store: torch.distributed.Store, rank: int, world_size: int,

@@ -155,6 +155,9 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
     Args:
         row_losses: see `Engine.row_losses`; in evaluation mode.
         block_size: the longest context of the model.
+
+    Raises:
+        UserError: the loss of an ending is NaN or Inf; the same on every rank.
     """
     import torch
 
@@ -178,6 +181,9 @@ def score(row_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], item
                 truncated[numbers] = torch.from_numpy(cut).to(device, dtype)
     if mesh.size("pp", "dp", "sp") > 1:
         torch.distributed.all_reduce(found, group=mesh.group("pp", "dp", "sp"))
+    if bad := int((~sums.isfinite()).any(dim=1).sum()):
+        raise UserError(f"the loss is NaN or Inf for {bad} of {len(items)} items",
+                        instead="weights of an earlier checkpoint: the model diverged", exit_code=1)
     labels = torch.tensor([item.label for item in items], device=device)
     return Score(acc=int((sums.argmin(dim=1) == labels).sum()) / len(items),
                  acc_norm=int(((sums / counts).argmin(dim=1) == labels).sum()) / len(items),

@@ -119,7 +119,7 @@ def open_model(plan: ModelPlan, dist: Dist) -> Engine:
     """The model in the engine of its layout, on its device, for `Engine.evaluating`. Collective.
 
     Raises:
-        UserError: the weights are damaged; the same on every rank.
+        UserError: the weights are damaged, or NaN or Inf; the same on every rank.
     """
     from ezpz_llm.engine.build import assemble, build_engine
     from ezpz_llm.engine.precision import native_precision
@@ -133,5 +133,7 @@ def open_model(plan: ModelPlan, dist: Dist) -> Engine:
     with open_for_ranks(plan.source, dist) as weights:
         module = assemble(plan.model, layout, dist.mesh, 0, dist.device.type, weights.read)
         # Layouts that divide parameters do so in their engines, which want an optimizer; it never steps.
-        return build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
-                            param_groups=decay_groups(module, 0.0))
+        engine = build_engine(module, resolved, dist, lr=1.0, betas=(0.9, 0.95), eps=1e-8,
+                              param_groups=decay_groups(module, 0.0))
+        weights.check_finite(dist)
+        return engine

@@ -81,6 +81,9 @@ def run_validation(plan: ModelPlan, planned: Corpus, dist: Dist, options: argpar
         loss, tokens = validation_loss(engine.loss_sum, windows.batches(options.batch, dist.mesh.dp_rank,
                                                                         dist.mesh.dp_size),
                                        device=engine.device, mesh=dist.mesh)
+    if not math.isfinite(loss):
+        raise UserError("the validation loss is NaN or Inf", where=plan.source.describe(),
+                        instead="weights of an earlier checkpoint: the model diverged", exit_code=1)
     if loss > (guess := math.log(plan.model.vocab_size)):
         _warn(dist, f"the loss is above ln V = {guess:.4f}, that of a guess among {plan.model.vocab_size} tokens: "
                     "look at the tokenizer, and whether the weights are the right ones")

@@ -84,15 +84,23 @@ def sample(next_logits: Callable[[Tensor], Tensor], prompt_ids: Tensor, *, new_t
         vocab_size: the tokenizer's; ids from here to V are padding and are never drawn.
         top_k: draw among the k likeliest tokens; None for all.
         temperature: above 0; divides the logits.
+
+    Raises:
+        UserError: a logit is NaN or Inf; after all forward passes, so that no rank leaves the others alone.
     """
-    ids = prompt_ids
+    ids, finite = prompt_ids, True
     with eager():
         for _ in range(new_tokens):
             logits = next_logits(ids[:, -block_size:])[:, :vocab_size].float().cpu() / temperature
+            if not logits.isfinite().all():
+                finite, logits = False, torch.zeros_like(logits)
             if top_k is None:
                 candidates = torch.arange(vocab_size).expand(len(logits), -1)
             else:
                 logits, candidates = logits.topk(min(top_k, vocab_size))
             drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
             ids = torch.cat((ids, candidates.gather(1, drawn).to(ids.device)), dim=1)
+    if not finite:
+        raise UserError("the logits are not finite", instead="weights of an earlier checkpoint: the model diverged",
+                        exit_code=1)
     return ids

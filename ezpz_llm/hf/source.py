@@ -16,6 +16,7 @@ from ezpz_llm.hf.config import from_hf
 from ezpz_llm.model.config import ModelConfig
 
 CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 WANTED = ["*.json", "*.safetensors", "*.model"]
 """The files of a hub's model that are of use here: nothing that would have to be unpickled or executed."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -53,7 +54,8 @@ def find_source(where: str, option: str) -> Source:
     """
     path = user_path(where)
     if path.is_dir():
-        return _hf_source(path) if (path / CONFIG).is_file() else _checkpoint_source(path, option)
+        is_hf = (path / CONFIG).is_file() or (path / _ADAPTER).is_file()
+        return _hf_source(path) if is_hf else _checkpoint_source(path, option)
     # "runs/a" could be a hub id by its looks, but is a run that is not there.
     if not path.is_absolute() and path.parent.name and (path.parent.is_dir() or path.parent == Path("runs")):
         return _checkpoint_source(path, option)
@@ -78,7 +80,16 @@ def _no_such_run(name: str, option: str) -> UserError:
                      else f"the folder's path; of a model of the hub the id with its owner: OWNER/{name}")
 
 
+def adapter_error(folder: Path) -> UserError:
+    """The error for the weights of an adapter, which lack those of its base model."""
+    return UserError("this is a LoRA adapter of PEFT, not a whole model", where=str(folder),
+                     instead="merge it into its base model: PeftModel.from_pretrained(base, FOLDER)"
+                             ".merge_and_unload().save_pretrained(DIR), then name DIR")
+
+
 def _hf_source(folder: Path) -> Source:
+    if (folder / _ADAPTER).is_file():
+        raise adapter_error(folder)
     path = folder / CONFIG
     try:
         stored = outside.read_json(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,15 +28,18 @@ from ezpz_llm.checkpoint.manifest import read_manifest, verify
 from ezpz_llm.checkpoint.reader import fill
 from ezpz_llm.checkpoint.writer import write_tensors
 from ezpz_llm.dist import Dist
-from ezpz_llm.dist.agree import together
+from ezpz_llm.dist.agree import raise_together, together
 from ezpz_llm.hf.config import Stored, stored_tensors, to_hf
-from ezpz_llm.hf.source import CONFIG, Source
+from ezpz_llm.hf.source import CONFIG, Source, adapter_error
 from ezpz_llm.hf.tokenizer import entry_of, write_tokenizer
 from ezpz_llm.model.config import ModelConfig
 from ezpz_llm.model.parameters import HEAD, TABLE, Box, parameter_shapes, size, whole
 from ezpz_llm.rundir import write_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_WRAPPERS = {"_orig_mod", "module", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts of names that torch.compile, DDP, Fabric, FSDP, and activation checkpointing add."""
 _ROWS_AT_ONCE = 8192
 # Masks and angles that older versions stored beside the weights.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -50,7 +54,11 @@ def open_weights(source: Source, check_hashes: bool = True) -> Weights:
     Raises:
         UserError: they are damaged, or not those of the source's model.
     """
-    return HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes)
+    if source.kind == "checkpoint":
+        return CheckpointWeights(source, check_hashes)
+    weights = HfWeights(source)
+    weights.check_head()
+    return weights
 
 
 def open_for_ranks(source: Source, dist: Dist) -> Weights:
@@ -63,9 +71,15 @@ def open_for_ranks(source: Source, dist: Dist) -> Weights:
         """The weights; files of a checkpoint are verified by one rank each."""
         if source.kind == "checkpoint":
             verify(source.folder, read_manifest(source.folder)[dist.rank::dist.world_size])
-        return open_weights(source, check_hashes=False)
+        if dist.is_main:
+            return open_weights(source, check_hashes=False)
+        return HfWeights(source) if source.kind == "hf" else CheckpointWeights(source, check_hashes=False)
 
-    return together(dist, opened)
+    weights = together(dist, opened)
+    if dist.is_main:
+        for note in weights.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    return weights
 
 
 class Weights(ABC):
@@ -76,6 +90,9 @@ class Weights(ABC):
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._means: dict[str, Tensor] = {}
+        self._non_finite: str | None = None
+        self.notes: list[str] = []
+        """What a user should know about how the files were read."""
 
     def __enter__(self) -> Weights:
         return self
@@ -110,6 +127,26 @@ class Weights(ABC):
                 total += self.read_stored(name, (rows, (0, width))).double().sum(dim=0)
             self._means[name] = (total / count).float()
         return self._means[name]
+
+    def check_finite(self, dist: Dist | None = None) -> None:
+        """Check all values read so far; on all ranks together if `dist` is given.
+
+        Raises:
+            UserError: a rank has read NaN or Inf; names the tensor.
+        """
+        error = None if self._non_finite is None else UserError(
+            f"the weights contain NaN or Inf in {self._non_finite}", where=str(self.where),
+            instead="weights of an earlier checkpoint: the run that saved these diverged, or the files are damaged")
+        if dist is not None:
+            raise_together(dist, error)
+        elif error is not None:
+            raise error
+
+    def _note_non_finite(self, name: str, values: Tensor) -> Tensor:
+        """Keep the name of the first tensor with NaN or Inf; an error here would leave other ranks waiting."""
+        if self._non_finite is None and not values.isfinite().all():
+            self._non_finite = name
+        return values
 
     @abstractmethod
     def rows(self, name: str) -> int:
@@ -154,7 +191,7 @@ class CheckpointWeights(Weights):
         """The part `box` of a stored parameter, put together from the ranks' files, in fp32."""
         result = torch.empty(size(box))
         fill({WEIGHT: result}, (box, 0, size(box)), self._parameters[name], self.open)
-        return result.view([stop - start for start, stop in box])
+        return self._note_non_finite(name, result).view([stop - start for start, stop in box])
 
 
 @dataclass(frozen=True)
@@ -185,7 +222,7 @@ class HfWeights(Weights):
             first, stop = max(box[0][0], stored.first), min(box[0][1], stored.stop)
             if first < stop:
                 sides = (slice(first - stored.first, stop - stored.first), *(slice(*side) for side in box[1:]))
-                parts.append(self._read(stored, sides).float())
+                parts.append(self._note_non_finite(stored.name, self._read(stored, sides).float()))
         return torch.cat(parts)
 
     def _read(self, stored: Stored, sides: tuple[slice, ...]) -> Tensor:
@@ -195,37 +232,83 @@ class HfWeights(Weights):
     def _find_tensors(self) -> dict[str, tuple[str, str]]:
         """By the name with the base model's prefix: the file, and the name in it."""
         prefix = "transformer." if self.model.position == "learned" else "model."
-        where = {}
+        where: dict[str, tuple[str, str]] = {}
+        wrappers: set[str] = set()
         for file, name in self._stored_names():
-            full = name if name == HEAD or name.startswith(prefix) else prefix + name
+            if ".lora_" in name:
+                raise adapter_error(self.where)
+            parts = name.split(".")
+            wrappers.update(_WRAPPERS.intersection(parts))
+            plain = ".".join(part for part in parts if part not in _WRAPPERS)
+            full = plain if plain == HEAD or plain.startswith(prefix) else prefix + plain
+            if full in where:
+                raise UserError(f"the weights have the tensor {full} twice: {where[full][1]} in {where[full][0]}, "
+                                f"{name} in {file}", where=str(self.where), instead="weights that have it once")
             where[full] = (file, name)
+        if wrappers:
+            self.notes.append(f"names of weights are read without {', '.join(sorted(wrappers))}, which wrappers of "
+                              "a model add")
+        if self.model.tied and HEAD in where and self._table not in where:
+            where[self._table] = where.pop(HEAD)  # as transformers does
         return where
 
+    @property
+    def _table(self) -> str:
+        """The stored name of the embedding."""
+        return next(stored.name for stored in stored_tensors(self.model) if stored.ours == TABLE)
+
     def _stored_names(self) -> list[tuple[str, str]]:
-        if (self.where / _INDEX).is_file():
-            where = str(self.where / _INDEX)
-            index = as_dataclass(_IndexFile, read_json(self.where / _INDEX), where, drop_unknown=True)
-            return [(file_in(self.where, file, where).name, name) for name, file in index.weight_map.items()]
-        if (self.where / _SINGLE).is_file():
+        """The file and the name of each stored tensor, from the files that transformers would load."""
+        there = [name for name in (_SINGLE, _INDEX, *_PICKLED) if (self.where / name).is_file()]
+        if not there or there[0] in _PICKLED:
+            raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(self.where),
+                            instead="a checkpoint in safetensors; where there is only pytorch_model.bin, which "
+                                    "only unpickling reads, save it again with transformers' save_pretrained")
+        if len(there) > 1:
+            self.notes.append(f"{self.where} has {' and '.join(there)}: {there[0]} is used, as transformers does")
+        if there[0] == _SINGLE:
             return [(_SINGLE, name) for name in self.open(_SINGLE).keys()]  # noqa: SIM118 (it is no mapping)
-        raise UserError(f"there is neither {_SINGLE} nor {_INDEX}", where=str(self.where),
-                        instead="a checkpoint in safetensors; where there is only pytorch_model.bin, which only "
-                                "unpickling reads, save it again with transformers' save_pretrained")
+        where = str(self.where / _INDEX)
+        index = as_dataclass(_IndexFile, read_json(self.where / _INDEX), where, drop_unknown=True)
+        files = sorted({file_in(self.where, file, where).name for file in index.weight_map.values()})
+        stored = [(file, name) for file in files for name in self.open(file).keys()]  # noqa: SIM118
+        pairs = set(stored)
+        for name, file in index.weight_map.items():
+            if (file, name) not in pairs:
+                raise UserError(f"{file} has no tensor {name}, which {_INDEX} says is there", where=str(self.where),
+                                instead="the index that belongs to these files")
+        return stored
 
     def _check(self, stored: Stored) -> None:
         if stored.name not in self._place:
+            tie = ", or set tie_word_embeddings to true there if the head is the embedding"
             raise UserError(f"the weights have no tensor {stored.name}", where=str(self.where),
-                            instead="the weights that belong to this config.json")
+                            instead="the weights that belong to this config.json" + tie * (stored.ours == HEAD))
         file, name = self._place[stored.name]
-        try:
-            found = tuple(self.open(file).get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise UserError(f"{file} has no tensor {name}, which {_INDEX} says is there",
-                            where=str(self.where)) from error
+        found = tuple(self.open(file).get_slice(name).get_shape())
         if found != stored.stored_shape:
             raise UserError(f"{stored.name} is {list(found)} in the weights, by config.json "
                             f"{list(stored.stored_shape)}", where=str(self.where),
                             instead="the weights that belong to this config.json")
+
+    def check_head(self) -> None:
+        """Check that a head stored beside the embedding that it is tied to has the same values.
+
+        Raises:
+            UserError: it has others. transformers then computes with both, without tying them.
+        """
+        if not self.model.tied or HEAD not in self._place:
+            return
+        head, table = (self.open(file).get_slice(name)
+                       for file, name in (self._place[HEAD], self._place[self._table]))
+        parts = (slice(first, first + _ROWS_AT_ONCE) for first in range(0, table.get_shape()[0], _ROWS_AT_ONCE))
+        # NaN is equal to nothing; weights that have it are rejected by its name.
+        if head.get_shape() != table.get_shape() or not all(
+                torch.equal(head[part].nan_to_num(), table[part].nan_to_num()) for part in parts):
+            raise UserError(f"{HEAD} differs from the embedding {self._table}, although config.json ties them",
+                            where=str(self.where),
+                            instead='"tie_word_embeddings": false in config.json, if the stored head is the right '
+                                    f"one; or the weights without {HEAD}")
 
     def _refuse_others(self) -> None:
         """A tensor that ours has no place for means another model, whatever config.json says."""
@@ -275,6 +358,7 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
         shards = _shards(tensors, DTYPES[dtype].itemsize, shard_bytes)
         for number, shard in enumerate(shards):
             _write_shard(partial / _name(number, len(shards)), shard, weights, DTYPES[dtype])
+            weights.check_finite()
         total = sum(_numel(tensor) for tensor in tensors) * DTYPES[dtype].itemsize
         if len(shards) > 1:
             places = {tensor.name: _name(number, len(shards)) for number, shard in enumerate(shards)
@@ -286,7 +370,8 @@ def export(source: Source, out: Path, *, dtype: str = "fp32", shard_bytes: int =
         if out.exists():
             out.rmdir()
         partial.rename(out)
-    return Exported(out, total, len(shards), () if note is None else (f"no tokenizer was written: {note}",))
+    notes = [*weights.notes, *([] if note is None else [f"no tokenizer was written: {note}"])]
+    return Exported(out, total, len(shards), tuple(notes))
 
 
 def _write_config(folder: Path, source: Source, dtype: str, end_of_text: int | None) -> None:

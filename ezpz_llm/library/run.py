@@ -25,6 +25,7 @@ from ezpz_llm.observe import (
     MetricsLog,
     StepTimeline,
     StepWork,
+    Straggler,
     WallClock,
     final_text,
     plot_run,
@@ -163,23 +164,31 @@ class Run:
         """See `ezpz_llm.finish`."""
         self.heartbeat.beat(ENDING, self.step)
         self.flush()
-        straggler = self.metrics.straggler() if self.metrics is not None else None
+        optional = self.dist.optional
+        straggler = None if self.metrics is None else optional.attempt_together(
+            "the comparison of ranks", self.metrics.straggler)
         if self.is_main and self.metrics is not None:
-            run_dir, side = self.dist.run_dir, self.dist.side
-            history = whole_history(run_dir, side)
-            summary = summarise(run_dir, self._work(history), self.clock.split(), first_step=self.first_step,
-                                straggler=straggler if straggler and straggler.seconds else None, history=history)
-            print("\n" + plot_run(run_dir, colour=wants_colour(), history=history, side=side, unit=""))
-            side.update_record(run_dir, steps=self.step, summary=summary and asdict(summary),
-                               load_at_end=load_now(),
-                               config={**read_record(run_dir).get("config", {}), "steps": self.step})
-            side.attempt("report.html", lambda: write_atomic(
-                run_dir.report, report_page([run_of(run_dir, history)])))
-            if summary is not None:
-                print(final_text(summary, run_dir), end="", flush=True)
+            optional.attempt("the summary", lambda: self._report(straggler))
         for lost in self.dist.side.close():
             print(f"warning: {lost}", file=sys.stderr, flush=True)
         self.dist.close()
+
+    def _report(self, straggler: Straggler | None) -> None:
+        """Print plots and the closing block, and put the summary into run.json."""
+        run_dir, side = self.dist.run_dir, self.dist.side
+        side.update_record(run_dir, steps=self.step,
+                           config={**read_record(run_dir).get("config", {}), "steps": self.step})
+        history = whole_history(run_dir, side)
+        summary = summarise(run_dir, self._work(history), self.clock.split(), first_step=self.first_step,
+                            straggler=straggler if straggler and straggler.seconds else None, history=history)
+        charts = self.dist.optional.attempt("plotting", lambda: plot_run(
+            run_dir, colour=wants_colour(), history=history, side=side, unit=""))
+        if charts is not None:
+            print("\n" + charts)
+        side.update_record(run_dir, summary=summary and asdict(summary), load_at_end=load_now())
+        side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
+        if summary is not None:
+            print(final_text(summary, run_dir), end="", flush=True)
 
     def _open(self) -> MetricsLog:
         """The log of a run that goes on after its checkpoint's step, else from the beginning."""

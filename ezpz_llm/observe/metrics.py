@@ -237,7 +237,8 @@ class _Step:
 class MetricsLog:
     """Collects every step's loss and norm on the device; `flush` reduces them over ranks and writes the lines.
 
-    All ranks hold one and call `record`, `flush` and `straggler` at the same steps; rank 0 writes. A run that goes
+    All ranks hold one and call `record`, `flush` and `straggler` at the same steps; rank 0 writes. `flush` is
+    `reduce` and `write`, between which `record_task` can still add to the last line. A run that goes
     on after `first_step` appends to its directory's lines, of which later ones are dropped first (trim_history).
 
     Args:
@@ -260,6 +261,7 @@ class MetricsLog:
         self._first_step = first_step
         self._flush_every = flush_every
         self._pending: dict[int, _Step] = {}
+        self._reduced: list[dict[str, Any]] = []
         # Of each of this rank's steps: in data and forward; in backward besides; and until the optimizer's phase.
         self._before_collectives, self._busy, self._span = array("d"), array("d"), array("d")
         self._progress = Progress(total_steps, work) if console and dist.is_main else None
@@ -292,7 +294,7 @@ class MetricsLog:
 
     def record_task(self, step: int, **figures: float | None) -> None:
         """Put further results of an evaluation on the line of `step`, which is recorded and not yet written."""
-        self._pending[step].figures.update(figures)
+        (self._pending[step].figures if step in self._pending else self._reduced[-1]).update(figures)
 
     @property
     def due(self) -> bool:
@@ -322,8 +324,17 @@ class MetricsLog:
         if self._tracking:
             self._tracking.rewind(step)
 
-    def flush(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def flush(self, timeline: StepTimeline) -> None:
         """Reduce, write and show what was recorded since the last flush. A collective: every rank calls it.
+
+        Raises:
+            ValueError: the timeline did not time exactly the recorded steps.
+        """
+        self.reduce(timeline)
+        self.write()
+
+    def reduce(self, timeline: StepTimeline, look: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """Reduce what was recorded since the last flush, and write all lines but the last. Collective.
 
         Args:
             look: is given every line, on every rank, before it is written, and may add to it. Losses and norms are
@@ -348,10 +359,16 @@ class MetricsLog:
             self._before_collectives.append(phases["data"] + phases["forward"])
             self._busy.append(phases["data"] + phases["forward"] + phases["backward"])
             self._span.append(took.step_time_s - phases["optimizer"])
-        self._pending = {}
-        if not self._dist.is_main:
+        self._pending, self._reduced = {}, lines
+        if self._dist.is_main and lines[:-1]:
+            self._dist.side.append(self._run_dir.metrics, lines[:-1])
+
+    def write(self) -> None:
+        """Write the last line of those reduced, and show them."""
+        lines, self._reduced = self._reduced, []
+        if not lines or not self._dist.is_main:
             return
-        self._dist.side.append(self._run_dir.metrics, lines)
+        self._dist.side.append(self._run_dir.metrics, lines[-1:])
         if self._tracking:
             self._tracking.write(lines)
         if self._progress:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ezpz_llm.dist import Dist
+from ezpz_llm.dist.optional_work import OptionalWork
 from ezpz_llm.engine.base import Engine
 from ezpz_llm.engine.step_trace import StepTrace
 from ezpz_llm.model.parameters import product_flops_per_token
@@ -13,12 +16,56 @@ from ezpz_llm.observe.profile import PROFILE_STEPS, SKIP_STEPS
 from ezpz_llm.trainer.plan import RunPlan
 
 
-def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[StepWatch]:
+@dataclass
+class OptionalWatch:
+    """A profile that is left out from its first failure on, instead of ending the run.
+
+    `collective_at` is the step after which the watch makes collective calls.
+    """
+
+    watch: StepWatch
+    what: str
+    optional: OptionalWork
+    collective_at: int | None = None
+    failed: bool = False
+
+    def before_step(self, step: int) -> None:
+        """Called before a step."""
+        self._attempt(lambda: self.watch.before_step(step))
+
+    def after_step(self, step: int) -> None:
+        """Called after a step."""
+        if step == self.collective_at:
+            self.optional.attempt_together(self.what, lambda: self._after_collective_step(step))
+        else:
+            self._attempt(lambda: self.watch.after_step(step))
+
+    def close(self) -> None:
+        """Called when the run ends."""
+        self._attempt(self.watch.close)
+
+    def _after_collective_step(self, step: int) -> None:
+        if self.failed:
+            raise RuntimeError("it did not begin on this rank")
+        self.watch.after_step(step)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        def done() -> bool:
+            """Act; the result tells success from failure."""
+            action()
+            return True
+
+        if not self.failed:
+            self.failed = self.optional.attempt(self.what, done) is None
+
+
+def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list[OptionalWatch]:
     """The profiles that the configuration asks for: Python on rank 0, traces on every rank."""
     config = plan.config
-    wanted: list[StepWatch] = []
+    wanted: list[OptionalWatch] = []
     if config.profile and dist.is_main and (window := profile_window(first_step, config.steps)):
-        wanted.append(HostProfile(dist.run_dir, window, dist.side))
+        wanted.append(OptionalWatch(HostProfile(dist.run_dir, window, dist.side), "the profile of the host",
+                                    dist.optional))
     # After the host profile's steps: each would find the other's cost in its own. One step is for StepTrace, and
     # the run's last is followed by all that ends a run.
     skip = SKIP_STEPS + (PROFILE_STEPS if config.profile else 0)
@@ -26,8 +73,9 @@ def profiles(plan: RunPlan, dist: Dist, engine: Engine, first_step: int) -> list
     if not config.trace_steps or window is None:
         return wanted
     step_trace = StepTrace(window.first - 1, dist, engine, counts=not config.compile, products=_products(plan))
-    return [*wanted, step_trace, TraceProfile(dist.run_dir, dist.rank, window,
-                                              lambda: _notes(plan, dist, step_trace), dist.side)]
+    trace = TraceProfile(dist.run_dir, dist.rank, window, lambda: _notes(plan, dist, step_trace), dist.side)
+    return [*wanted, OptionalWatch(step_trace, "the trace of one step", dist.optional, window.first - 1),
+            OptionalWatch(trace, "the trace of steps", dist.optional)]
 
 
 def _products(plan: RunPlan) -> float | None:

@@ -140,6 +140,8 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
             compile_blocks(model)
         engine = build_engine(model, plan.resolved, dist, lr=config.lr, betas=(config.beta1, config.beta2),
                               eps=config.eps, param_groups=decay_groups(model, config.weight_decay))
+        if weights is not None:
+            weights.check_finite(dist)
     torch.manual_seed(dropout_seed(config, dist))
     return engine
 

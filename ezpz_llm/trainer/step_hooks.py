@@ -36,6 +36,7 @@ from ezpz_llm.rundir import read_record, update_record, write_atomic
 from ezpz_llm.trainer.memory_table import Memory, memory_table
 from ezpz_llm.trainer.next_commands import next_commands
 from ezpz_llm.trainer.plan import check_state
+from ezpz_llm.trainer.profiling import OptionalWatch
 from ezpz_llm.trainer.session import Session
 
 
@@ -47,28 +48,34 @@ def after_step(session: Session) -> None:
     scores = bool(session.hellaswag) and (last or _due(step, config.hellaswag_every))
     saves = config.save_every >= 0 and (last or _due(step, config.save_every))
     samples = session.prompt is not None and (last or _due(step, config.sample_every))
-    # Before a save, so that a run that goes on from it finds the lines of all steps before.
     flushes = saves or scores or evaluates or session.metrics.due
     if flushes or samples:
         session.metrics.erase_live_line()
         with session.clock.span("training"):  # else what is due would be charged with the step that it waits for
             session.timeline.wait()
+    optional = session.dist.optional
     if evaluates:
         with session.clock.span("evaluation"):
-            validate(session)
-    if scores:
-        with session.clock.span("evaluation"):
-            score_hellaswag(session)
-    if flushes:
-        flush(session)
-    if samples:
-        with session.clock.span("sampling"):
-            show_sample(session)
+            optional.attempt_together(f"the validation after step {step}", lambda: validate(session))
+    # Before a save, so that a run that resumes from it finds the lines of the steps before. Only where HellaSwag is
+    # due does the line of this step wait for its figures: the save comes first, since minutes may pass until then.
+    conclusions = reduce_metrics(session) if flushes else []
+    if flushes and not scores:
+        write_metrics(session, conclusions)
     # Not among bad steps: there has to be something good to go back to. The last one is written whatever it is,
     # unless the run goes back from there, or stops.
     if saves and (not session.spikes.streak or (last and not session.spikes.should_stop)):
         with session.clock.span("checkpoints"):
             save(session, at_once=last)
+    if scores:
+        try:
+            with session.clock.span("evaluation"):
+                optional.attempt_together(f"HellaSwag after step {step}", lambda: score_hellaswag(session))
+        finally:
+            write_metrics(session, conclusions)
+    if samples:
+        with session.clock.span("sampling"):
+            optional.attempt_together(f"the sample after step {step}", lambda: show_sample(session))
 
 
 def end_early(session: Session, why: str) -> None:
@@ -81,17 +88,33 @@ def end_early(session: Session, why: str) -> None:
 
 
 def flush(session: Session) -> None:
-    """Write the lines that wait, look at them, and limit the gradient norm of the next steps accordingly."""
+    """Observe the lines that wait, and write them. Collective."""
+    write_metrics(session, reduce_metrics(session))
+
+
+def reduce_metrics(session: Session) -> list[str]:
+    """Reduce the lines that wait, observe them, and limit the gradient norm of the next steps. Collective.
+
+    Returns:
+        The conclusions of the self-checks.
+    """
+    with session.clock.span("logging"):
+        session.metrics.reduce(session.timeline, session.observe)
+        conclusions = session.checks.conclude(session.dist)
+    session.engine.step_skip.limit = session.spikes.limit
+    return conclusions
+
+
+def write_metrics(session: Session, told: list[str]) -> None:
+    """Write the reduced lines, and print what was found in them."""
     spikes = session.spikes
     with session.clock.span("logging"):
-        session.metrics.flush(session.timeline, session.observe)
-        told = session.checks.conclude(session.dist)
+        session.metrics.write()
     if told and session.dist.is_main:
         shown = ["checks     " + "\n           ".join(told)] if session.verbose else [
             text for text in told if text.startswith("warning: ")]
         print("".join(f"{text}\n" for text in shown), end="", flush=True)
         session.dist.side.update_record(session.dist.run_dir, checks=told)
-    session.engine.step_skip.limit = spikes.limit
     if session.dist.is_main:
         for skipped in spikes.unreported:
             print(f"warning: {skipped}", flush=True)
@@ -153,10 +176,17 @@ def finish(session: Session) -> int:
     session.position = session.position.agree(session.dist)
     for profile in session.profiles:
         profile.close()
-    straggler, bubble = session.metrics.straggler(), session.metrics.bubble()
-    memory = session.memory.result(session.plan, session.dist)
+    optional = session.dist.optional
+    straggler = optional.attempt_together("the comparison of ranks", session.metrics.straggler)
+    bubble = optional.attempt_together("the idle time of pipeline stages", session.metrics.bubble)
+    memory = optional.attempt_together("the memory report",
+                                       lambda: session.memory.result(session.plan, session.dist))
     if session.dist.is_main:
-        report(session, straggler, bubble, memory)
+        session.dist.side.update_record(
+            session.dist.run_dir, val_tokens=session.validation.predictions, steps=session.step,
+            stopped=session.stopped, samples_consumed=session.position.consumed,
+            sample_hash=session.position.sample_hash, checkpoints=checkpoint_cost(session))
+        optional.attempt("the summary", lambda: report(session, straggler, bubble, memory))
     if session.stopped is not None and session.dist.is_main and not session.failed:
         print(f"stopped after step {session.step} of {session.config.steps}: {session.stopped}\n"
               f"  continue with: the same command and --resume {session.dist.run_dir.path}", flush=True)
@@ -175,33 +205,33 @@ def finish(session: Session) -> int:
     return 1 if errors else 0
 
 
-def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory) -> None:
-    """Print plots, tables and the closing block, and put the result into run.json."""
-    run_dir, side = session.dist.run_dir, session.dist.side
+def report(session: Session, straggler: Straggler | None, bubble: Bubble | None, memory: Memory | None) -> None:
+    """Print plots, tables and the closing block, and put the summary into run.json."""
+    run_dir, side, optional = session.dist.run_dir, session.dist.side, session.dist.optional
     history = whole_history(run_dir, side)
     summary = summarise(run_dir, session.work, session.clock.split(), first_step=session.first_step,
                         unigram_entropy=session.data.unigram_entropy, straggler=straggler, bubble=bubble,
                         history=history)
     colour = wants_colour()
-    profile = next((p.path for p in session.profiles if isinstance(p, HostProfile)), None)
-    charts = plot_run(run_dir, colour=colour, history=history, side=side)
-    if session.stopped is None or session.failed:
+    profile = next((profile.watch.path for profile in session.profiles
+                    if isinstance(profile, OptionalWatch) and isinstance(profile.watch, HostProfile)), None)
+    charts = optional.attempt("plotting", lambda: plot_run(run_dir, colour=colour, history=history, side=side))
+    if charts is not None and (session.stopped is None or session.failed):
         # Who stops a run wants the prompt back; plots/ and report.html have the charts.
         print("\n" + charts)
     if session.verbose:
         if summary is not None:
             print(where_time_went(summary, session.dist.world_size, rich=colour))
-        print(memory_table(memory, rich=colour))
+        if memory is not None:
+            print(memory_table(memory, rich=colour))
     side.update_record(
-        run_dir, val_loss=summary and summary.val_loss, val_tokens=session.validation.predictions,
-        steps=session.step, stopped=session.stopped, samples_consumed=session.position.consumed,
-        sample_hash=session.position.sample_hash, checkpoints=checkpoint_cost(session),
-        summary=summary and asdict(summary), memory=memory.as_record(), load_at_end=load_now())
+        run_dir, val_loss=summary and summary.val_loss, summary=summary and asdict(summary),
+        memory=memory and memory.as_record(), load_at_end=load_now())
     side.attempt("report.html", lambda: write_atomic(run_dir.report, report_page([run_of(run_dir, history)])))
     if summary is None:
         print(f"warning: nothing is left of {run_dir.metrics} to sum up", flush=True)
     else:
-        told = final_text(summary, run_dir, profile, memory.peak)
+        told = final_text(summary, run_dir, profile, memory and memory.peak)
         print(told, next_commands(session), sep="\n", end="", flush=True)
 
 
@@ -225,7 +255,7 @@ def save(session: Session, *, at_once: bool = False) -> None:
         if note and session.dist.is_main:
             session.metrics.erase_live_line()
             print(f"note: checkpoints are not written in the background: {note}", flush=True)
-        return session.saver.finish() if at_once or note else None
+        return session.saver.finish() if at_once or not session.saver.in_background else None
 
     _attempt(session, start)
 

@@ -50,6 +50,16 @@ def test_both_definitions_give_the_known_answers() -> None:
     assert scored(priced, [KNOWN[1], KNOWN[2]]) == Score(0.0, 1.0, 2, 0)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_no_score(value: float) -> None:
+    """argmin would take NaN for the smallest, and score 0.5 here."""
+    def diverged(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return priced(tokens, targets).index_fill(0, torch.tensor([1]), value)
+
+    with pytest.raises(UserError, match="the loss is NaN or Inf for 2 of 4 items"):
+        scored(diverged, KNOWN)
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_batches_do_not_change_the_score(at_once: int) -> None:
     assert scored(priced, KNOWN, items_at_once=at_once) == ANSWER

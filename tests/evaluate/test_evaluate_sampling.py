@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from ezpz_llm.base import UserError
 from ezpz_llm.evaluate.validation import sample
 from ezpz_llm.model.config import get_model_config
 from ezpz_llm.model.gpt import GPT
@@ -105,3 +106,19 @@ def test_a_training_run_does_not_notice_sampling(model):
 
     with_samples, without = train(copy.deepcopy(model), True), train(copy.deepcopy(model), False)
     assert all(torch.equal(p, q) for p, q in zip(with_samples.parameters(), without.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("top_k", [5, None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_after_all_forward_passes(value, top_k):
+    """An error in between would leave the other ranks of a sharded model waiting."""
+    logits, calls = torch.zeros(1, 320), []
+    logits[0, 7] = value
+
+    def forward(tokens):
+        calls.append(tokens)
+        return logits
+
+    with pytest.raises(UserError, match="the logits are not finite"):
+        draw(forward, torch.zeros(1, 1, dtype=torch.long), new_tokens=6, top_k=top_k)
+    assert len(calls) == 6

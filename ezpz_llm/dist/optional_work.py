@@ -1,0 +1,91 @@
+"""Optional work of a run, such as samples, benchmarks and plots: a failure is a warning and never ends the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ezpz_llm.base import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+_OUT_WITHIN_S = 30.0
+"""Ranks that fail in the same way do so within milliseconds; a rank that waits in a collective never comes."""
+_PAUSE_S = 0.01
+
+
+@dataclass
+class OptionalWork:
+    """Attempts work that a run can do without.
+
+    Ranks report through `store`, not through a collective: a rank that fails cannot know which collectives the
+    others are in. Without a store the failure of a collective action ends the run.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    store: Store | None = None
+    within_s: float = _OUT_WITHIN_S
+    _count: int = 0
+
+    def attempt(self, what: str, action: Callable[[], T]) -> T | None:
+        """Return the result of an action without collectives, or None with a warning if it fails.
+
+        Args:
+            what: the step in words, as the warning begins: "the sample after step 6".
+        """
+        try:
+            return action()
+        except Exception as error:  # plotting, profiling and tokenizing packages have errors of their own
+            _warn(what, error)
+            return None
+
+    def attempt_together(self, what: str, action: Callable[[], T]) -> T | None:
+        """Return the result of a collective action, or None with a warning if it fails. Every rank calls it.
+
+        Raises:
+            Exception: the action failed here while another rank waits in one of its collectives. The ranks would
+                be out of step, so that the run has to end.
+        """
+        if self.world_size == 1:
+            return self.attempt(what, action)
+        if self.store is None:
+            return action()
+        self._count += 1
+        key = f"optional/{self._count}"
+        try:
+            result = action()
+        except Exception as error:
+            first = self.store.compare_set(f"{key}/first", "", str(self.rank)).decode() == str(self.rank)
+            if self.rank == 0:
+                self.store.set(f"{key}/main", "failed")
+            if not self._all_are_out(self.store, key):
+                raise
+            # One warning; rank 0's if it failed, since the console shows its output.
+            if self.rank == 0 or (first and not self.store.check([f"{key}/main"])):
+                _warn(what, error)
+            return None
+        self.store.add(f"{key}/out", 1)
+        return result
+
+    def _all_are_out(self, store: Store, key: str) -> bool:
+        """Report that this rank has left the action, and wait until every rank has."""
+        out = store.add(f"{key}/out", 1)
+        deadline = time.monotonic() + self.within_s
+        while out < self.world_size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+            out = store.add(f"{key}/out", 0)
+        return True
+
+
+def _warn(what: str, error: Exception) -> None:
+    reason = error.found if isinstance(error, UserError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    print(f"warning: {what} failed: {' '.join(reason.split())}; the run continues", file=sys.stderr, flush=True)

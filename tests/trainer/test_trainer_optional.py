@@ -1,0 +1,111 @@
+"""Runs that diverge, and runs whose optional work fails: no checkpoint is lost, and the run ends as designed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slowness import scaled
+
+from ezpz_llm.checkpoint.manifest import complete
+from ezpz_llm.observe.profile import HostProfile
+from ezpz_llm.rundir import RunDir, read_lines, read_record
+from ezpz_llm.trainer import step_hooks
+from ezpz_llm.trainer.memory_table import MemoryWatch
+from ezpz_llm.trainer.options import parse
+from ezpz_llm.trainer.run import run
+
+SMALL = ["--n-layer", "1", "--n-head", "2", "--n-kv-head", "2", "--n-embd", "32", "--block-size", "32",
+         "--eval-tokens", "64", "--sample-tokens", "4", "--precision", "fp32", "--device", "cpu",
+         "--micro-batch-size", "2", "--ds-config", "ddp"]
+DIVERGING = ["--steps", "6", "--warmup-steps", "0", "--grad-clip", "0", "--lr", "1e3", "--save-every", "3"]
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return [folder.name for folder in complete(RunDir(run_dir).checkpoints)]
+
+
+def test_a_diverging_run_saves_and_ends_without_a_traceback(tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[list[str]] = []
+    inner = step_hooks.after_step
+
+    def after_step(session: Any) -> None:
+        inner(session)
+        seen.append(checkpoints(tmp_path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ezpz_llm.trainer.loop.after_step", after_step)
+        code = run(parse([*SMALL, *DIVERGING, "--profile", "false", "--save-async", "false",
+                          "--run-dir", str(tmp_path)]))
+    shown = capsys.readouterr()
+    assert code == 1
+    assert "warning: the sample after step 6 failed: the logits are not finite; the run continues\n" in shown.err
+    assert "the run ends after step 6 of 6" in shown.err
+    assert "training loss" in shown.out, "the summary"
+    # Without background saves each is complete when its step is over.
+    assert seen == [[], [], ["step-00000003"], ["step-00000003"], ["step-00000003"],
+                    ["step-00000003", "step-00000006"]]
+    assert [line["step"] for line in read_lines(RunDir(tmp_path).metrics)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_optional_part_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                     capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    items = tmp_path / "items.jsonl"
+    items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}) + "\n")
+    for owner, name in ((step_hooks.hellaswag, "score"), (step_hooks, "sample"), (step_hooks, "validation_loss"),
+                        (step_hooks, "plot_run"), (step_hooks, "report_page"), (HostProfile, "before_step"),
+                        (MemoryWatch, "result")):
+        monkeypatch.setattr(owner, name, fail)
+    code = run(parse([*SMALL, "--steps", "4", "--tokenizer", "bytes", "--hellaswag", str(items),
+                      "--hellaswag-every", "2", "--run-dir", str(tmp_path / "run")]))
+    shown = capsys.readouterr()
+    assert code == 0, shown.out + shown.err
+    for what in ("the validation after step 4", "HellaSwag after step 2", "HellaSwag after step 4",
+                 "the sample after step 4", "plotting", "the profile of the host", "the memory report"):
+        warning = f"warning: {what} failed: RuntimeError: out of memory; the run continues\n"
+        assert shown.err.count(warning) == 1, what
+    assert "training loss" in shown.out, "the summary"
+    assert checkpoints(tmp_path / "run") == ["step-00000004"]
+    record = read_record(RunDir(tmp_path / "run"))
+    assert (record["steps"], record["memory"], record["summary"]["steps"]) == (4, None, 4)
+
+
+def test_a_checkpoint_is_complete_before_what_may_take_minutes(tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in HellaSwag or a sample, the run has the checkpoint of that step."""
+    items = tmp_path / "items.jsonl"
+    items.write_text(json.dumps({"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}) + "\n")
+
+    def end(*args: Any, **options: Any) -> Any:
+        raise SystemExit(9)
+
+    for owner, name in ((step_hooks.hellaswag, "score"), (step_hooks, "sample")):
+        options = parse([*SMALL, "--steps", "4", "--profile", "false", "--tokenizer", "bytes", "--hellaswag",
+                         str(items), "--run-dir", str(tmp_path / name)])
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, end)
+            with pytest.raises(SystemExit):
+                run(options)
+        assert checkpoints(tmp_path / name) == ["step-00000004"]
+        assert [line["step"] for line in read_lines(RunDir(tmp_path / name).metrics)] == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_two_ranks_that_diverge_end_together(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ezpz_llm.launch", "-n", "2", "--run-dir", str(tmp_path / "run"),
+               sys.executable, "-m", "ezpz_llm.train", *SMALL, *DIVERGING]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled(200), check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("the sample after step 6 failed: the logits are not finite") == 1
+    assert checkpoints(tmp_path / "run") == ["step-00000003", "step-00000006"]
