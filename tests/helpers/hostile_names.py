@@ -1,7 +1,8 @@
-"""The kinds of hostile input that are hostnames, options of other programs, mixtures, and token files."""
+"""The kinds of hostile input that are hostnames, options of other programs, mixtures, token files, and weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -62,3 +63,44 @@ def tokenfiles(rng: Random, folder: Path) -> object:
         content = rng.choice(heads) + tokens if rng.random() < 0.5 else tokens
         written(folder / "tokens", name, mutate.binary(rng, content) if rng.random() < 0.5 else content)
     return check_corpus(str(folder / "tokens"), "gpt2", block_size=4)
+
+
+@kind
+def weights(rng: Random, folder: Path) -> object:
+    """A folder of transformers: weights whole or in shards, with damaged files, indexes, and names."""
+    import torch
+    from safetensors.torch import save
+
+    from ezpz_llm.hf.config import stored_tensors, to_hf
+    from ezpz_llm.hf.source import find_source
+    from ezpz_llm.hf.weights import open_weights
+    from ezpz_llm.model.config import get_model_config
+    from ezpz_llm.model.parameters import parameter_shapes, whole
+
+    model = get_model_config("tiny-llama", n_layer=1, n_head=2, n_kv_head=1, n_embd=8, vocab_size=20, block_size=8,
+                             intermediate_size=12)
+    tensors = {stored.name: torch.zeros(stored.shape) for stored in stored_tensors(model)}
+    if rng.random() < 0.4:
+        name = rng.choice(list(tensors))
+        value = tensors.pop(name)
+        others = [f"module.{name}", f"_orig_mod.{name}", f"{name}.lora_A", "lm_head.weight", "x" * 9000]
+        tensors[rng.choice(others)] = value
+    names = list(tensors)
+    parts = [names] if rng.random() < 0.4 else [names[::2], names[1::2]]
+    files = ["model.safetensors"] if len(parts) == 1 else ["model-00001-of-00002.safetensors",
+                                                           "model-00002-of-00002.safetensors"]
+    written(folder, "config.json", json.dumps(to_hf(model)).encode())
+    for file, part in zip(files, parts, strict=True):
+        content = save({name: tensors[name] for name in part})
+        head = b"version https://git-lfs.github.com/spec/v1\n"
+        written(folder, file, rng.choice([content, content, mutate.binary(rng, content), head]))
+    if len(parts) > 1 or rng.random() < 0.3:
+        index = {"metadata": {}, "weight_map": {name: file for file, part in zip(files, parts, strict=True)
+                                                for name in part}}
+        content = json.dumps(index).encode()
+        written(folder, "model.safetensors.index.json",
+                content if rng.random() < 0.4 else mutate.json_data(rng, index))
+    if rng.random() < 0.1:
+        written(folder, "adapter_config.json", b"{}")
+    with open_weights(find_source(str(folder), "--init-from")) as opened:
+        return [opened.read(name, whole(shape)).sum() for name, shape in parameter_shapes(model).items()]
