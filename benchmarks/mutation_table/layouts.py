@@ -6,6 +6,7 @@ from mutation_table.row import DROPOUT, PARTS, WIDE_SUMS, Fault, cell
 
 BUILD = "ezpz_llm/engine/build.py"
 DEEPSPEED = "ezpz_llm/engine/deepspeed_engine.py"
+GROUPS = "ezpz_llm/engine/deepspeed_groups.py"
 EMBEDDING = "ezpz_llm/model/embedding.py"
 FSDP2 = "ezpz_llm/engine/fsdp2_engine.py"
 GPT = "ezpz_llm/model/gpt.py"
@@ -54,7 +55,7 @@ FAULTS = (
     Fault("loaded-partitions-not-refreshed", "zero", DEEPSPEED,
           "self.zero._reassign_or_swap_out_partitioned_parameters(number)", "pass", cell("zero3", 2)),
     Fault("partitions-start-alike", "zero", SHARDED,
-          "start = min(part * parameter.ds_zero_partition_rank, parameter.ds_numel)", "start = 0",
+          "start = min(part * rank, parameter.ds_numel)", "start = 0",
           cell("zero3", 2, "llama")),
     Fault("rate-never-set", "zero", DEEPSPEED, "        set_lr(self._engine.optimizer, lr)\n", "",
           cell("zero2", 2, "llama")),
@@ -105,8 +106,9 @@ FAULTS = (
           "test_gradients_of_a_parameter_used_on_part_of_the_heads_are_summed"),
     Fault("sums-of-autocast-in-bf16", "tp", SUMS, "torch.float32 if casts else x.dtype)", "x.dtype)",
           WIDE_SUMS),
-    Fault("peers-are-data-parallel", "tp", DEEPSPEED, 'return self._mesh.real_group("dp", "sp")',
-          'return self._mesh.real_group("tp")', cell("tp2_zero1", 2)),
+    Fault("peers-are-data-parallel", "tp", GROUPS,
+          'data- and sequence-parallel ones."""\n        return self._mesh.real_group("dp", "sp")',
+          'data- and sequence-parallel ones."""\n        return self._mesh.real_group("tp")', cell("tp2_zero1", 2)),
     Fault("loss-of-one-stage-alone", "pp", PIPELINE, "(self.layout.pp / self.batch.accumulation)",
           "(1 / self.batch.accumulation)", cell("pp2", 2)),
     Fault("loss-by-the-global-count", "pp", PIPELINE, "(self.layout.pp / self.batch.accumulation)",
