@@ -174,7 +174,7 @@ def test_a_job_that_is_heterogeneous_or_a_part_of_one(tmp_path: Path, name: str)
     """Slurm alone writes groups of hosts that one srun cannot reach: refused. With other schedulers unlike chunks
     are hosts of one list, all of which get ranks."""
     if name == "slurm":
-        with pytest.raises(UserError, match="is heterogeneous, with 2 groups of hosts") as raised:
+        with pytest.raises(UserError, match="is heterogeneous, with 2 components") as raised:
             find_allocation(captured_env("slurm/env_het_batch.txt"))
         assert "--hostfile hosts …" in (raised.value.instead or "")
         return

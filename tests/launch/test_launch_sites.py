@@ -204,7 +204,7 @@ def test_the_line_of_frontier(tmp_path: Path) -> None:
     assert {place.device for place in plan.ranks} == {None}
     assert plan.ranks_source == "8 devices (site frontier)"
     # An salloc as one types it lacks what goes with one of the site's variables.
-    want = "FI_CXI_RDZV_PROTO=alt_read goes with a job of --network=disable_rdzv_get"
+    want = "FI_CXI_RDZV_PROTO=alt_read requires a job with --network=disable_rdzv_get"
     assert any(want in note for note in plan.notes)
     for right in ({"SLURM_NETWORK": "disable_rdzv_get"}, {"FI_CXI_RDZV_PROTO": "default"}):
         assert not any(want in note for note in _plan("python3 x.py", env | right).notes)
