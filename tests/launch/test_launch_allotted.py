@@ -151,7 +151,7 @@ def test_salloc_and_sbatch_give_the_same_ranks(gpu_cluster: Cluster, tmp_path: P
         places = [[(rank["host"], rank["local_rank"]) for rank in plan["ranks"]] for plan in (by_salloc, by_sbatch)]
         expected = [("n1", 0), ("n1", 1), ("n2", 0), ("n2", 1)][:3 if name == "uneven" else 4]
         assert places == [expected, expected], name
-        assert any("the job's devices are unequal" in note for note in by_salloc["notes"]) is (name == "uneven")
+        assert any("unequal numbers of devices" in note for note in by_salloc["notes"]) is (name == "uneven")
 
 
 def test_ranks_of_a_job_with_a_number_of_devices_see_them_all(gpu_cluster: Cluster, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python3"))
     empty = _programs(tmp_path)
     assert _plan("hostname", {"PATH": empty}).launcher.kind == "direct"
-    with pytest.raises(UserError, match="no mpiexec, no torchrun") as raised:
+    with pytest.raises(UserError, match="neither mpiexec nor torchrun is on PATH") as raised:
         _plan("-n 2 hostname", {"PATH": empty})
     assert "pip install mpich" in str(raised.value)
     path = _programs(tmp_path, torchrun="exit 1")

@@ -327,7 +327,7 @@ def test_the_line_of_flux_run(tmp_path: Path) -> None:
     assert "--ntasks=7" in _plan(tmp_path, "-n", "7", "--ppn", "4", "hostname", **env)["argv"]
     refused = launch(tmp_path, "--dry-run", "-n", "5", "--ppn", "4", "hostname", **env)
     assert refused.returncode == 2
-    assert "Flux deals ranks to hosts evenly, and these hosts would get [4, 1]" in refused.stderr
+    assert "Flux spreads ranks over nodes evenly and cannot place [4, 1] ranks per node" in refused.stderr
     assert "--requires=hosts:h2" in _plan(tmp_path, "--hosts", "h2", "hostname", **env)["argv"]
 
 
@@ -349,7 +349,7 @@ def test_ranks_by_jsrun(tmp_path: Path) -> None:
         "ALL_GPUS", "--launch_distribution", "packed", "--bind", "none"]
     refused = launch(tmp_path, "--dry-run", "--hosts", "h2", "hostname", **env,
                      LSB_MCPU_HOSTS="batch1 1 h1 42 h2 42")
-    assert "jsrun starts ranks on the first hosts of the job, and these are h1" in refused.stderr
+    assert "jsrun starts ranks only on the first nodes of the job, which are h1" in refused.stderr
     done = launch(tmp_path, "-n", "2", "--tee", "all", "bash", "-c", "echo $RANK of $WORLD_SIZE", **env,
                   LSB_MCPU_HOSTS=f"batch1 1 {socket.gethostname()} 42")
     assert done.returncode == 0, done.stderr
