@@ -132,7 +132,7 @@ def test_uneven_hosts_get_what_the_job_has_there(tmp_path: Path, name: str) -> N
     assert isinstance(plan, dict)
     assert [sum(rank["host"] == host for rank in plan["ranks"]) for host in ("h2", "h1")] == expected
     if name == "oar":
-        assert any("hosts differ: 1 CPU" in note for note in plan["notes"])
+        assert any("nodes differ: 1 CPU" in note for note in plan["notes"])
 
 
 @pytest.mark.parametrize("name", _ALL)

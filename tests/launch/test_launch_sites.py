@@ -268,7 +268,7 @@ def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None
     # A site that lets srun count is told so; one that leaves it to us is dealt by device.
     depth = _lumi(tmp_path, "", slurm, binding='"depth"')
     assert " -c 7 --cpu-bind=cores " in _line(depth)
-    assert any('binding = "list" in the site file deals them by device_domains' in note for note in depth.notes)
+    assert any('binding = "list" in the site file to assign them by device_domains' in note for note in depth.notes)
     assert _bound(_lumi(tmp_path, "", slurm, binding="")) == _LUMI_BOUND
     assert " -c 3 --cpu-bind=cores " in _line(_lumi(tmp_path, "", slurm | {"SLURM_JOB_CPUS_PER_NODE": "28(x2)"},
                                                     binding=""))
@@ -326,7 +326,7 @@ def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkey
         (tmp_path / f"gpus/0000:0{number}:00.0").mkdir(parents=True)
     monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
     plan = _plan("--site polaris python3 x.py", _slurm(tmp_path, "localhost", 1, 2))
-    assert "site polaris has pbs, and this is a job of slurm" in plan.notes
+    assert "site polaris has pbs, but this is a job of slurm" in plan.notes
     assert any(note.startswith("3 devices here") and note.endswith("polaris have 4") for note in plan.notes)
     assert len(plan.ranks) == 3
 
