@@ -118,8 +118,8 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
         (None, 2, {}, "cores are unknown on this node"),
         (whole, 9, {}, "9 ranks share 8 cores"),
         (whole, 1, {}, "the only rank of a node has all its cores"),
-        (whole, 2, {"allotted": 4}, "the job has 4 of a host's 16 CPUs"),
-        (part, 2, {}, "only some of this host's cores"),
+        (whole, 2, {"allotted": 4}, "the job has 4 of a node's 16 CPUs"),
+        (part, 2, {}, "only some of this node's cores"),
     ):
         binding = _bind("generic", topology, ranks, "mpiexec", **changes)
         assert (binding.kind, binding.cores) == ("none", ())

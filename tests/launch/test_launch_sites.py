@@ -290,7 +290,7 @@ def test_the_same_under_mpiexec(tmp_path: Path) -> None:
     assert {distance for _, _, distance in _bound(own)} == {"near"}
     # Half of Aurora's ranks all take devices of its first socket: both sockets' cores stay in use, as a note says.
     half = _plan("--ppn 6 python3 x.py", _pbs(tmp_path, ("a1",), EZPZ_LLM_SITE="aurora"))
-    assert ("3 of 6 ranks of a node are not near their device: local rank 3 has cores 53-69, and device 3 is on "
+    assert ("3 of 6 ranks of a node are not near their device: local rank 3 has cores 53-69, but device 3 is on "
             "another socket") in half.notes
 
 
@@ -327,7 +327,7 @@ def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkey
     monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
     plan = _plan("--site polaris python3 x.py", _slurm(tmp_path, "localhost", 1, 2))
     assert "site polaris has pbs, but this is a job of slurm" in plan.notes
-    assert any(note.startswith("3 devices here") and note.endswith("polaris have 4") for note in plan.notes)
+    assert any(note.startswith("this node has 3 devices") and note.endswith("polaris have 4") for note in plan.notes)
     assert len(plan.ranks) == 3
 
 
