@@ -327,7 +327,8 @@ def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkey
     monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
     plan = _plan("--site polaris python3 x.py", _slurm(tmp_path, "localhost", 1, 2))
     assert "site polaris has pbs, but this is a job of slurm" in plan.notes
-    assert any(note.startswith("this node has 3 devices") and note.endswith("polaris have 4") for note in plan.notes)
+    assert any(note.startswith("this node has 3 devices") and note.endswith("polaris have 4")
+               for note in plan.notes)
     assert len(plan.ranks) == 3
 
 
