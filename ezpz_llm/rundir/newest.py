@@ -41,7 +41,7 @@ def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
         UserError: there is no such run. `instead` is what to type.
     """
     runs = sorted({path.parent for name in ("run.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")},
-                  key=_written, reverse=True)
+                  key=_last_written, reverse=True)
     for run in runs:
         run_dir = RunDir(run.absolute())
         if _fits(run_dir, kind):
@@ -51,7 +51,7 @@ def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
     raise UserError(f"no {kind.name if runs else 'run'} in {folder}/", where=os.getcwd(), instead=instead)
 
 
-def _written(run: Path) -> float:
+def _last_written(run: Path) -> float:
     return max(path.stat().st_mtime for name in ("run.json", "metrics.jsonl") if (path := run / name).exists())
 
 

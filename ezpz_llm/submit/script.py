@@ -149,13 +149,13 @@ _RESERVE_S, _RESERVED_PART = 60, 6
 """Reserve in seconds for the time between a job's start, as the scheduler counts it, and the first line of its
 script; for a short job at most 1/6 of its time limit."""
 
-_OF_A_LAUNCH = (*MASKS, *RANKS_OWN, *TORCHS_OWN, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, SECRET_VARIABLE,
-                WORLD_SIZE_VARIABLE, RANKS_PER_NODE_VARIABLE, RANK_NAMES_VARIABLE, ENDS_AT_VARIABLE,
-                TERMINAL_VARIABLE)
+_LAUNCH_VARIABLES = (*MASKS, *RANKS_OWN, *TORCHS_OWN, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, SECRET_VARIABLE,
+                     WORLD_SIZE_VARIABLE, RANKS_PER_NODE_VARIABLE, RANK_NAMES_VARIABLE, ENDS_AT_VARIABLE,
+                     TERMINAL_VARIABLE)
 # The job sets HOME itself, and PATH and the site have their own lines in the script.
-_LEFT_OUT = ("HOME", "PATH", SITE_VARIABLE, *_OF_A_LAUNCH)
-_OF_THE_ENVIRONMENT = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
-_OF_A_JOB = ("SLURM_", "PBS_", "FLUX_", "LSB_", "LSF_JOB", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
+_NOT_EXPORTED = ("HOME", "PATH", SITE_VARIABLE, *_LAUNCH_VARIABLES)
+_ENVIRONMENT_VARIABLES = ("CONDA_PREFIX", "MPI4PY_LIBMPI")
+_JOB_PREFIXES = ("SLURM_", "PBS_", "FLUX_", "LSB_", "LSF_JOB", "PMI_", "PMIX_", "PALS_", "OMPI_", "HYDRA_")
 
 
 def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ...], time_s: int, *,
@@ -174,7 +174,7 @@ def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ..
     secrets = secret_values(env)
     lines = [f"cd {shlex.quote(str(folder))} || exit"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())
-              if _is_carried(name) and redact(hide(value, secrets), name) == value]
+              if _is_exported(name) and redact(hide(value, secrets), name) == value]
     path = shlex.quote(env.get("PATH", os.defpath))
     lines += [*setup, f"export PATH=$PATH:{path}" if has_modules else f"export PATH={path}:$PATH"]
     # sys.prefix without resolving links: the environment's python3 and launch must come first.
@@ -184,9 +184,9 @@ def environment_lines(env: Mapping[str, str], folder: Path, setup: tuple[str, ..
     return lines
 
 
-def _is_carried(name: str) -> bool:
-    wanted = name in (*FORWARDED, *_OF_THE_ENVIRONMENT) or name.startswith(FORWARDED_PREFIXES)
-    return wanted and name not in _LEFT_OUT
+def _is_exported(name: str) -> bool:
+    wanted = name in (*FORWARDED, *_ENVIRONMENT_VARIABLES) or name.startswith(FORWARDED_PREFIXES)
+    return wanted and name not in _NOT_EXPORTED
 
 
 def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
@@ -199,4 +199,4 @@ def outside_a_job(env: Mapping[str, str]) -> dict[str, str]:
     # FLUX_URI names the instance in which flux queues the job: the enclosing one, as for sbatch in a Slurm job.
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "PBS_EXEC", "PBS_SERVER", "PBS_CONF_FILE", "PBS_DEFAULT", "FLUX_URI")
     return {name: value for name, value in env.items()
-            if name not in _OF_A_LAUNCH and (name in kept or not name.startswith(_OF_A_JOB))}
+            if name not in _LAUNCH_VARIABLES and (name in kept or not name.startswith(_JOB_PREFIXES))}

@@ -31,7 +31,7 @@ DIALECTS = (
 
 ENTRY_POINTS = "ezpz_llm.dialects"
 
-_OF_PBS = re.compile(r"\s*pbs_version\b")
+_PBS_WRAPPER = re.compile(r"\s*pbs_version\b")
 
 
 def dialects() -> Iterator[Dialect]:
@@ -67,13 +67,13 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
         UserError: the launcher is not on PATH, or it is an unknown mpiexec.
     """
     if wanted == "auto" and (step_launcher := _step_launcher(scheduler, env)):
-        return _stepping(step_launcher, job_of(schedulers()[scheduler].TITLE), env)
+        return _from_step_launcher(step_launcher, job_of(schedulers()[scheduler].TITLE), env)
     for candidate in schedulers().values():
         if (step_launcher := candidate.step_launcher()) and step_launcher.program == wanted:
-            return _stepping(step_launcher, "--launcher", env)
+            return _from_step_launcher(step_launcher, "--launcher", env)
     starter = partial(_starter, scheduler, env, site_dialect)
     if wanted == "torchrun":
-        return _torchrun(_need("torchrun", "--launcher", env), "--launcher", starter)
+        return _torchrun(_require_program("torchrun", "--launcher", env), "--launcher", starter)
     if wanted == "mpiexec":
         return _mpiexec("--launcher", env, site_dialect)
     mpiexec, skip_notes = _find_mpiexec("auto: mpiexec found", env, site_dialect)
@@ -81,7 +81,7 @@ def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
         return mpiexec
     if world_size == 1:
         return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, skip_notes)
-    if program := next(_all("torchrun", env), None):
+    if program := next(_find_programs("torchrun", env), None):
         return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
     raise UserError(f"cannot start {world_size} ranks: neither mpiexec nor torchrun is on PATH",
                     where="; ".join(("PATH", *skip_notes)),
@@ -92,22 +92,23 @@ def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -
     """Return the launcher that starts one torchrun on each of several nodes."""
     source = "--launcher torchrun on other nodes"
     if step_launcher := _step_launcher(scheduler, env):
-        return _stepping(step_launcher, source, env)
+        return _from_step_launcher(step_launcher, source, env)
     return _mpiexec(source, env, site_dialect)
 
 
 def _step_launcher(name: str, env: Mapping[str, str]) -> StepLauncher | None:
     scheduler = schedulers().get(name)
     launcher = scheduler.step_launcher() if scheduler else None
-    return None if launcher and launcher.optional and not any(_all(launcher.program, env)) else launcher
+    return None if launcher and launcher.optional and not any(_find_programs(launcher.program, env)) else launcher
 
 
-def _stepping(own: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
-    return Launcher(own.program, own.dialect, _need(own.program, source, env), source, own.build)
+def _from_step_launcher(launcher: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
+    program = _require_program(launcher.program, source, env)
+    return Launcher(launcher.program, launcher.dialect, program, source, launcher.build)
 
 
-def _need(program: str, source: str, env: Mapping[str, str]) -> str:
-    for path in _all(program, env):
+def _require_program(program: str, source: str, env: Mapping[str, str]) -> str:
+    for path in _find_programs(program, env):
         return path
     raise _not_on_path(program, source)
 
@@ -117,7 +118,7 @@ def _not_on_path(program: str, where: str) -> UserError:
                      instead="load its module, or choose another --launcher")
 
 
-def _all(program: str, env: Mapping[str, str]) -> Iterator[str]:
+def _find_programs(program: str, env: Mapping[str, str]) -> Iterator[str]:
     # First PATH, which has the site's programs. Then the folder of this Python and the one in which
     # launchers/with-env installs MPICH, for shells without a PATH for this environment, such as job scripts.
     python_folder = os.path.dirname(sys.executable)
@@ -143,9 +144,9 @@ def _find_mpiexec(source: str, env: Mapping[str, str],
                   site_dialect: str | None) -> tuple[Launcher | None, tuple[str, ...]]:
     """Return the first mpiexec that belongs to an MPI, or None, and a note for each mpiexec that was skipped."""
     skip_notes: list[str] = []
-    for program in _all("mpiexec", env):
+    for program in _find_programs("mpiexec", env):
         text = _version_text(program)
-        if not _OF_PBS.match(text):
+        if not _PBS_WRAPPER.match(text):
             launcher = identify(text, program, source, site_dialect)
             return replace(launcher, notes=(*skip_notes, *launcher.notes)), tuple(skip_notes)
         # PBS's profile.d puts it on every user's PATH. It wraps one vendor's mpirun and is not an MPI itself.

@@ -13,8 +13,8 @@ from ezpz_llm.launch.dialects.work import (
 )
 from ezpz_llm.launch.hostlist import expand_numbers
 
-_USERS_OWN = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
-              "I_MPI_HYDRA_BOOTSTRAP_EXEC")
+_USER_VARIABLES = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
+                   "I_MPI_HYDRA_BOOTSTRAP_EXEC")
 """Variables with which the user chooses how Hydra starts its proxies. launch then sets no options of its own for
 them, since ssh would reject srun's."""
 
@@ -71,7 +71,7 @@ def _remote_shell(work: Work) -> tuple[str, ...]:
 
 
 def _is_users_choice(work: Work) -> bool:
-    return any(work.env.get(name) for name in _USERS_OWN)
+    return any(work.env.get(name) for name in _USER_VARIABLES)
 
 
 def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tuple[str, str]]) -> Built:

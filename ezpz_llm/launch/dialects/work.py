@@ -20,7 +20,7 @@ HOSTS_ON_THE_LINE = 8
 """Longer node lists go into a file in the run directory."""
 
 SRUN_OVERLAP = ("--overlap --export=ALL",
-                "the daemons' own srun must not wait for the step that launch may stand in")
+                "the daemons' own srun must not wait for the step that launch may run in")
 """Options of the srun with which mpiexec starts its daemons, and the reason that the plan shows."""
 
 REMOTE_SHELL = "the scheduler's remote shell starts the daemons: ssh may be forbidden on its nodes"

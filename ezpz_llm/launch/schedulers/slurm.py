@@ -291,7 +291,7 @@ def cancellations(env: Mapping[str, str], since: float) -> str:
 
 
 _STEP_TIMEOUT_S = 10.0
-_ITS_NETWORK = "disable_rdzv_get"
+_RDZV_NETWORK = "disable_rdzv_get"
 """--network option that FI_CXI_RDZV_PROTO=alt_read requires: OLCF's "PyTorch on Frontier" sets both or neither.
 Slurm puts a job's --network into SLURM_NETWORK."""
 
@@ -306,9 +306,9 @@ def step_launcher() -> StepLauncher | None:
 def site_notes(env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
     """Return a note if the site's variables require a --network option that the job lacks."""
     protocol = env.get("FI_CXI_RDZV_PROTO", of_site.get("FI_CXI_RDZV_PROTO"))
-    if protocol != "alt_read" or _ITS_NETWORK in env.get("SLURM_NETWORK", ""):
+    if protocol != "alt_read" or _RDZV_NETWORK in env.get("SLURM_NETWORK", ""):
         return ()
-    return (f"FI_CXI_RDZV_PROTO=alt_read requires a job with --network={_ITS_NETWORK}, which this job lacks:"
+    return (f"FI_CXI_RDZV_PROTO=alt_read requires a job with --network={_RDZV_NETWORK}, which this job lacks:"
             " add it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default",)
 
 
