@@ -1,4 +1,4 @@
-"""The run directory: the only way in which one command tells another anything (standard library only)."""
+"""Files of a run directory, through which all commands exchange data (standard library only)."""
 
 from ezpz_llm.rundir.files import (
     RUN_DIR_VARIABLE,

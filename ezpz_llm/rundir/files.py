@@ -1,5 +1,7 @@
-"""The files of a run directory: their names, in one place; writing that is never seen half done (whole files, whole
-lines), reading, and sweeping what killed runs left."""
+"""Paths, atomic writes, and reads of the files in a run directory.
+
+A reader never sees part of a file or of a line.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,20 @@ from ezpz_llm.rundir.schemas import Record, Resolved
 from ezpz_llm.rundir.secrets import without_secrets
 
 RUN_DIR_VARIABLE = "EZPZ_LLM_RUN_DIR"
-"""How `launch` tells every rank which run directory it made."""
+"""Variable with the run directory, which `launch` sets for every rank."""
 
 _PRIVATE = ("heartbeat", "errors", "control")
-"""What launch and the nodes believe: closed to all other users, whatever the umask."""
+"""Folders with files that launch and the node agents trust: closed to all other users, whatever the umask."""
 _FOLDERS = ("logs", "stacks", "plots", "profile", "checkpoints")
 _FOLDER_MODE = 0o755
-"""Of a run directory and its other folders, but for what the umask takes away: whether others may read logs and
-metrics is the umask's to say, and nobody else may write there, since a link in the place of a log would be written
-through."""
+"""Mode of a run directory and its other folders, before the umask.
+
+The umask decides whether other users may read logs and metrics. They may never write: we would write through a link
+that replaced a log."""
 
 
 class _Inside:
-    """A file or folder of a run directory, as an attribute of RunDir that is its path."""
+    """Descriptor for the path of a file or folder in a run directory."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -46,12 +49,11 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory.
+    """Directory of a run.
 
-    `run.json` is the run's record, `metrics.jsonl` has one object a training step, `logs/` one file a rank,
-    `errors/` one record a failed rank, `heartbeat/` one report a node (one file a rank where launch did not start
-    it), `control/` orders to the nodes, `stacks/` what ranks were doing when asked; `plots/`, `profile/` and
-    `checkpoints/` hold what their names say.
+    `run.json` is the run's record, `metrics.jsonl` has one object per training step, `logs/` one file per rank,
+    `errors/` one record per failed rank, `heartbeat/` one report per node (one file per rank if launch did not
+    start the run), `control/` orders to the node agents, `stacks/` stack traces of ranks.
     """
 
     path: Path
@@ -60,83 +62,85 @@ class RunDir:
     metrics = _Inside("metrics.jsonl")
     plots = _Inside("plots")
     report = _Inside("report.html")
-    """The page that a run writes of itself at its end."""
+    """HTML report that a run writes at its end."""
     profile = _Inside("profile")
     checkpoints = _Inside("checkpoints")
     offloaded = _Inside("nvme")
-    """What ranks keep in files instead of memory, a folder each, while the run lasts."""
+    """Tensors offloaded to files, with one folder per rank. Removed at the end of the run."""
     errors = _Inside("errors")
     job_script = _Inside("job.sh")
-    """What the scheduler was given, where the run was submitted."""
+    """Job script, if the run was submitted."""
     layout = _Inside("layout.json")
     """Our resolved layout (see engine/)."""
     deepspeed = _Inside("deepspeed.json")
-    """Exactly what DeepSpeed was given; absent for an engine that is not DeepSpeed's."""
+    """The ds_config passed to DeepSpeed; absent with other engines."""
     heartbeat = _Inside("heartbeat")
     """Reports of the nodes."""
     control = _Inside("control")
-    """Orders to the agents of the nodes."""
+    """Orders to the node agents."""
     launcher_log = _Inside("logs", "launcher.log")
-    """What the launcher itself and rank 0 wrote to standard error."""
+    """Standard error of the launcher and of rank 0."""
     post_mortem = _Inside("postmortem.txt")
     tokenizer = _Inside("tokenizer")
-    """A copy of the tokenizer's files, where it is another library's."""
+    """Copy of the tokenizer's files, if it belongs to another library."""
 
     def __post_init__(self) -> None:
         if not is_one_line(str(self.path)):
-            raise UserError("the name of a run directory has control characters", where=str(self.path),
+            raise UserError("the name of the run directory has control characters", where=str(self.path),
                             instead="another name (--run-dir)")
 
     def trace(self, rank: int) -> Path:
-        """A rank's trace of some of its steps."""
+        """Return the path of a rank's trace."""
         return self.profile / f"trace-rank{rank:04d}.json.gz"
 
     def counterfactual(self, rank: int) -> Path:
-        """The times of a rank's steps with and without collectives."""
+        """Return the path of a rank's step times with and without collectives."""
         return self.profile / f"counterfactual-rank{rank:04d}.json"
 
     def tracker(self, name: str) -> Path:
-        """Where one of the trackers that the run feeds writes."""
+        """Return the folder of an experiment tracker."""
         return self.path / "trackers" / name
 
     def rank_log(self, rank: int) -> Path:
-        """What a rank printed."""
+        """Return the path of a rank's output."""
         return self.path / "logs" / f"rank{rank:04d}.log"
 
     def rank_error(self, rank: int) -> Path:
-        """The exception that a rank ended with."""
+        """Return the path of the exception that ended a rank."""
         return self.errors / f"rank{rank:04d}.json"
 
     def rank_heartbeat(self, rank: int) -> Path:
-        """The file that a rank touches while it makes progress."""
+        """Return the path of the file that a rank touches while it makes progress."""
         return self.heartbeat / f"rank{rank:04d}"
 
     def node_report(self, first_rank: int) -> Path:
-        """What the agent of one node gathers; numbered by the node's first rank, which is unique however ranks are
-        placed."""
+        """Return the path of a node agent's report, numbered by the node's first rank, which is always unique."""
         return self.heartbeat / f"node{first_rank:04d}.json"
 
     def rank_stacks(self, rank: int) -> Path:
-        """The stacks of a rank, written when they were last asked for."""
+        """Return the path of a rank's stack traces, written at the last request."""
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     @property
     def preflight(self) -> RunDir:
-        """The run directory of the preflight that came before this run."""
+        """Run directory of the preflight before this run."""
         return RunDir(self.path / "preflight")
 
     def check_there(self) -> None:
-        """
+        """Check that the directory exists.
+
         Raises:
-            UserError: there is no such folder (any more).
+            UserError: it does not.
         """
         if not self.path.is_dir():
-            raise UserError("there is no such folder: it was removed, or never made", where=str(self.path),
-                            instead="the directory of a run")
+            raise UserError("the run directory does not exist: it was removed, or never created",
+                            where=str(self.path), instead="the directory of a run")
 
     def claim(self) -> bool:
-        """Make a default directory, which is to be one run's alone; false if another run, begun in the same second,
-        has made it. What is wrong with the place is for `create` to say."""
+        """Create a default directory, which runs must not share.
+
+        Return False if another run created it in the same second. Other errors are left to `create`.
+        """
         try:
             self.path.mkdir(_FOLDER_MODE, parents=True)
         except OSError as error:
@@ -144,10 +148,10 @@ class RunDir:
         return True
 
     def create(self) -> RunDir:
-        """Make the directory and its folders; existing ones are kept (a resumed run appends).
+        """Create the directory and its folders. Existing ones are kept, because a resumed run appends.
 
         Raises:
-            UserError: the place is not writable, or a file stands there.
+            UserError: the parent is not writable, or the path is a file.
         """
         try:
             self.path.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
@@ -158,12 +162,12 @@ class RunDir:
         except OSError as error:
             raise UserError(f"cannot make the run directory: {error.strerror}",
                             where=error.filename or str(self.path),
-                            instead="name a writable place with --run-dir DIR") from error
+                            instead="--run-dir DIR with a writable directory") from error
         return self
 
 
 def default_run_dir(name: str, parent: Path | None = None, now: float | None = None) -> RunDir:
-    """`runs/<name>-<stamp>` under `parent` (default: the working directory), not yet existing.
+    """Return a new path `runs/<name>-<stamp>` in `parent` (default: the working directory).
 
     A second run within the same second gets the suffix -1, and so on.
     """
@@ -177,16 +181,15 @@ def default_run_dir(name: str, parent: Path | None = None, now: float | None = N
     return RunDir(path)
 
 
-# Writing that is never seen half done: whole files, whole lines; and sweeping what killed runs left.
 _MODE = 0o644
-"""Of a new file, but for what the umask takes away: nobody else writes our records."""
+"""Mode of new files, before the umask: other users never write our records."""
 
 
 def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
-    """Replace `path` by `content` in one step: a reader sees the old file or the new one, never a part.
+    """Replace `path` with `content` atomically: readers see the old or the new file, never part of it.
 
     Raises:
-        OSError: nothing was changed (a full disk leaves the old file as it was).
+        OSError: nothing was changed; a full disk leaves the old file intact.
     """
     content = content.encode() if isinstance(content, str) else content
     parts = [content] if isinstance(content, bytes) else content
@@ -204,13 +207,13 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
 
 
 def write_file(path: Path, content: bytes | str, option: str | None = None) -> None:
-    """Write one file that a user asked for, whole or not at all.
+    """Write a file that the user requested, atomically.
 
     Args:
-        option: the one that names this very file. Its folder has to be there; without an option it is made.
+        option: the option that names the file. The folder must then exist; without an option it is created.
 
     Raises:
-        UserError: says why not.
+        UserError: the file cannot be written.
     """
     try:
         if option is None:
@@ -219,29 +222,29 @@ def write_file(path: Path, content: bytes | str, option: str | None = None) -> N
     except OSError as error:
         raise UserError(f"cannot write {path.name}: {error.strerror}",
                         where=f"{option} {path}" if option else str(path.parent),
-                        instead="a file in a folder that exists and is yours, or room there") from error
+                        instead="a file in an existing folder that is writable and has space") from error
 
 
 def ours(path: str, flags: int) -> int:
-    """An `opener` of `open` for a file that nobody else may write; a link is not followed.
+    """Open a file that no other user may write (an `opener` for `open`). Links are not followed.
 
     Raises:
-        OSError: also for a pipe, whose writer would wait for a reader, and for a device.
+        OSError: also for a device, and for a pipe, where a write would wait for a reader.
     """
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _MODE)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", path)
+        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file", path)
     return handle
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, in one step."""
+    """Write `value` as indented JSON, atomically."""
     write_atomic(path, json_text(value))
 
 
 def hash_file(path: Path) -> str:
-    """The sha256 of a file, as hex. Raises as `outside.open_regular`."""
+    """Return the SHA-256 of a file in hexadecimal. Raises as `outside.open_regular`."""
     digest = hashlib.sha256()
     with outside.open_regular(path) as file:
         while chunk := file.read(1 << 24):
@@ -250,27 +253,27 @@ def hash_file(path: Path) -> str:
 
 
 def json_text(value: Any) -> str:
-    """`value` as indented JSON."""
+    """Return `value` as indented JSON."""
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append `value` as one line of JSON; see append_lines."""
+    """Append `value` as a line of JSON; see `append_lines`."""
     append_lines(path, [value])
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """Append each value as a line of JSON, all in one write, so that lines of several writers do not mix.
+    """Append each value as a line of JSON, in a single write, so that lines of several writers do not mix.
 
     Raises:
-        OSError: nothing was appended (a full disk).
+        OSError: nothing was appended, for example on a full disk.
     """
     lines = "".join(f"{json.dumps(value, default=str)}\n" for value in values).encode()
     handle = ours(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         written = os.write(handle, lines)
         if written < len(lines):
-            # The next line must not be joined to a part of these.
+            # A partial line would be joined to the next one.
             os.ftruncate(handle, os.fstat(handle).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
@@ -278,10 +281,10 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where there is none.
+    """Return the content of a JSON file, or None if it does not exist.
 
     Raises:
-        UserError: it is damaged, or cannot be read.
+        UserError: the file is damaged, or cannot be read.
     """
     try:
         return outside.read_json(path)
@@ -290,13 +293,17 @@ def read_json(path: Path) -> Any:
 
 
 def read_layout(path: Path) -> dict[str, Any] | None:
-    """What layout.json holds; None where there is none. Raises as `read_json`, and for wrong types."""
+    """Return the content of layout.json, or None if it does not exist.
+
+    Raises:
+        UserError: as `read_json`, or a value has the wrong type.
+    """
     stored = read_json(path)
     return None if stored is None else as_type(Resolved, stored, str(path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, none where there is no file; a last line cut short by a crash is left out.
+    """Yield the objects of a JSON-lines file, none if it does not exist. Skip a last line that a crash truncated.
 
     Raises:
         UserError: another line is damaged.
@@ -307,27 +314,28 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-# What killed runs leave half written in a run directory. Only its owner may sweep it: nobody else writes there.
-_HALF = (".step-*.partial", ".step-*.removed")
+_INCOMPLETE = (".step-*.partial", ".step-*.removed")
 
 
 def sweep_checkpoints(checkpoints: Path) -> None:
-    """Remove checkpoints that were never completed, or not removed to their end."""
-    for pattern in _HALF:
-        for left in checkpoints.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove incomplete checkpoints: a killed run was writing or removing them.
+
+    Only the owner of the run directory may call this: no other process writes there.
+    """
+    for pattern in _INCOMPLETE:
+        for incomplete in checkpoints.glob(pattern):
+            shutil.rmtree(incomplete, ignore_errors=True)
 
 
-# `run.json`: what ran, with what, where, and what came out. Secrets are redacted on the way in.
 _LOCK_WITHIN_S, _LOCK_POLL_S = 1.0, 0.01
 _OTHER = "another run directory, or remove the file"
 
 
 def read_record(run_dir: RunDir) -> dict[str, Any]:
-    """The record as it stands; empty where there is none yet.
+    """Return the current content of run.json, empty if it does not exist.
 
     Raises:
-        UserError: it cannot be read, or is not what we write there.
+        UserError: the file cannot be read, or is not a run record.
     """
     try:
         record = outside.read_json(run_dir.record)
@@ -339,7 +347,7 @@ def read_record(run_dir: RunDir) -> dict[str, Any]:
 
 
 def own_record(run_dir: RunDir) -> dict[str, Any] | None:
-    """The record of a run of the reader's own; None where another user may have written it, or there is none.
+    """Return the record of the user's own run. Return None without one, or if another user may have written it.
 
     Raises:
         UserError: as `read_record`.
@@ -352,27 +360,32 @@ def own_record(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def is_interrupted(ended: Mapping[str, Any]) -> bool:
-    """True of an `exit` in run.json if the run ended because launch was sent a signal."""
+    """Return True if a run ended because launch received a signal. `ended` is `exit` in run.json."""
     return (ended.get("stopped") or {}).get("kind") == "signal"
 
 
 def _as_record(stored: Any, run_dir: RunDir) -> dict[str, Any]:
     if not isinstance(stored, dict):
-        raise UserError("run.json is not a run's record", where=str(run_dir.record), instead=_OTHER)
+        raise UserError("run.json is not a run record", where=str(run_dir.record), instead=_OTHER)
     return as_type(Record, stored, str(run_dir.record))
 
 
 def update_record(run_dir: RunDir, **members: Any) -> None:
-    """Set top-level members of run.json. `launch` writes before and after, rank 0 between; `submit` may still be
-    writing when its job begins."""
+    """Set top-level members of run.json. Secrets are redacted.
+
+    Locks the run directory: launch writes before and after the ranks, rank 0 in between, and submit may still be
+    writing when its job starts.
+    """
     with locked(run_dir.path, _LOCK_WITHIN_S):
         write_json(run_dir.record, {**read_record(run_dir), **without_secrets(members, os.environ)})
 
 
 @contextlib.contextmanager
 def locked(folder: Path, within_s: float) -> Iterator[bool]:
-    """Keep other processes that ask for it out of `folder` meanwhile, where the file system has locks; false where
-    one of them did not let go of it in time."""
+    """Lock `folder` against other processes that call this, if the file system supports locks.
+
+    Yields False if another process did not release the lock within `within_s` seconds.
+    """
     handle, deadline = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), time.monotonic() + within_s
     try:
         while not (is_ours := _lock(handle)) and time.monotonic() < deadline:

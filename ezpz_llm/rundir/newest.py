@@ -1,4 +1,4 @@
-"""The newest run of the kind that a command reads, where none is named."""
+"""Choice of the run that a command reads if the user names none: the newest of the right kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ezpz_llm.rundir.files import RunDir, read_record
 
 @dataclass(frozen=True)
 class RunKind:
-    """Runs that a command can read: `name` completes "no …", `fits` is given a run and its record."""
+    """Kind of run that a command can read. `name` completes "no …"; `fits` takes a run directory and its record."""
 
     name: str
     fits: Callable[[RunDir, dict[str, Any]], bool]
@@ -33,14 +33,15 @@ TRAINING = RunKind("training run with a step",
 
 
 def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
-    """The run of this kind in `folder` whose files were written last. A newer run of another kind is named on
-    standard error.
+    """Return the run of this kind in `folder` whose files were written last.
+
+    Prints a note to stderr if a run of another kind is newer.
 
     Raises:
-        UserError: there is none; it says to type `instead`.
+        UserError: there is no such run. `instead` is what to type.
     """
     runs = sorted({path.parent for name in ("run.json", "metrics.jsonl") for path in folder.glob(f"*/{name}")},
-                  key=_written, reverse=True)
+                  key=_last_written, reverse=True)
     for run in runs:
         run_dir = RunDir(run.absolute())
         if _fits(run_dir, kind):
@@ -50,12 +51,12 @@ def newest_run(folder: Path, kind: RunKind, instead: str) -> RunDir:
     raise UserError(f"no {kind.name if runs else 'run'} in {folder}/", where=os.getcwd(), instead=instead)
 
 
-def _written(run: Path) -> float:
+def _last_written(run: Path) -> float:
     return max(path.stat().st_mtime for name in ("run.json", "metrics.jsonl") if (path := run / name).exists())
 
 
 def _fits(run_dir: RunDir, kind: RunKind) -> bool:
     try:
         return kind.fits(run_dir, read_record(run_dir))
-    except UserError:  # the command that reads it says what is wrong with it
+    except UserError:  # the command that reads the run will report the error
         return True

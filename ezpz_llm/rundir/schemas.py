@@ -1,7 +1,7 @@
-"""The types of what readers take from the files of a run directory; there may be other members besides.
+"""Types of the members that we read from files of a run directory. The files may have more members.
 
-Of run.json and layout.json every member is optional: a run writes them one after the other, and other programs of
-ours write some of them.
+All members of run.json and layout.json are optional: a run adds them one after the other, and some of our commands
+write only a few.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Step = Annotated[int, Range(0, MOST_STEPS)]
 
 
 class Launch(TypedDict, total=False):
-    """What launch started."""
+    """`launch` in run.json: the command and the ranks that launch started."""
 
     typed: list[str]
     argv: list[str]
@@ -32,7 +32,7 @@ class Launch(TypedDict, total=False):
 
 
 class Exit(TypedDict, total=False):
-    """How the run ended."""
+    """`exit` in run.json: exit code and cause of the end of the run."""
 
     code: int
     cause: str | None
@@ -46,7 +46,7 @@ class Exit(TypedDict, total=False):
 
 
 class Device(TypedDict, total=False):
-    """One device of a run."""
+    """Device of a run."""
 
     type: str
     memory_bytes: int | None
@@ -60,7 +60,7 @@ class Load(TypedDict):
 
 
 class Environment(TypedDict, total=False):
-    """Where the run ran."""
+    """`environment` in run.json: world size, device and load."""
 
     world_size: Ranks
     device: Device
@@ -68,7 +68,7 @@ class Environment(TypedDict, total=False):
 
 
 class Config(TypedDict, total=False):
-    """The trainer's configuration, as far as others read it."""
+    """`config` in run.json: the trainer's settings that other commands read."""
 
     steps: Step
     log_every: Annotated[int, Range(1, MOST_STEPS)]
@@ -78,7 +78,7 @@ class Config(TypedDict, total=False):
 
 
 class Record(TypedDict, total=False):
-    """run.json."""
+    """Content of run.json."""
 
     launch: Launch
     exit: Exit | None
@@ -99,7 +99,7 @@ class Record(TypedDict, total=False):
 
 
 class Batch(TypedDict, total=False):
-    """The batch in layout.json."""
+    """`batch` in layout.json."""
 
     global_batch: Annotated[int, Range(1, MOST_STEPS)]
     micro_batch: Annotated[int, Range(1, MOST_STEPS)]
@@ -108,7 +108,7 @@ class Batch(TypedDict, total=False):
 
 
 class Degrees(TypedDict, total=False):
-    """The layout in layout.json."""
+    """`layout` in layout.json."""
 
     name: str
     tp: Ranks
@@ -117,7 +117,7 @@ class Degrees(TypedDict, total=False):
 
 
 class Resolved(TypedDict, total=False):
-    """layout.json."""
+    """Content of layout.json."""
 
     layout: Degrees
     batch: Batch
@@ -132,13 +132,13 @@ class _Call(TypedDict):
 
 
 class Call(_Call, total=False):
-    """One collective of the step whose collectives were counted; `peer` is the other rank of a send or receive."""
+    """Collective of the step whose collectives were counted. `peer` is the other rank of a send or receive."""
 
     peer: int
 
 
 class Link(TypedDict):
-    """What one host sent to another, in bytes a second."""
+    """Measured rate from one node to another, in bytes/s."""
 
     sender: str
     receiver: str
@@ -160,7 +160,7 @@ class _Traced(TypedDict):
 
 
 class TraceNotes(_Traced, total=False):
-    """What the run wrote into a trace; see engine/step_trace.py."""
+    """Our metadata in a trace; see engine/step_trace.py."""
 
     collectives: list[Call] | None
     links: list[Link] | None
@@ -172,7 +172,7 @@ class TraceNotes(_Traced, total=False):
 
 
 class Memory(TypedDict):
-    """What run.json has under "memory", in bytes on the rank that has most; see trainer/memory_table.py."""
+    """`memory` in run.json, in bytes, for the rank that uses most; see trainer/memory_table.py."""
 
     expected: dict[str, float]
     elsewhere: dict[str, float]
@@ -188,13 +188,13 @@ class _Zero(TypedDict, total=False):
 
 
 class DeepSpeedGiven(TypedDict, total=False):
-    """deepspeed.json."""
+    """Content of deepspeed.json."""
 
     zero_optimization: _Zero | None
 
 
 class StepTimes(TypedDict):
-    """profile/counterfactual-rankNNNN.json: seconds of steps with collectives, and without."""
+    """Content of profile/counterfactual-rankNNNN.json: step times with and without collectives, in seconds."""
 
     rank: Annotated[int, Range(0, MOST_RANKS)]
     real: list[float]
@@ -202,4 +202,4 @@ class StepTimes(TypedDict):
 
 
 PackageSeconds = dict[str, Annotated[float, Range(0, MOST_SECONDS)]]
-"""profile/host.json: where Python spent its time, by package."""
+"""Content of profile/host.json: seconds that Python spent in each package."""

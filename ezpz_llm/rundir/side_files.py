@@ -1,7 +1,7 @@
-"""Files written beside training: metrics, the record, plots, profiles. None of them may end a run or hold it up.
+"""Writes of metrics, the record, plots and profiles that never fail or delay training.
 
-A file that cannot be written (a full disk, a directory that was removed, a file system that fails for a minute) is
-warned of once; what it was to get is kept in memory and tried again by a thread of its own.
+If a file cannot be written (a full disk, a removed directory, a file system that fails for a minute), one warning
+is printed. The content is kept in memory, and a thread retries the write.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ezpz_llm.base import UserError
 from ezpz_llm.rundir.files import RunDir, append_lines, json_text, update_record, write_atomic
 
 MOST_WAITING = 100_000
-"""Lines and files that are kept for one path, about 50 MB of metrics; what comes after them is lost."""
+"""Limit on pending lines and writes per path, about 50 MB of metrics. Later ones are lost."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 _END_WITHIN_S = 5.0
-"""How long the end of a run waits for a write that hangs."""
+"""Longest wait for a hanging write at the end of a run."""
 
 
 @dataclass
 class _Waiting:
-    """What one path was to get since it failed, in order."""
+    """Pending writes of a path since its first failure, in order."""
 
     why: str
     since: float
@@ -41,7 +41,7 @@ class _Waiting:
 class _Job:
     write: Callable[[], None]
     values: Sequence[Any]
-    """Where it appends lines."""
+    """Lines to append; empty if the write replaces the file."""
 
     @property
     def count(self) -> int:
@@ -49,14 +49,14 @@ class _Job:
 
 
 class SideFiles:
-    """The files that one process writes beside its training.
+    """Writer of the files that a process produces besides training.
 
-    Each is written at once where nothing waits for its path, by the caller; whatever fails is tried again by a
-    thread, so that no step waits for that. `close` tries a last time.
+    The caller writes directly unless writes to the path are pending. A thread retries failed writes, so that no
+    step waits for them. `close` retries a last time.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None, first_retry_s: float = FIRST_RETRY_S) -> None:
-        self._say = say or _say
+        self._say = say or _print_to_stderr
         self._first_retry_s = first_retry_s
         self._lock = threading.Lock()
         self._waiting: dict[Path, _Waiting] = {}
@@ -70,16 +70,16 @@ class SideFiles:
         self._put(path, _Job(lambda: append_lines(path, values), values))
 
     def write(self, path: Path, content: str | bytes) -> None:
-        """Replace a file whole."""
+        """Replace a file."""
         def write() -> None:
-            # A folder of the run directory that is gone is made again; the run directory itself is not.
+            # Creates a missing folder of the run directory, but not the run directory itself.
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, content)
 
         self._put(path, _Job(write, ()))
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Replace a file by `value` as indented JSON."""
+        """Replace a file with `value` as indented JSON."""
         self.write(path, json_text(value))
 
     def update_record(self, run_dir: RunDir, **members: Any) -> None:
@@ -87,57 +87,56 @@ class SideFiles:
         self._put(run_dir.record, _Job(lambda: update_record(run_dir, **members), ()))
 
     def attempt(self, what: str, action: Callable[[], object]) -> None:
-        """Do what only the caller can do, and only now. A failure of any kind is warned of, once until it works
-        again."""
+        """Run an action that cannot be retried. Warn about a failure, once until the action succeeds again."""
         try:
             action()
-        except Exception as error:  # profilers have errors of their own
+        except Exception as error:  # profilers raise their own types
             if what not in self._failing:
                 self._failing.add(what)
-                self._lost.append(f"{what} could not be written: {_words(error)}")
+                self._lost.append(f"{what} could not be written: {_reason(error)}")
                 self._say(f"warning: {self._lost[-1]}; training continues")
         else:
             self._failing.discard(what)
 
     def waiting(self, path: Path) -> list[Any]:
-        """The lines that a file lacks so far."""
+        """Return the lines that are not yet in the file."""
         with self._lock:
-            found = self._waiting.get(path)
-            return [value for job in found.jobs for value in job.values] if found else []
+            pending = self._waiting.get(path)
+            return [value for job in pending.jobs for value in job.values] if pending else []
 
     def close(self) -> list[str]:
-        """Try what still waits a last time; what is lost for good, in words."""
+        """Retry pending writes a last time. Return messages about lost content."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_END_WITHIN_S)
             if not self._thread.is_alive():
                 self._retry()
-        for path, found in self._waiting.items():
-            count = found.lost + sum(job.count for job in found.jobs)
-            self._lost.append(f"{_named(path, count)} could not be written: {found.why}")
+        for path, pending in self._waiting.items():
+            count = pending.lost + sum(job.count for job in pending.jobs)
+            self._lost.append(f"{_describe(path, count)} could not be written: {pending.why}")
         self._waiting = {}
         lost, self._lost = self._lost, []
         return lost
 
     def _put(self, path: Path, job: _Job) -> None:
         with self._lock:
-            found = self._waiting.get(path)
-            if found is not None:
-                if sum(one.count for one in found.jobs) + job.count > MOST_WAITING:
-                    found.lost += job.count
+            pending = self._waiting.get(path)
+            if pending is not None:
+                if sum(earlier.count for earlier in pending.jobs) + job.count > MOST_WAITING:
+                    pending.lost += job.count
                 else:
-                    found.jobs.append(job)
+                    pending.jobs.append(job)
                 return
         try:
             job.write()
         except (OSError, UserError) as error:
             with self._lock:
-                self._waiting[path] = _Waiting(_words(error), time.monotonic(), deque([job]))
+                self._waiting[path] = _Waiting(_reason(error), time.monotonic(), deque([job]))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._keep_trying, name="side files", daemon=True)
                     self._thread.start()
-            self._say(f"warning: {path} cannot be written: {_words(error)}\n"
-                      "  training continues; what it lacks is kept in memory and tried again")
+            self._say(f"warning: {path} cannot be written: {_reason(error)}\n"
+                      "  training continues; the content is kept in memory, and the write is retried")
 
     def _keep_trying(self) -> None:
         pause = self._first_retry_s
@@ -145,28 +144,28 @@ class SideFiles:
             pause = self._first_retry_s if self._retry() else min(2 * pause, LONGEST_RETRY_S)
 
     def _retry(self) -> bool:
-        """Try each path's jobs in order; whether none waits any longer."""
-        for path, found in list(self._waiting.items()):
+        """Retry each path's writes in order. Return True if none is pending any more."""
+        for path, pending in list(self._waiting.items()):
             written = 0
-            while found.jobs:
+            while pending.jobs:
                 try:
-                    found.jobs[0].write()
+                    pending.jobs[0].write()
                 except (OSError, UserError) as error:
-                    found.why = _words(error)
+                    pending.why = _reason(error)
                     break
                 with self._lock:
-                    written += found.jobs.popleft().count
-                    if not found.jobs:
+                    written += pending.jobs.popleft().count
+                    if not pending.jobs:
                         del self._waiting[path]
             else:
-                self._say(f"note: {path} is written again, after {time.monotonic() - found.since:.0f} s")
-                if found.lost:
-                    self._lost.append(f"{_named(path, found.lost)} could not be kept in memory")
+                self._say(f"note: {path} can be written again, after {time.monotonic() - pending.since:.0f} s")
+                if pending.lost:
+                    self._lost.append(f"{_describe(path, pending.lost)} could not be kept in memory")
         return not self._waiting
 
 
 class _Lossy(io.FileIO):
-    """A descriptor that loses what its file cannot take; a reader who has gone is told of."""
+    """File descriptor that drops data that cannot be written. A broken pipe is still raised."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         try:
@@ -178,7 +177,7 @@ class _Lossy(io.FileIO):
 
 
 def print_whatever_happens() -> None:
-    """From now on standard output and error into a file on a full disk, say, lose lines rather than end a run."""
+    """Make stdout and stderr drop lines that cannot be written, for example on a full disk, instead of raising."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
@@ -189,16 +188,16 @@ def print_whatever_happens() -> None:
                                                 write_through=stream.write_through))
 
 
-def _named(path: Path, count: int) -> str:
+def _describe(path: Path, count: int) -> str:
     return f"{count} lines of {path}" if path.suffix == ".jsonl" else str(path)
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, UserError):
         return error.found
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # standard error may be such a file itself
+def _print_to_stderr(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr may be on the full disk too
         print(text, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""From a `launch` command to a queued job: its script, its request, and what it does when it is started again."""
+"""Job scripts for `launch` commands: writing, submitting, and resuming them."""

@@ -1,4 +1,4 @@
-"""Write a job script around a `launch` command, check it, and queue it."""
+"""Check a `launch` command, write a job script for it, and submit the script."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ezpz_llm.submit.script import RefusedError, outside_a_job, queue_chain
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the command, write its job script and queue it, or print the script.
+    """Check the command, write its job script and submit it, or print the script.
 
     Raises:
-        UserError: any mistake in what was typed, or a scheduler that refuses the job.
+        UserError: invalid options or command, or the scheduler rejects the job.
     """
     options = parse(argv)
     if options.help:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     job = plan_job(options, os.environ)
     script = write_script(job, typed)
     if _check(job):
-        print("submit: nothing was queued: the command's own check failed", file=sys.stderr, flush=True)
+        print("submit: nothing was queued: the command's check failed", file=sys.stderr, flush=True)
         return EXIT_USAGE
     if options.dry_run:
         print(script)
@@ -41,14 +41,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"# ranks      {_ranks(job)}")
         print(f"# queued by  {shlex.join(job.scheduler.submission(str(job.run_dir.job_script), None))}")
         return 0
-    was_there = job.run_dir.path.exists() and not job.is_default
+    existed_before = job.run_dir.path.exists() and not job.is_default
     job = _claim(job)
     write_atomic(job.run_dir.job_script, write_script(job, typed))
     try:
         _queue(job, typed)
     except RefusedError:
-        # Of no job, nobody is to take the directory for the newest run.
-        if not was_there and not read_record(job.run_dir)["submit"]["jobs"]:
+        # Without a job, this directory must not become the newest run.
+        if not existed_before and not read_record(job.run_dir)["submit"]["jobs"]:
             shutil.rmtree(job.run_dir.path, ignore_errors=True)
         raise
     return 0
@@ -60,7 +60,7 @@ def _check(job: Job) -> int:
 
 
 def _claim(job: Job) -> Job:
-    """Make the run directory; a default one is this job's alone, even if another began in the same second."""
+    """Create the run directory. A default one is not shared with a run that began in the same second."""
     while job.is_default and not job.run_dir.claim():
         job = replace(job, run_dir=default_run_dir(job.target.name))
     job.run_dir.create()
@@ -68,7 +68,7 @@ def _claim(job: Job) -> Job:
 
 
 def _queue(job: Job, typed: list[str]) -> None:
-    # By its start an earlier launch in this directory is told from the new job's.
+    # submit.state compares start times to distinguish an earlier launch in this directory from this job's.
     before = (read_record(job.run_dir).get("launch") or {}).get("started")
     record = {"typed": typed, "scheduler": job.scheduler.NAME, "site": job.site.name, "nodes": job.options.nodes,
               "time_s": job.options.time_s, "ranks": job.placement.world_size,
@@ -82,13 +82,13 @@ def _queue(job: Job, typed: list[str]) -> None:
             update_record(job.run_dir, submit={**record, "jobs": jobs})
     finally:
         if jobs:
-            print(_told(job, jobs), flush=True)
+            print(_summary(job, jobs), flush=True)
 
 
-def _told(job: Job, jobs: list[str]) -> str:
+def _summary(job: Job, jobs: list[str]) -> str:
     nodes, time_s = job.options.nodes, job.options.time_s
     return "\n".join([
-        f"queued     {', then '.join(jobs)}: {counted(nodes, 'node')}, {clock(time_s)} at most",
+        f"queued     {', then '.join(jobs)}: {counted(nodes, 'node')}, at most {clock(time_s)}",
         f"queue      {_queue_line(job)}",
         f"ranks      {_ranks(job)}",
         f"run        {job.run_dir.path}",
@@ -101,16 +101,16 @@ def _told(job: Job, jobs: list[str]) -> str:
 
 def _queue_line(job: Job) -> str:
     if job.queue is None:
-        return "the scheduler's own choice"
+        return "the scheduler's default"
     if job.options.queue:
         return f"{job.queue} (--queue)"
-    own = f", whose {job.site.job.queue} does not" if job.queue != job.site.job.queue else ""
-    return f"{job.queue} (of site {job.site.name}{own})"
+    reason = f"; its queue {job.site.job.queue} does not accept the job" if job.queue != job.site.job.queue else ""
+    return f"{job.queue} (site {job.site.name}{reason})"
 
 
 def _ranks(job: Job) -> str:
     placement = job.placement
-    return "as the study says" if job.options.launches else f"{placement.world_size} ({placement.source})"
+    return "set by the study" if job.options.launches else f"{placement.world_size} ({placement.source})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A job, decided before anything is written: where it runs, for how long, with which ranks, and its script."""
+"""Plan of a job to submit: site, scheduler, queue, ranks and run directory, and the text of its script."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from ezpz_llm.submit.queues import choose_queue
 from ezpz_llm.submit.script import array_lines, environment_lines, fill_template, request_lines
 
 _RESUMES = ("ezpz_llm.train",)
-"""Our commands that can go on from a checkpoint, by --resume."""
+"""Our commands that can resume from a checkpoint with --resume."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """`placement` the ranks as launch will place them, so far as that
-    can be known here; `is_default` tells a run directory that nobody named."""
+    """Job to submit, planned before anything is written.
+
+    Attributes:
+        is_default: the run directory has a default name.
+        placement: ranks as launch will place them, as far as submit can predict it.
+    """
 
     options: Options
     site: Site
@@ -44,7 +48,7 @@ class Job:
 
     @property
     def request(self) -> Request:
-        """What the scheduler is asked for."""
+        """Request for the scheduler's directives."""
         options = self.options
         return Request(name=options.name or self.target.name, nodes=options.nodes, time_s=options.time_s,
                        output=self.run_dir.path / "logs", account=options.account, queue=self.queue,
@@ -53,13 +57,13 @@ class Job:
 
 
 def plan_job(options: Options, env: Mapping[str, str]) -> Job:
-    """Decide everything; write nothing.
+    """Plan the job without writing anything.
 
     Raises:
-        UserError: words that contradict each other, no scheduler, ranks that do not fit.
+        UserError: the options contradict each other, no scheduler is installed, or the ranks do not fit.
     """
     if has_secret((*options.launch_words, *options.launch_arguments), env):
-        raise UserError("the command has a secret in it, which the job's script would keep",
+        raise UserError("the command has a secret in it, which the job script would store",
                         where="the command to submit", instead="set it in the environment, or read it from a file")
     site = _site(options, env)
     scheduler = _scheduler(site, options.scheduler, env)
@@ -75,16 +79,16 @@ def plan_job(options: Options, env: Mapping[str, str]) -> Job:
 def _site(options: Options, env: Mapping[str, str]) -> Site:
     ours, of_launch = options.site, options.launch.site
     if ours and of_launch and ours != of_launch:
-        raise UserError(f"two sites: {ours} and {of_launch}", where="submit --site, launch --site",
-                        instead="name it once")
-    # By this variable qsub tells a job where it was submitted: here.
+        raise UserError(f"submit and launch name two sites: {ours} and {of_launch}",
+                        where="submit --site, launch --site", instead="give --site once")
+    # qsub sets this variable in a job to the submitting host, which is this one.
     return find_site(ours or of_launch, {"PBS_O_HOST": socket.gethostname(), **env})
 
 
 def _scheduler(site: Site, wanted: str | None, env: Mapping[str, str]) -> Scheduler:
     if wanted and site.scheduler and wanted != site.scheduler:
-        raise UserError(f"--scheduler {wanted}, and site {site.name} has {site.scheduler}",
-                        where="--scheduler, --site", instead="one that fits the other")
+        raise UserError(f"--scheduler is {wanted}, but site {site.name} has {site.scheduler}",
+                        where="--scheduler, --site", instead="leave one of them out")
     if name := wanted or site.scheduler:
         return schedulers()[name]
     writers = [scheduler for scheduler in schedulers().values() if scheduler.PROGRAM]
@@ -92,7 +96,7 @@ def _scheduler(site: Site, wanted: str | None, env: Mapping[str, str]) -> Schedu
         if shutil.which(scheduler.PROGRAM, path=env.get("PATH", os.defpath)):
             return scheduler
     programs = ", ".join(dict.fromkeys(scheduler.PROGRAM for scheduler in writers))
-    raise UserError(f"none of {programs} is here", where="PATH",
+    raise UserError(f"no scheduler found ({programs})", where="PATH",
                     instead="submit on a login node, or load the scheduler's module")
 
 
@@ -100,8 +104,8 @@ def _chosen_run_dir(options: Options, target: Target) -> Path | None:
     ours, of_launch = options.run_dir, run_dir_of(target, options.launch.run_dir)
     paths = [user_path(path).absolute() for path in (ours, of_launch) if path]
     if len(set(paths)) > 1:
-        raise UserError(f"two run directories: {ours} and {of_launch}", where="submit --run-dir, launch --run-dir",
-                        instead="name it once")
+        raise UserError(f"submit and launch name two run directories: {ours} and {of_launch}",
+                        where="submit --run-dir, launch --run-dir", instead="give --run-dir once")
     return paths[0] if paths else None
 
 
@@ -115,31 +119,32 @@ def _placement(options: Options, site: Site) -> Placement:
 
 
 def write_script(job: Job, typed: list[str]) -> str:
-    """The job's script: the scheduler's template, filled in."""
+    """Return the job's script: the scheduler's template, filled in."""
     request, run_dir = job.request, str(job.run_dir.path)
     needs_run_dir = job.options.launch.run_dir is None and not job.options.launches
     words = [*job.options.launch_words, *(["--run-dir", run_dir] if needs_run_dir else [])]
-    go_on = ["--resume", run_dir] if job.target.module in _RESUMES else []
-    again = dict(job.scheduler.AGAIN) if request.requeue else {}
-    named = {run_dir: '"$run_dir"'}
+    resume_words = ["--resume", run_dir] if job.target.module in _RESUMES else []
+    requeue_words = dict(job.scheduler.AGAIN) if request.requeue else {}
+    replaced = {run_dir: '"$run_dir"'}
     introduction = (f"# Written by: {shlex.join(redact_words(typed))}".replace("\n", "\n# ")
-                    + "\n# It may be changed, and queued again by hand.")
+                    + "\n# You can edit this script and submit it by hand.")
     return fill_template(job.scheduler.TEMPLATE, introduction, {
         "request": request_lines(job.scheduler.directives(request), _more_directives(job), _values(job),
                                  job.scheduler.subjects, job.site.name),
         "environment": environment_lines(os.environ, Path.cwd(), _setup(job), request.time_s,
                                          has_modules=bool(job.site.job.setup)),
         "command": [f"run_dir={shlex.quote(run_dir)}",
-                    *array_lines("command", [*words, *job.options.launch_arguments], named),
-                    *array_lines("go_on", go_on, named), *array_lines("again", list(again), again)],
+                    *array_lines("command", [*words, *job.options.launch_arguments], replaced),
+                    *array_lines("go_on", resume_words, replaced),
+                    *array_lines("again", list(requeue_words), requeue_words)],
     })
 
 
 def _more_directives(job: Job) -> tuple[str, ...]:
-    """The site's lines and the user's, which come last and count where both are about the same."""
-    own = tuple(f"{job.scheduler.DIRECTIVE} {words}" for words in job.options.directives)
-    taken = set().union(*map(job.scheduler.subjects, own))
-    return (*(line for line in job.site.job.directives if not job.scheduler.subjects(line) & taken), *own)
+    """Return the directives of the site and then the user's, which replace those with the same subject."""
+    of_user = tuple(f"{job.scheduler.DIRECTIVE} {words}" for words in job.options.directives)
+    replaced = set().union(*map(job.scheduler.subjects, of_user))
+    return (*(line for line in job.site.job.directives if not job.scheduler.subjects(line) & replaced), *of_user)
 
 
 def _values(job: Job) -> dict[str, str | None]:
@@ -154,7 +159,7 @@ def _setup(job: Job) -> tuple[str, ...]:
     given = job.options.site or job.options.launch.site or os.environ.get(SITE_VARIABLE)
     if given is None and job.site.name == Site().name:
         return job.site.job.setup
-    # In the job nothing is guessed again, and a file's path does not depend on the working directory.
+    # The job gets the site that was found here, with an absolute path if it is a file.
     path = user_path(given) if given else None
-    named = str(path.absolute()) if path and path.is_file() else job.site.name
-    return (*job.site.job.setup, f"export {SITE_VARIABLE}={shlex.quote(named)}")
+    site = str(path.absolute()) if path and path.is_file() else job.site.name
+    return (*job.site.job.setup, f"export {SITE_VARIABLE}={shlex.quote(site)}")

@@ -22,7 +22,6 @@ from ezpz_llm.launch.schedulers import schedulers
 
 _EXAMPLE = "ezpz-llm submit --nodes 4 --time 1:00:00 -- launch python3 -m ezpz_llm.train"
 
-# How long a job may take.
 _CLOCK = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<hours>\d{1,9}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)",
                     re.ASCII)
 _UNITS = re.compile(r"(?:(?P<days>\d{1,9})d)?(?:(?P<hours>\d{1,9})h)?(?:(?P<minutes>\d{1,9})m)?", re.ASCII)
@@ -31,20 +30,20 @@ ACCEPTED = "H:MM:SS, D-HH:MM:SS, or units such as 90m, 12h, 1d12h"
 
 
 def read_duration(text: str) -> int:
-    """Seconds. A lone number and `1:30` are refused: PBS and Slurm read them differently, and so do people.
+    """Parse a duration into seconds. Rejects "90" and "1:30", which PBS and Slurm read differently.
 
     Raises:
-        ValueError: with what is accepted.
+        ValueError: with the accepted forms.
     """
     match = _CLOCK.fullmatch(text) or _UNITS.fullmatch(text)
-    found = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
-    if "-" in text and found.get("hours", 0) > 23:
-        found = {}
+    parts = {unit: int(number) for unit, number in (match.groupdict() if match else {}).items() if number}
+    if "-" in text and parts.get("hours", 0) > 23:
+        parts = {}
     if text.isdecimal() and text.isascii():
-        raise ValueError(f"a time with its unit, since PBS reads {text} as seconds and Slurm as minutes: "
-                         f"{text}m for minutes; accepted are {ACCEPTED}")
-    total = (86400 * found.get("days", 0) + 3600 * found.get("hours", 0) + 60 * found.get("minutes", 0)
-             + found.get("seconds", 0))
+        raise ValueError(f"a time with a unit, because PBS reads {text} as seconds and Slurm as minutes: "
+                         f"{text}m for minutes; accepted: {ACCEPTED}")
+    total = (86400 * parts.get("days", 0) + 3600 * parts.get("hours", 0) + 60 * parts.get("minutes", 0)
+             + parts.get("seconds", 0))
     if not 0 < total <= MOST_SECONDS:
         raise ValueError(f"a time above 0: {ACCEPTED}")
     return total
@@ -52,14 +51,19 @@ def read_duration(text: str) -> int:
 
 _LAUNCH = (("launch",), ("ezpz-llm", "launch"), ("-m", "ezpz_llm.launch"))
 _STUDY = ("ezpz-llm", "scale", "--study")
-"""Goes on with a study that is there: it launches by itself, as often as the study says."""
+"""Command that continues an existing study. It calls launch itself, as often as the study requires."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """One call of submit. `launch_words` start launch; `launch_arguments` are those after them, unchanged;
-    `launch` is how launch itself will read these. For a study, which `launches` by itself, all words are arguments,
-    and `launch.command`."""
+    """Parsed command line of submit.
+
+    Attributes:
+        launch_words: the words that start launch.
+        launch_arguments: the words after them, unchanged. For a study all words of the command.
+        launch: the arguments as launch will parse them. For a study `launch.command` has all words.
+        launches: the command is a study, which calls launch itself.
+    """
 
     launch_words: tuple[str, ...] = ()
     launch_arguments: tuple[str, ...] = ()
@@ -82,7 +86,7 @@ class Options:
 
 
 def _label(text: str) -> str:
-    # What account and queue names consist of everywhere; nothing in it means anything to a shell or a scheduler.
+    # Enough for account and queue names at all sites, and no character is special to a shell or a scheduler.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*", text):
         raise ValueError("a name of letters, digits and _ . @ + -")
     return text
@@ -97,53 +101,54 @@ def _scheduler(text: str) -> str:
 
 def _directive(text: str) -> str:
     if not text.startswith("-") or not text.isprintable():
-        raise ValueError("an option of the scheduler's, on one line")
+        raise ValueError("an option of the scheduler, on one line")
     return text
 
 
 _OPTIONS = (
-    Option(("--nodes",), "nodes", "how many nodes", "N", whole(1, MOST_HOSTS)),
-    Option(("--time",), "time_s", f"how long at most: {ACCEPTED}", "T", read_duration),
-    Option(("--site",), "site", "the machine's facts: a name (polaris, frontier, …) or a TOML file", "S"),
-    Option(("--scheduler",), "scheduler", "whose job script: slurm, pbs, flux, lsf (default: the site's, or the"
-           " first that is here)", "NAME", _scheduler),
-    Option(("--directive",), "directives", "one more option of the scheduler's, as it writes them, any number of"
-           " times: --directive=--mail-type=END", "WORDS", _directive, repeats=True),
-    Option(("--account",), "account", "the project that pays", "A", _label),
-    Option(("--queue",), "queue", "PBS's queue, Slurm's partition (on some sites its QOS)", "Q", _label),
-    Option(("--reservation",), "reservation", "nodes that were set aside for you", "R", _label),
-    Option(("--name",), "name", "the job's name (default: the command's)", "N"),
-    Option(("--run-dir",), "run_dir", "the run directory (default: runs/<name>-<stamp>)", "D", Path),
-    Option(("--requeue",), "requeue", "may be started again after a preemption or a dead node, and then continues"),
-    Option(("--chain",), "chain", "queue K jobs, each to begin after the one before and continue where it stopped",
+    Option(("--nodes",), "nodes", "number of nodes", "N", whole(1, MOST_HOSTS)),
+    Option(("--time",), "time_s", f"time limit: {ACCEPTED}", "T", read_duration),
+    Option(("--site",), "site", "description of the machine: a name (polaris, frontier, …) or a TOML file", "S"),
+    Option(("--scheduler",), "scheduler", "scheduler: slurm, pbs, flux, lsf (default: the site's, else the first"
+           " on PATH)", "NAME", _scheduler),
+    Option(("--directive",), "directives", "additional option for the scheduler, repeatable:"
+           " --directive=--mail-type=END", "WORDS", _directive, repeats=True),
+    Option(("--account",), "account", "project to charge", "A", _label),
+    Option(("--queue",), "queue", "PBS queue or Slurm partition (QOS at some sites)", "Q", _label),
+    Option(("--reservation",), "reservation", "reservation to use", "R", _label),
+    Option(("--name",), "name", "job name (default: the command's name)", "N"),
+    Option(("--run-dir",), "run_dir", "run directory (default: runs/<name>-<stamp>)", "D", Path),
+    Option(("--requeue",), "requeue", "let the scheduler restart the job after a preemption or node failure, to"
+           " resume the run"),
+    Option(("--chain",), "chain", "queue K jobs, each of which starts after the previous one and resumes the run",
            "K", whole(1, MOST_REPEATS)),
-    Option(("--dry-run",), "dry_run", "print the script and the command that would queue it; write nothing"),
-    Option(("-h", "--help"), "help", "print this and end"),
+    Option(("--dry-run",), "dry_run", "print the script and the submit command; write nothing"),
+    Option(("-h", "--help"), "help", "print this help and exit"),
 )
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Read submit's options and the launch command after them.
+    """Parse submit's options and the launch command after them.
 
     Raises:
-        UserError: an unknown option, an unusable or missing value, a command that does not begin with launch.
+        UserError: an unknown option, an invalid or missing value, or a command that does not begin with launch.
     """
-    found, rest = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
-    if found.get("help"):
+    values, rest = split_options(words, _OPTIONS, _EXAMPLE + " {option}")
+    if values.get("help"):
         return Options(help=True)
     for name, option in (("nodes", "--nodes N"), ("time_s", "--time H:MM:SS")):
-        if name not in found:
-            raise UserError(f"a job needs {option}", instead=_EXAMPLE)
+        if name not in values:
+            raise UserError(f"{option} is required", instead=_EXAMPLE)
     if (os.path.basename((rest or [""])[0]), *rest[1:3]) == _STUDY:
         return Options(launch_arguments=tuple(rest), launch=LaunchOptions(command=tuple(rest)), launches=True,
-                       **found)
+                       **values)
     start, arguments = _split_launch(tuple(rest))
     launch = parse_launch(arguments)
-    for set_, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help"), (launch.version, "--version")):
-        if set_:
+    for is_set, option in ((launch.dry_run, "--dry-run"), (launch.help, "--help"), (launch.version, "--version")):
+        if is_set:
             raise UserError(f"the job would only run launch {option}", where="the command after --",
                             instead=f"ezpz-llm submit {option} …")
-    return Options(launch_words=start, launch_arguments=arguments, launch=launch, **found)
+    return Options(launch_words=start, launch_arguments=arguments, launch=launch, **values)
 
 
 def _split_launch(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -152,20 +157,20 @@ def _split_launch(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, .
         is_python = start[0].startswith("python")
         if start in _LAUNCH or (is_python and start[-2:] == _LAUNCH[2]):
             return words[:first], words[first:]
-    raise UserError("the job's command does not begin with launch" if words else "no command for the job",
+    raise UserError("the command does not begin with launch" if words else "the command is missing",
                     where=" ".join(words[:3]) or None, instead=_EXAMPLE)
 
 
 def help_text() -> str:
-    """The page that `submit --help` prints."""
+    """Return the text of `submit --help`."""
     name = typed_name("submit")
     return "\n".join([
         f"usage: {name} --nodes N --time T [options] [--] launch [its options] COMMAND ARGUMENTS…", "",
-        wrapped("Check COMMAND, write a job script into the run directory, and queue it: sbatch, qsub, flux batch "
-                "or bsub."), "",
+        wrapped("Check COMMAND, write a job script to the run directory, and submit it with sbatch, qsub, flux "
+                "batch or bsub."), "",
         *option_lines(_OPTIONS), "",
-        wrapped("Exit code: 0 once the job is queued; 2 where the command or the request is wrong; 1 where the "
-                "scheduler refuses the job."), "",
+        wrapped("Exit code: 0 if the job is queued; 2 if the command or an option is invalid; 1 if the scheduler "
+                "rejects the job."), "",
         examples(("ezpz-llm submit --nodes 4 --time 1:00:00 --account A -- launch python3 -m ezpz_llm.train",
                   "ezpz-llm submit --nodes 4 --time 1:00:00 --dry-run -- launch python3 x.py  print the script")),
     ])

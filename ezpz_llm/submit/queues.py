@@ -1,4 +1,4 @@
-"""Choice of a site's queue for a job, by the limits that its file names."""
+"""Choice of a queue for a job, from the limits in the site file."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from ezpz_llm.launch.sites import Limit, Site
 
 
 def choose_queue(site: Site, wanted: str | None, nodes: int, time_s: int, jobs: int) -> str | None:
-    """The queue that the user `wanted`; else the site's own, if its limits take a job of so many nodes and seconds,
-    `jobs` times; else the first of its queues that does. A queue without limits takes every job.
+    """Return the queue `wanted`, else the site's default, else the first of its queues that accepts the job.
+
+    The job has `nodes` nodes for `time_s` seconds, `jobs` times. A queue without limits accepts every job.
 
     Raises:
-        UserError: the queue that was wanted, or each of the site's, does not take it; with the broken limit.
+        UserError: the queue `wanted`, or each queue of the site, does not accept the job; with the broken limit.
     """
     queues = list(dict.fromkeys([*filter(None, [site.job.queue]), *(limit.queue for limit in site.job.limits)]))
-    taking = [queue for queue in queues if _takes(site, queue, nodes, time_s, jobs)]
+    accepting = [queue for queue in queues if _accepts(site, queue, nodes, time_s, jobs)]
     if wanted is None:
-        if taking or not queues:
-            return taking[0] if taking else None
-        raise UserError(f"no queue of {site.name} takes {_job(nodes, time_s, jobs)}: "
-                        + "; ".join(f"{queue} {_broken(site, queue, nodes, time_s, jobs)}" for queue in queues),
+        if accepting or not queues:
+            return accepting[0] if accepting else None
+        raise UserError(f"no queue of {site.name} accepts {_job(nodes, time_s, jobs)}: "
+                        + "; ".join(f"{queue} {_broken_limits(site, queue, nodes, time_s, jobs)}"
+                                    for queue in queues),
                         where=f"the limits in the file of site {site.name}",
-                        instead="--nodes, --time or --chain within them, or a --queue that the file does not name")
-    if wanted in queues and wanted not in taking:
-        others = f"--queue {' or '.join(taking)}, or " if taking else ""
-        raise UserError(f"queue {wanted} of {site.name} does not take {_job(nodes, time_s, jobs)}: it "
-                        + _broken(site, wanted, nodes, time_s, jobs),
+                        instead="--nodes, --time or --chain within the limits, or a --queue that the file does not"
+                                " name")
+    if wanted in queues and wanted not in accepting:
+        others = f"--queue {' or '.join(accepting)}, or " if accepting else ""
+        raise UserError(f"queue {wanted} of {site.name} does not accept {_job(nodes, time_s, jobs)}: it "
+                        + _broken_limits(site, wanted, nodes, time_s, jobs),
                         where=f"the limits in the file of site {site.name}",
-                        instead=f"{others}--nodes, --time or --chain within them")
+                        instead=f"{others}--nodes, --time or --chain within the limits")
     return wanted
 
 
-def _takes(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> bool:
+def _accepts(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> bool:
     rows = _rows(site, queue)
     return not rows or any(not _breaks(limit, nodes, time_s, jobs) for limit in rows)
 
 
-def _broken(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> str:
-    """What each row of the queue says against the job; of several rows, those for so many nodes count."""
+def _broken_limits(site: Site, queue: str, nodes: int, time_s: int, jobs: int) -> str:
+    """Return the limits of the queue that the job breaks, if possible from the rows for its number of nodes."""
     rows = _rows(site, queue)
     fitting = [limit for limit in rows if not _breaks(limit, nodes, 0, 0)] or rows
     return ", or ".join(dict.fromkeys(" and ".join(_breaks(limit, nodes, time_s, jobs)) for limit in fitting))
@@ -53,11 +56,11 @@ def _rows(site: Site, queue: str) -> list[Limit]:
 def _breaks(limit: Limit, nodes: int, time_s: int, jobs: int) -> Sequence[str]:
     broken = []
     if limit.nodes and not limit.nodes[0] <= nodes <= limit.nodes[1]:
-        broken.append(f"takes {limit.nodes[0]} to {limit.nodes[1]} nodes")
+        broken.append(f"accepts {limit.nodes[0]} to {limit.nodes[1]} nodes")
     if limit.hours is not None and time_s > limit.hours * 3600:
-        broken.append(f"takes {clock_with_days(int(limit.hours * 3600))} at most")
+        broken.append(f"accepts at most {clock_with_days(int(limit.hours * 3600))}")
     if limit.jobs is not None and jobs > limit.jobs:
-        broken.append(f"takes {counted(limit.jobs, 'job')} of a user at a time")
+        broken.append(f"accepts {counted(limit.jobs, 'job')} per user at a time")
     return broken
 
 

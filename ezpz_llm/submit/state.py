@@ -1,11 +1,11 @@
-"""Progress of a run directory's job: `python3 -m ezpz_llm.submit.state RUN_DIR` in a job's script.
+"""State of a job's run, for job scripts: `python3 -m ezpz_llm.submit.state RUN_DIR`.
 
-Prints one word. A job may be started again (requeued, or the next of a chain), and has then to know what to do:
+Prints one word, from which a job that is requeued or that is the next of a chain decides what to do:
 
 new       nothing has run yet
-resume    something ran and left a checkpoint to go on from
-restart   something ran, but did not come as far as its first checkpoint
-complete  the command has done all it was told to do
+resume    a previous job left a checkpoint to resume from
+restart   a previous job ran, but did not write a checkpoint
+complete  the command has finished
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from ezpz_llm.rundir import RunDir, read_record
 
 _LONGEST_NAME = 256
 _SIGNALS = 128
-"""Exit codes above tell which signal ended a program."""
+"""Exit codes above this are 128 + the number of the signal that ended the program."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the state of the one run directory named."""
+    """Print the state of a run directory."""
     if len(argv) != 1:
-        raise UserError("one run directory, please", instead="python3 -m ezpz_llm.submit.state RUN_DIR")
+        raise UserError("expected one run directory", instead="python3 -m ezpz_llm.submit.state RUN_DIR")
     print(find_state(RunDir(Path(argv[0]))))
     return 0
 
 
 def find_state(run_dir: RunDir) -> str:
-    """One of the four words above."""
+    """Return "new", "resume", "restart" or "complete"."""
     record = read_record(run_dir)
     launched = (record.get("launch") or {}).get("started")
-    # A launch before the submission was another job's, in the same directory.
+    # A launch before this submission belonged to another job in the same directory.
     if launched == (record.get("submit") or {}).get("launched_before"):
         return "new"
     code = (record.get("exit") or {}).get("code")
     ended_well, was_killed = code == 0, code is None or code > _SIGNALS
-    # The trainer ends with 0 also where the reservation's end left steps undone.
+    # The trainer also exits with 0 if the end of the job left steps undone.
     wanted = (record.get("config") or {}).get("steps", 0)
     newest = run_dir.checkpoints / "latest"
     named = re.fullmatch(r"step-(\d+)\s*", system_text(newest, most=_LONGEST_NAME))
     saved = int(named[1]) if named else 0
-    # Killed after its last checkpoint, a run has nothing left to do either.
+    # A run that was killed after its last checkpoint is complete too.
     if (ended_well and record.get("steps", 0) >= wanted) or (was_killed and 0 < wanted <= saved):
         return "complete"
     if newest.exists() or any(run_dir.checkpoints.glob("*step-*/manifest.json")):

@@ -181,7 +181,7 @@ def test_no_answer_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert raised.value.where
         assert raised.value.instead
 
-    refused(tmp_path / "nowhere", 1, "no such folder")
+    refused(tmp_path / "nowhere", 1, "run directory does not exist")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", 1, "did not record its data")
     run = run_of(tmp_path, data, [4, 4])

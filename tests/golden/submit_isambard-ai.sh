@@ -1,6 +1,6 @@
 #!/bin/bash
 # Written by: ezpz-llm submit --site isambard-ai --nodes 4 --time 1:00:00 --account proj --queue workq --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
-# It may be changed, and queued again by hand.
+# You can edit this script and submit it by hand.
 
 # ---- request
 #SBATCH --job-name=train
@@ -20,7 +20,7 @@ module load brics/nccl
 export EZPZ_LLM_SITE=isambard-ai
 export PATH=$PATH:(as submitted)
 export PATH=/home/user/env/bin:$PATH
-# When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
+# End of the job in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 
 # ---- command

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Written by: ezpz-llm submit --site marenostrum5 --nodes 4 --time 1:00:00 --account proj --queue acc_ehpc --run-dir runs/a --dry-run -- launch python3 -m ezpz_llm.train --ds-config zero3
-# It may be changed, and queued again by hand.
+# You can edit this script and submit it by hand.
 
 # ---- request
 #SBATCH --job-name=train
@@ -22,7 +22,7 @@ export EZPZ_LLM_CACHE=/home/user/cache
 export EZPZ_LLM_SITE=marenostrum5
 export PATH=(as submitted):$PATH
 export PATH=/home/user/env/bin:$PATH
-# When the time is over, with a little to spare; launch replaces it by the scheduler's own word.
+# End of the job in epoch seconds, minus a reserve; launch prefers the scheduler's end time.
 export EZPZ_LLM_ENDS_AT=$(($(date +%s) + 3540))
 
 # ---- command

@@ -234,7 +234,7 @@ def test_two_launches_of_a_job_side_by_side(job) -> None:
 def test_launch_inside_a_step(job) -> None:
     """The one task of a step starts ranks of its own; each of several is a rank already."""
     folder, output = job
-    assert "its 4 hosts: those of the step count" in output
+    assert "using its 1 node of the job's 4" in output
     assert record(folder / "nested")["launch"]["hosts"] == ["n3"]
     assert sorted(re.findall(r"^rank \d of 4 on n\d$", output, re.MULTILINE)) == [
         "rank 0 of 4 on n1", "rank 1 of 4 on n1", "rank 2 of 4 on n2", "rank 3 of 4 on n2"]

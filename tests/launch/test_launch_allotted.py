@@ -92,7 +92,7 @@ def test_a_mask_of_the_users_counts_for_every_host(tmp_path: Path) -> None:
 
 def test_idle_and_shared_devices_are_loud(tmp_path: Path) -> None:
     env = captured_env("slurm/env_salloc_gpus.txt") | {"PATH": _programs(tmp_path, srun="exit 1")}
-    assert ("IDLE DEVICES: 1 rank for the 4 devices of n1 (and of 1 more hosts alike); --ppn 4 uses all"
+    assert ("IDLE DEVICES: 1 rank for the 4 devices of n1 (and 1 more node); --ppn 4 uses all"
             " (SLURM_GPUS_PER_NODE)") in _plan("--ppn 1 hostname", env).notes
     # PBS's slots keep their place before devices: what they cost is said.
     (tmp_path / "nodes").write_text("n1\n" * 8)
@@ -100,8 +100,8 @@ def test_idle_and_shared_devices_are_loud(tmp_path: Path) -> None:
            "PATH": _programs(tmp_path, mpiexec="echo HYDRA build details:")}
     plan = _plan("hostname", job)
     assert _counts(plan) == {"n1": 8}
-    assert ("8 ranks for the 2 devices of n1: some share one or have none; --ppn 2 gives one to each"
-            " (CUDA_VISIBLE_DEVICES)") in plan.notes
+    assert ("8 ranks for the 2 devices of n1: some ranks share a device or have none; --ppn 2 starts one rank per"
+            " device (CUDA_VISIBLE_DEVICES)") in plan.notes
 
 
 def test_uneven_cpus_are_counted_by_host(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_uneven_cpus_are_counted_by_host(tmp_path: Path) -> None:
     plan = _plan("hostname", env | {"SLURM_JOB_CPUS_PER_NODE": "16,4"})
     assert plan.env["OMP_NUM_THREADS"].value == "4"
     assert plan.argv[plan.argv.index("-c") + 1] == "4"
-    assert "hosts differ: 4 CPUs for 1 rank on n2, 16 for 2 on n1; every rank gets 4" in plan.notes
+    assert "nodes differ: 4 CPUs for 1 rank on n2, 16 for 2 on n1; every rank gets 4" in plan.notes
     # Where ranks do share, it is said as before.
     plan = _plan("--ppn 4 hostname", env)
     assert "4 ranks share 1 CPU of a host" in plan.notes
@@ -151,7 +151,7 @@ def test_salloc_and_sbatch_give_the_same_ranks(gpu_cluster: Cluster, tmp_path: P
         places = [[(rank["host"], rank["local_rank"]) for rank in plan["ranks"]] for plan in (by_salloc, by_sbatch)]
         expected = [("n1", 0), ("n1", 1), ("n2", 0), ("n2", 1)][:3 if name == "uneven" else 4]
         assert places == [expected, expected], name
-        assert any("the job's devices are unequal" in note for note in by_salloc["notes"]) is (name == "uneven")
+        assert any("unequal numbers of devices" in note for note in by_salloc["notes"]) is (name == "uneven")
 
 
 def test_ranks_of_a_job_with_a_number_of_devices_see_them_all(gpu_cluster: Cluster, tmp_path: Path) -> None:

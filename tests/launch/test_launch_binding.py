@@ -115,11 +115,11 @@ def test_where_cores_are_not_spelled_out_it_says_why(tmp_path: Path) -> None:
     whole = system_topology(site, _NO_DEVICES, root, range(16))
     part = system_topology(site, _NO_DEVICES, root, (0, 1, 8, 9, 3))
     for topology, ranks, changes, why in (
-        (None, 2, {}, "not known from here"),
+        (None, 2, {}, "cores are unknown on this node"),
         (whole, 9, {}, "9 ranks share 8 cores"),
-        (whole, 1, {}, "one rank has its host's cores"),
-        (whole, 2, {"allotted": 4}, "the job has 4 of a host's 16 CPUs"),
-        (part, 2, {}, "only some of this host's cores"),
+        (whole, 1, {}, "the only rank of a node has all its cores"),
+        (whole, 2, {"allotted": 4}, "the job has 4 of a node's 16 CPUs"),
+        (part, 2, {}, "only some of this node's cores"),
     ):
         binding = _bind("generic", topology, ranks, "mpiexec", **changes)
         assert (binding.kind, binding.cores) == ("none", ())

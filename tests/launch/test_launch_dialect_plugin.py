@@ -78,7 +78,7 @@ def test_its_mpiexec_starts_ranks(tmp_path: Path, env: dict[str, str]) -> None:
     # Without that package it is no mpiexec that is known.
     bare = _launch(tmp_path, env | {"PYTHONPATH": os.pathsep.join(_OURS)}, "--dry-run", "hostname")
     assert bare.returncode == 2
-    assert "an mpiexec of unknown make; its version text begins 'my mpi 3.1'" in bare.stderr
+    assert "unknown mpiexec; its version text begins with 'my mpi 3.1'" in bare.stderr
 
 
 def test_a_site_names_it(tmp_path: Path, env: dict[str, str]) -> None:

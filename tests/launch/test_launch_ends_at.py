@@ -131,7 +131,7 @@ def test_qstat_may_contradict(tmp_path: Path) -> None:
     env = {"PATH": _command(tmp_path / "bin", "qstat", f"cat {tmp_path / 'answer'}")}
     found = supplement(_pbs_allocation(), env, QUICK)
     assert found.notes == ("PBS has started this job 2 times (run_count)",
-                           "the node file has n1, n2, qstat's exec_host n1, n3: the node file counts")
+                           "the node file has n1, n2, but qstat's exec_host has n1, n3: using the node file")
     assert [host.name for host in found.hosts] == ["n1", "n2"]
     (tmp_path / "answer").write_text(_qstat("sel2_nc2_mpi2").replace("02:21:54", "07:21:54"))
     found = supplement(_pbs_allocation(), env, QUICK)
@@ -143,11 +143,11 @@ def test_qstat_may_fail(tmp_path: Path) -> None:
     """Missing, refusing (its words are shown), refusing once, or never answering: a note each, and no error."""
     allocation = _pbs_allocation()
     found = supplement(allocation, {"PATH": str(tmp_path)}, PATIENT)
-    assert found.notes == ("the end of the job is not known: qstat is not on PATH",)
+    assert found.notes == ("the job's end time is unknown: qstat is not on PATH",)
     env = {"PATH": _command(tmp_path / "bin", "qstat", "echo 'qstat: cannot connect to server' >&2; exit 111")}
     found = supplement(allocation, env, PATIENT)
     assert found.ends_at is None
-    assert found.notes == ("the end of the job is not known: `qstat -f -F json 5.login` failed: code 111, "
+    assert found.notes == ("the job's end time is unknown: `qstat -f -F json 5.login` failed: code 111, "
                            "'qstat: cannot connect to server'",)
     (tmp_path / "answer").write_text(_qstat("sel2_nc2_mpi2"))
     once = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit 1; }}; cat {tmp_path / 'answer'}"
@@ -194,10 +194,10 @@ def test_a_slurm_job_gets_its_end_from_squeue(tmp_path: Path) -> None:
     (tmp_path / "bin" / "answer").write_text(_squeue_row(NODELIST="n[1,4]", END_TIME="N/A"))
     found = supplement(allocation, env, QUICK)
     assert found.ends_at is None
-    assert found.notes == ("the job has no end that squeue knows of",
-                           "SLURM_JOB_NODELIST is n[1-2], squeue says n[1,4]: the former counts")
+    assert found.notes == ("the job's end time is unknown: squeue reports none",
+                           "SLURM_JOB_NODELIST is n[1-2], but squeue says n[1,4]: using SLURM_JOB_NODELIST")
     (note,) = supplement(allocation, {"PATH": ""}, QUICK).notes
-    assert note == "the end of the job is not known: squeue is not on PATH"
+    assert note == "the job's end time is unknown: squeue is not on PATH"
 
 
 def test_nobody_is_asked_without_need(tmp_path: Path) -> None:

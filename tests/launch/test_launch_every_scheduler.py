@@ -47,10 +47,10 @@ _JOBS = {
     "slurm": _Job("srun", _slurm, [1, 2]),
     "pbs": _Job("mpiexec", lambda hosts, counts: {"PBS_JOBID": "7.x", "PBS_NODEFILE": "FILE"}, [1, 2]),
     "flux": _Job("flux", lambda hosts, counts: {"FLUX_ENCLOSING_ID": "ƒ2"},
-                 "Flux deals ranks to hosts evenly, and these hosts would get [1, 2]"),
+                 "Flux spreads ranks over nodes evenly and cannot place [1, 2] ranks per node"),
     "lsf": _Job("jsrun", lambda hosts, counts: {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": " ".join(
         f"{host} {count}" for host, count in zip(hosts, counts, strict=True))},
-                "jsrun gives every host equally many ranks"),
+                "jsrun requires the same number of ranks on every node"),
     "sge": _Job("mpiexec", lambda hosts, counts: {"JOB_ID": "7", "NHOSTS": str(len(hosts)), "PE_HOSTFILE": "FILE"},
                 [1, 2], lambda host, count: f"{_SGE.format(host, count)}\n"),
     # Lines are cores, not ranks: they say how many CPUs each has.
@@ -110,7 +110,7 @@ def test_hosts_keep_their_order(tmp_path: Path, name: str) -> None:
     assert of_ranks == sorted(of_ranks, key=own.index)
     other = _plan(name, tmp_path, "--hosts", ",".join(reversed(own)))
     if name == "lsf":
-        assert "jsrun starts ranks on the first hosts of the job" in other
+        assert "jsrun starts ranks only on the first nodes of the job" in other
     elif schedulers()[name].KEEPS_HOST_ORDER:
         assert isinstance(other, dict)
         assert other["hosts"] == own
@@ -132,7 +132,7 @@ def test_uneven_hosts_get_what_the_job_has_there(tmp_path: Path, name: str) -> N
     assert isinstance(plan, dict)
     assert [sum(rank["host"] == host for rank in plan["ranks"]) for host in ("h2", "h1")] == expected
     if name == "oar":
-        assert any("hosts differ: 1 CPU" in note for note in plan["notes"])
+        assert any("nodes differ: 1 CPU" in note for note in plan["notes"])
 
 
 @pytest.mark.parametrize("name", _ALL)
@@ -174,7 +174,7 @@ def test_a_job_that_is_heterogeneous_or_a_part_of_one(tmp_path: Path, name: str)
     """Slurm alone writes groups of hosts that one srun cannot reach: refused. With other schedulers unlike chunks
     are hosts of one list, all of which get ranks."""
     if name == "slurm":
-        with pytest.raises(UserError, match="is heterogeneous, with 2 groups of hosts") as raised:
+        with pytest.raises(UserError, match="is heterogeneous, with 2 components") as raised:
             find_allocation(captured_env("slurm/env_het_batch.txt"))
         assert "--hostfile hosts …" in (raised.value.instead or "")
         return

@@ -20,7 +20,7 @@ _JOB = {"LOADL_STEP_ID": "c1.7.0", "LOADL_PROCESSOR_LIST": "h1 h1 h2 h2"}
 def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         find_allocation(_JOB)
-    assert "launch does not speak LoadLeveler" in str(raised.value)
+    assert "launch does not support LoadLeveler" in str(raised.value)
     line, _, rest = (raised.value.instead or "").partition("; launch ")
     assert rest.startswith("--hostfile hosts …")
     subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, env=_JOB | {"PATH": "/usr/bin:/bin"})
@@ -28,35 +28,35 @@ def test_a_job_is_refused_by_name_with_a_line_that_works(tmp_path: Path) -> None
 
 
 def test_its_list_alone_and_its_id_alone(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="this is a LoadLeveler job, and launch does not speak Load") as raised:
+    with pytest.raises(UserError, match="this is a LoadLeveler job, but launch does not support Load") as raised:
         find_allocation({"LOADL_PROCESSOR_LIST": "h1 h2"})
     assert "$LOADL_PROCESSOR_LIST" in (raised.value.instead or "")
     with pytest.raises(UserError) as raised:
         find_allocation({"LOADL_STEP_ID": "c1.7.0"})
-    assert (raised.value.instead or "").startswith("write the job's hosts into a file named hosts, one a line; ")
+    assert (raised.value.instead or "").startswith("write the job's nodes to a file named hosts, one per line; ")
 
 
 def test_who_names_the_hosts_goes_on() -> None:
     for found in (find_allocation(_JOB, hosts_from="--hostfile"), find_allocation(_JOB, "none")):
         assert (found.scheduler, len(found.hosts)) == ("none", 1)
         (note,) = found.notes
-        assert note.startswith("LOADL_STEP_ID=c1.7.0 left aside (--")
+        assert note.startswith("ignoring LOADL_STEP_ID=c1.7.0 (--")
 
 
 def test_the_command_refuses_and_goes_on_where_hosts_are_named(tmp_path: Path) -> None:
     done = launch(tmp_path, "-n", "4", "hostname", **_JOB)
     assert done.returncode == 2
-    assert "this is LoadLeveler job c1.7.0, and launch does not speak LoadLeveler" in done.stderr
+    assert "this is LoadLeveler job c1.7.0, but launch does not support LoadLeveler" in done.stderr
     assert not (tmp_path / "runs").exists()
     done = launch(tmp_path, "--hosts", "localhost", "-n", "1", "echo", "here", **_JOB)
     assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
-    assert "note       LOADL_STEP_ID=c1.7.0 left aside (--hosts)" in done.stderr
+    assert "note       ignoring LOADL_STEP_ID=c1.7.0 (--hosts)" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["env_het_salloc", "env_het_batch"])
 def test_a_heterogeneous_job_is_refused(name: str) -> None:
     env = captured_env(f"slurm/{name}.txt")
-    with pytest.raises(UserError, match=r"is heterogeneous, with 2 groups of hosts") as raised:
+    with pytest.raises(UserError, match=r"is heterogeneous, with 2 components") as raised:
         find_allocation(env)
     assert '"$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"' in str(raised.value)
     # A step in one of its groups has hosts of its own.

@@ -118,7 +118,7 @@ def test_which_node_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_squeue_and_qstat_may_spell_names_otherwise(tmp_path: Path) -> None:
     env = captured_env("slurm/env_sbatch_N2_no_ntasks.txt") | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     job = env["SLURM_JOB_ID"]
-    for hosts, said in (("N[1-2].site.example", ""), ("n[1,3]", "squeue says n[1,3]: the former counts")):
+    for hosts, said in (("N[1-2].site.example", ""), ("n[1,3]", "squeue says n[1,3]: using SLURM_JOB_NODELIST")):
         answer = f"echo '{job}|2030-01-01T00:00:00|{hosts}'"
         for name, body in (("squeue", answer), ("scontrol", "exit 1"), ("srun", "exit 1")):
             (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -131,7 +131,7 @@ def test_squeue_and_qstat_may_spell_names_otherwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("exec_host", "note"), [
     ("N1/0*2+n2/0*2", ""),
     ("n1.mgmt.example/0*2+n2.mgmt.example/0*2", "the domains differ: the node file has n1.hsn.example"),
-    ("n1/0*2+n3/0*2", "qstat's exec_host n1, n3: the node file counts"),
+    ("n1/0*2+n3/0*2", "qstat's exec_host has n1, n3: using the node file"),
 ])
 def test_a_node_file_and_qstat(tmp_path: Path, exec_host: str, note: str) -> None:
     (tmp_path / "nodes").write_text("n1.hsn.example\nn1.hsn.example\nn2.hsn.example\nn2.hsn.example\n")

@@ -157,7 +157,7 @@ def test_two_chunks_on_one_host(pbs: _Pbs) -> None:
     job = pbs.job("plain")
     host = job["exec_host"].split("/")[0]
     assert [(rank["host"], rank["local_rank"]) for rank in pbs.met("plain")] == [(host, 0), (host, 1)]
-    assert "note       all 2 chunks or ranks that PBS placed are on one host" in pbs.output("plain")
+    assert "note       PBS placed all 2 chunks or ranks on one node" in pbs.output("plain")
     assert pbs.met("plain")[1]["EZPZ_LLM_ENDS_AT"] == f"{time.mktime(time.strptime(job['stime'])) + 3600:.0f}"
 
 
@@ -168,7 +168,7 @@ def test_chunks_of_different_sizes_and_no_qstat(pbs: _Pbs) -> None:
     assert [(rank["host"], rank["local_rank"]) for rank in ranks] == [(one, 0), (two, 0), (two, 1), (three, 0),
                                                                       (three, 1)]
     assert {rank["EZPZ_LLM_ENDS_AT"] for rank in ranks} == {None}
-    assert "note       the end of the job is not known: qstat is not on PATH" in pbs.output("mixed")
+    assert "note       the job's end time is unknown: qstat is not on PATH" in pbs.output("mixed")
 
 
 def test_array_jobs(pbs: _Pbs) -> None:

@@ -106,7 +106,7 @@ def test_without_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere" / "python3"))
     empty = _programs(tmp_path)
     assert _plan("hostname", {"PATH": empty}).launcher.kind == "direct"
-    with pytest.raises(UserError, match="no mpiexec, no torchrun") as raised:
+    with pytest.raises(UserError, match="neither mpiexec nor torchrun is on PATH") as raised:
         _plan("-n 2 hostname", {"PATH": empty})
     assert "pip install mpich" in str(raised.value)
     path = _programs(tmp_path, torchrun="exit 1")
@@ -145,7 +145,7 @@ def test_a_rank_exported_for_another_program_is_left_aside(tmp_path: Path) -> No
     for left in ({"WORLD_SIZE": "4"}, {"RANK": "7", "WORLD_SIZE": "9"}):
         plan = _plan("-n 2 python3 x.py", env | left)
         assert (len(plan.ranks), plan.is_started) == (2, False)
-        assert any("no launcher has set it here, and ranks get their own" in note for note in plan.notes)
+        assert any("it was not set by a launcher, and each rank gets its own value" in note for note in plan.notes)
     by_hand = env | {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "20007"}
     assert _plan("python3 x.py", by_hand).is_started
     with pytest.raises(UserError, match="RANK=7 and WORLD_SIZE=9 make this process a rank already"):

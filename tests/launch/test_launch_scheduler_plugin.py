@@ -127,7 +127,7 @@ def test_launch_in_its_job(tmp_path: Path, env: dict[str, str]) -> None:
     two = job | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n3"}
     both = _run(tmp_path, two, "launch", "--dry-run", "hostname")
     assert both.returncode == 2
-    assert "two reservations: SLURM_JOB_ID=1 and MINE_JOB=m7" in both.stderr
+    assert "SLURM_JOB_ID=1 and MINE_JOB=m7 are both set, with different nodes" in both.stderr
     assert "--scheduler slurm or --scheduler mine" in both.stderr
     # Without that package its name is unknown.
     bare = job | {"PYTHONPATH": os.pathsep.join(_OURS)}

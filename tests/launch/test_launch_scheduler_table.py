@@ -98,7 +98,7 @@ def _typed(refusal: UserError, env: Mapping[str, str], cwd: Path) -> list[str] |
     match = re.fullmatch(r"(?:start launch .*elsewhere )?(.*?); launch --hostfile hosts …   .*",
                          refusal.instead or "")
     assert match, refusal.instead
-    if match[1] == "write the job's hosts into a file named hosts, one a line":
+    if match[1] == "write the job's nodes to a file named hosts, one per line":
         return None
     subprocess.run(["bash", "-eu", "-o", "pipefail", "-c", match[1]], cwd=cwd, check=True, env=dict(env))
     return [host.name for host in hostfile.read(cwd / "hosts")]
@@ -142,7 +142,7 @@ def test_a_job_that_cannot_be_read_is_refused_by_name(tmp_path: Path, bin_folder
     # Who names the hosts by hand goes on, and is told what is left aside.
     by_hand = find_allocation(lone, hosts_from="--hostfile")
     assert by_hand.scheduler == "none"
-    assert f"{mark}={whole[mark]} left aside (--hostfile)" in by_hand.notes[0]
+    assert f"ignoring {mark}={whole[mark]} (--hostfile)" in by_hand.notes[0]
 
 
 @pytest.mark.parametrize(("name", "variable"), [
@@ -168,7 +168,7 @@ def test_hosts_without_a_job_are_refused_by_name(tmp_path: Path, bin_folder: Pat
     env = {trace: str(tmp_path / f"nodes_{name}") if value == "FILE" else value,
            "PATH": f"{commands}:/usr/bin:/bin"}
     article = "an" if name in ("lsf", "oar") else "a"
-    with pytest.raises(UserError, match=f"{trace} is of {article} {scheduler.TITLE} job") as raised:
+    with pytest.raises(UserError, match=f"{trace} belongs to {article} {scheduler.TITLE} job") as raised:
         find_allocation(env)
     assert "--scheduler none" in (raised.value.instead or "")
     assert find_allocation(env, "none").scheduler == "none"
@@ -180,7 +180,7 @@ def test_hosts_without_a_job_are_refused_by_name(tmp_path: Path, bin_folder: Pat
 def test_no_captured_environment_is_taken_for_a_trace(path: str) -> None:
     """Jobs and ranks of Slurm, PBS, Flux and MPI have the job's id, or a rank's place."""
     found = _found_or_refused(captured_env(path))
-    assert not isinstance(found, UserError) or " is of a" not in found.found
+    assert not isinstance(found, UserError) or " belongs to a" not in found.found
 
 
 _MIXED = sorted({*_TRACES, *((name, variable) for name, job in _JOBS.items() for variable in job.env
@@ -233,7 +233,7 @@ def test_flux_resources() -> None:
     found["execution"]["R_lite"] = [{"rank": "2", "children": {"core": "0"}},
                                     {"rank": "0-1", "children": {"core": "0", "gpu": "0-1"}}]
     assert [host.devices for host in read_resources(json.dumps(found))[0]] == [2, 2, None]
-    for text, why in (("{}", "RFC 20"), ("[]", "RFC 20"), (step_standin.resources("vm,vm", "0-1"), "on one host"),
+    for text, why in (("{}", "RFC 20"), ("[]", "RFC 20"), (step_standin.resources("vm,vm", "0-1"), "on one node"),
                       (step_standin.resources("h1", "0-1"), r"2 brokers on 1")):
         with pytest.raises(UserError, match=why):
             read_resources(text)
@@ -284,7 +284,7 @@ def test_lsf_on_summit(tmp_path: Path) -> None:
     found = find_allocation(env)
     assert [(host.name, host.slots, host.cores) for host in found.hosts] == [("h41n08", None, 42),
                                                                              ("h41n13", None, 42)]
-    assert found.notes == ("batch5 is the launch node: ranks run on the 2 other hosts",)
+    assert found.notes == ("batch5 is the launch node: ranks run on the 2 other nodes",)
 
 
 def test_lsf_forms(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_lsf_forms(tmp_path: Path) -> None:
     env = {"LSB_JOBID": "7", "LSB_JOBINDEX": "3", "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts")}
     found = find_allocation(env)
     assert (found.job_id, [(host.name, host.slots) for host in found.hosts]) == ("7[3]", [("h1", 2), ("h2", 1)])
-    with pytest.raises(UserError, match=r"LSF job 7, .*no list of hosts, each with a number"):
+    with pytest.raises(UserError, match=r"LSF job 7: .*not a list of hostnames, each with a slot"):
         find_allocation({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "h1 h2"})
     assert lsf.job_id("Job <12> is submitted to default queue <normal>.") == "12"
     assert lsf.job_id("Job <12> is submitted to queue <gpu>.") == "12"
@@ -327,7 +327,7 @@ def test_the_line_of_flux_run(tmp_path: Path) -> None:
     assert "--ntasks=7" in _plan(tmp_path, "-n", "7", "--ppn", "4", "hostname", **env)["argv"]
     refused = launch(tmp_path, "--dry-run", "-n", "5", "--ppn", "4", "hostname", **env)
     assert refused.returncode == 2
-    assert "Flux deals ranks to hosts evenly, and these hosts would get [4, 1]" in refused.stderr
+    assert "Flux spreads ranks over nodes evenly and cannot place [4, 1] ranks per node" in refused.stderr
     assert "--requires=hosts:h2" in _plan(tmp_path, "--hosts", "h2", "hostname", **env)["argv"]
 
 
@@ -349,7 +349,7 @@ def test_ranks_by_jsrun(tmp_path: Path) -> None:
         "ALL_GPUS", "--launch_distribution", "packed", "--bind", "none"]
     refused = launch(tmp_path, "--dry-run", "--hosts", "h2", "hostname", **env,
                      LSB_MCPU_HOSTS="batch1 1 h1 42 h2 42")
-    assert "jsrun starts ranks on the first hosts of the job, and these are h1" in refused.stderr
+    assert "jsrun starts ranks only on the first nodes of the job, which are h1" in refused.stderr
     done = launch(tmp_path, "-n", "2", "--tee", "all", "bash", "-c", "echo $RANK of $WORLD_SIZE", **env,
                   LSB_MCPU_HOSTS=f"batch1 1 {socket.gethostname()} 42")
     assert done.returncode == 0, done.stderr

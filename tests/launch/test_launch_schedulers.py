@@ -34,7 +34,7 @@ def test_a_pbs_job_without_its_node_file() -> None:
     env = captured_env("pbs/env_job_sel2_nc2_mpi2.txt")
     with pytest.raises(UserError, match=r"cannot read the node file of PBS job 5\.login: No such file"):
         find_allocation(env | {"PBS_NODEFILE": "/nonexistent/5.login"})
-    with pytest.raises(UserError, match="has no PBS_NODEFILE"):
+    with pytest.raises(UserError, match="PBS_NODEFILE is not set"):
         find_allocation({"PBS_JOBID": "5.login"})
 
 
@@ -123,7 +123,7 @@ def test_processes_inside_a_pbs_job() -> None:
     # One task a line of the node file; the variable is there on the second host only, where the file is not.
     tasks = [_of_words(part) for part in rest.partition("rc=0")[0].split("PATH=/bin:/usr/bin\n")[1:]]
     assert [task["PBS_NODENUM"] for task in tasks] == ["0", "0", "1", "1"]
-    for task, found in zip(tasks, [r"has no PBS_NODEFILE"] * 2 + [r"cannot read the node file"] * 2, strict=True):
+    for task, found in zip(tasks, ["PBS_NODEFILE is not set"] * 2 + ["cannot read the node file"] * 2, strict=True):
         with pytest.raises(UserError, match=found) as raised:
             find_allocation(task)
         assert "the job script" in str(raised.value)
@@ -146,7 +146,7 @@ def test_a_step_is_told_from_the_job() -> None:
                        ("srun_one_task_step", "3")):
         assert find_allocation(captured_env(f"slurm/env_{name}.txt")).step_id == step
     (note,) = find_allocation(captured_env("slurm/env_srun_one_task_step.txt")).notes
-    assert note == "this is step 3 of the job, with 1 of its 2 hosts: those of the step count"
+    assert note == "this is step 3 of the job: using its 1 node of the job's 2"
 
 
 def test_array_jobs_have_their_own_ids() -> None:
@@ -169,27 +169,27 @@ def test_slurm_end_time_and_cores() -> None:
 def test_contradictions_are_said_with_both_values() -> None:
     env = captured_env("slurm/env_sbatch_N2_no_ntasks.txt")
     (note,) = find_allocation(env | {"SLURM_JOB_NODELIST": "n1"}).notes
-    assert note == "SLURM_JOB_NUM_NODES is 2, but SLURM_JOB_NODELIST=n1 names 1 host: the list counts"
-    with pytest.raises(UserError, match="tasks for 2 nodes, but 1 hosts"):
+    assert note == "SLURM_JOB_NUM_NODES is 2, but SLURM_JOB_NODELIST=n1 names 1 node: using the list"
+    with pytest.raises(UserError, match="the task layout has 2 nodes, but the node list has 1"):
         find_allocation(captured_env("slurm/env_sbatch_script.txt") | {"SLURM_JOB_NODELIST": "n1"})
     (note,) = find_allocation(env | {"SLURM_RESTART_COUNT": "1"}).notes
     assert "SLURM_RESTART_COUNT=1" in note
     (note,) = find_allocation(_captured("pbs/env_job_sel2_plain.txt")).notes
-    assert note == "all 2 chunks or ranks that PBS placed are on one host"
+    assert note == "PBS placed all 2 chunks or ranks on one node"
 
 
 def test_two_schedulers_at_once() -> None:
     both = captured_env("slurm/env_sbatch_script.txt") | _captured("pbs/env_job_sel2_nc2_mpi2.txt")
     found = find_allocation(both)
     assert (found.scheduler, found.notes) == (
-        "slurm", ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set, with the same hosts: slurm counts",))
+        "slurm", ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set, with the same nodes: using slurm",))
     found = find_allocation(both | {"PBS_NODEFILE": "/nonexistent/5.login"})
     assert found.scheduler == "slurm"
-    assert "SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; slurm counts, since cannot read" in found.notes[0]
+    assert "SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; using slurm: cannot read" in found.notes[0]
     found = find_allocation(both | {"SLURM_JOB_NODELIST": "n["})
     assert (found.scheduler, "not a Slurm host list" in found.notes[0]) == ("pbs", True)
     other = both | {"PBS_NODEFILE": str(CAPTURED / "pbs/nodefile_sel2_scatter.txt")}
-    with pytest.raises(UserError, match=r"two reservations: .* with the hosts n1, n2 and n3, n4") as raised:
+    with pytest.raises(UserError, match=r"are both set, with different nodes: n1, n2 and n3, n4") as raised:
         find_allocation(other)
     assert "--scheduler slurm or --scheduler pbs" in str(raised.value)
     assert "launch --hostfile hosts …" in str(raised.value)
@@ -197,7 +197,7 @@ def test_two_schedulers_at_once() -> None:
                                 ("pbs", ["n3", "n4"], "SLURM_JOB_ID=3")):
         found = find_allocation(other, wanted)
         assert (found.scheduler, [host.name for host in found.hosts]) == (wanted, hosts)
-        assert found.notes == (f"{left} left aside (--scheduler {wanted})",)
+        assert found.notes == (f"ignoring {left} (--scheduler {wanted})",)
 
 
 @pytest.mark.parametrize("stale", ["slurm", "pbs"])
@@ -213,18 +213,18 @@ def test_of_two_jobs_the_one_that_has_this_node_counts(tmp_path: Path, stale: st
     assert found.scheduler == ("pbs" if stale == "slurm" else "slurm")
     assert {host.name for host in found.hosts} == {here, "n9"}
     assert found.notes[-1] == ("SLURM_JOB_ID=3 and PBS_JOBID=5.login are both set; "
-                               f"{found.scheduler} counts, since this node is in its job only")
+                               f"using {found.scheduler}: only its job has this node")
 
 
 def test_a_scheduler_asked_for() -> None:
     found = find_allocation(captured_env("slurm/env_sbatch_script.txt"), "none")
     assert (found.scheduler, found.source, found.notes) == (
-        "none", "--scheduler none", ("SLURM_JOB_ID=3 left aside (--scheduler none)",))
+        "none", "--scheduler none", ("ignoring SLURM_JOB_ID=3 (--scheduler none)",))
     found = find_allocation(captured_env("slurm/env_srun_pmi2_rank1.txt"), "slurm")
     assert (found.scheduler, found.notes) == (
-        "slurm", ("the rank variables of srun with PMI (PMI_RANK) left aside (--scheduler slurm)",))
-    assert "a broken set (PMI_RANK=1 is set" in find_allocation({"PMI_RANK": "1"}, "none").notes[0]
-    with pytest.raises(UserError, match="--scheduler pbs, but PBS_JOBID is not set"):
+        "slurm", ("ignoring the rank variables of srun with PMI (PMI_RANK) (--scheduler slurm)",))
+    assert "an inconsistent set (PMI_RANK=1 is set" in find_allocation({"PMI_RANK": "1"}, "none").notes[0]
+    with pytest.raises(UserError, match="--scheduler pbs was given, but PBS_JOBID is not set"):
         find_allocation(captured_env("slurm/env_sbatch_script.txt"), "pbs")
 
 

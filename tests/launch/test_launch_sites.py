@@ -204,7 +204,7 @@ def test_the_line_of_frontier(tmp_path: Path) -> None:
     assert {place.device for place in plan.ranks} == {None}
     assert plan.ranks_source == "8 devices (site frontier)"
     # An salloc as one types it lacks what goes with one of the site's variables.
-    want = "FI_CXI_RDZV_PROTO=alt_read goes with a job of --network=disable_rdzv_get"
+    want = "FI_CXI_RDZV_PROTO=alt_read requires a job with --network=disable_rdzv_get"
     assert any(want in note for note in plan.notes)
     for right in ({"SLURM_NETWORK": "disable_rdzv_get"}, {"FI_CXI_RDZV_PROTO": "default"}):
         assert not any(want in note for note in _plan("python3 x.py", env | right).notes)
@@ -268,7 +268,7 @@ def test_cores_come_from_the_domain_of_each_ranks_device(tmp_path: Path) -> None
     # A site that lets srun count is told so; one that leaves it to us is dealt by device.
     depth = _lumi(tmp_path, "", slurm, binding='"depth"')
     assert " -c 7 --cpu-bind=cores " in _line(depth)
-    assert any('binding = "list" in the site file deals them by device_domains' in note for note in depth.notes)
+    assert any('binding = "list" in the site file to assign them by device_domains' in note for note in depth.notes)
     assert _bound(_lumi(tmp_path, "", slurm, binding="")) == _LUMI_BOUND
     assert " -c 3 --cpu-bind=cores " in _line(_lumi(tmp_path, "", slurm | {"SLURM_JOB_CPUS_PER_NODE": "28(x2)"},
                                                     binding=""))
@@ -290,7 +290,7 @@ def test_the_same_under_mpiexec(tmp_path: Path) -> None:
     assert {distance for _, _, distance in _bound(own)} == {"near"}
     # Half of Aurora's ranks all take devices of its first socket: both sockets' cores stay in use, as a note says.
     half = _plan("--ppn 6 python3 x.py", _pbs(tmp_path, ("a1",), EZPZ_LLM_SITE="aurora"))
-    assert ("3 of 6 ranks of a node are not near their device: local rank 3 has cores 53-69, and device 3 is on "
+    assert ("3 of 6 ranks of a node are not near their device: local rank 3 has cores 53-69, but device 3 is on "
             "another socket") in half.notes
 
 
@@ -326,8 +326,9 @@ def test_what_is_here_and_not_as_the_site_has_it_is_noted(tmp_path: Path, monkey
         (tmp_path / f"gpus/0000:0{number}:00.0").mkdir(parents=True)
     monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "gpus")
     plan = _plan("--site polaris python3 x.py", _slurm(tmp_path, "localhost", 1, 2))
-    assert "site polaris has pbs, and this is a job of slurm" in plan.notes
-    assert any(note.startswith("3 devices here") and note.endswith("polaris have 4") for note in plan.notes)
+    assert "site polaris has pbs, but this is a job of slurm" in plan.notes
+    assert any(note.startswith("this node has 3 devices") and note.endswith("polaris have 4")
+               for note in plan.notes)
     assert len(plan.ranks) == 3
 
 

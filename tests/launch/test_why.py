@@ -127,13 +127,13 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         return done.stderr
 
     assert "no run in runs/" in refused()
-    assert "there is no such folder: it was removed, or never made" in refused("runs/a")
+    assert "the run directory does not exist: it was removed, or never created" in refused("runs/a")
     (tmp_path / "runs/a").mkdir(parents=True)
     assert "no run in runs/" in refused()
     assert "there is no record of launch here" in refused("runs/a")
     (tmp_path / "runs/a/run.json").write_text("{")
     assert re.search(r"this is not JSON.*\n.*run\.json", refused())
-    for text, found in (("[]", "is not a run's record"), ('{"launch": {"argv": []}}', "no record of launch here"),
+    for text, found in (("[]", "is not a run record"), ('{"launch": {"argv": []}}', "no record of launch here"),
                         ('{"launch": {"argv": 3}}', "launch.argv is 3, and must be a list"),
                         ('{"launch": "yes"}', "launch is 'yes', and must be an object")):
         (tmp_path / "runs/a/run.json").write_text(text)
@@ -155,7 +155,7 @@ def test_a_directory_that_was_removed_during_the_run(tmp_path: Path) -> None:
     assert "r: ended with code 7: rank 0 failed; what was started is not told" in _why(tmp_path, "r")
     assert json.loads(_why(tmp_path, "r", "--json")) == {"state": "ended", "code": 7, "cause": "rank 0 failed",
                                                          "rank": 0}
-    for room, found in (("report", "no such folder"), ("explain", "no such folder")):
+    for room, found in (("report", "run directory does not exist"), ("explain", "run directory does not exist")):
         told = subprocess.run([sys.executable, "-m", f"ezpz_llm.{room}", "gone"], cwd=tmp_path, env=clean_env(),
                               capture_output=True, text=True, timeout=scaled(60), check=False)
         assert (told.returncode, told.stderr.count("error: ")) == (2, 1)

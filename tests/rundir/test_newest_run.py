@@ -1,4 +1,4 @@
-"""Each command without a run's name reads the newest run of the kind that it reads."""
+"""Tests of the default run of a command: the newest of the kind that it reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ezpz_llm.rundir.newest import RunKind
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """From the oldest: a training run, a script's own lines, a launch that failed, an evaluation."""
+    """Folder with, from the oldest, a training run, a script's metrics, a failed launch and an evaluation."""
     folder = tmp_path / "runs"
     make_run(folder / "trained", range(1, 13))
     own = RunDir(folder / "own").create()
@@ -34,13 +34,13 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("kind", "name"), [
     (WITH_STEPS, "own"), (TRAINING, "trained"), (LAUNCHED, "failed"), (ANY, "evaluated")])
-def test_the_newest_run_is_one_of_the_kind_that_a_command_reads(runs, kind, name, capsys):
+def test_newest_run_of_each_kind(runs, kind, name, capsys):
     assert newest_run(runs, kind, "a command").path == runs / name
     note = f"note: reading {runs / name}; {runs / 'evaluated'} is newer, but not a {kind.name}\n"
     assert capsys.readouterr().err == (note if name != "evaluated" else "")
 
 
-def test_what_is_missing_is_said(tmp_path, capsys):
+def test_message_if_no_run_fits(tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     with pytest.raises(UserError, match="no run in "):
         newest_run(tmp_path / "runs", WITH_STEPS, "a command")
@@ -51,7 +51,7 @@ def test_what_is_missing_is_said(tmp_path, capsys):
         newest_run(tmp_path / "runs", RunKind("run of a kind", lambda run_dir, record: False), "a command")
 
 
-def test_report_and_why_do_not_send_the_user_to_each_other(runs):
+def test_report_and_why_choose_their_own_kind_of_run(runs):
     for command, expected in (("report", "own"), ("why", "failed")):
         done = subprocess.run([sys.executable, "-m", f"ezpz_llm.{command}"], cwd=runs.parent, capture_output=True,
                               text=True, timeout=scaled(60), check=False)

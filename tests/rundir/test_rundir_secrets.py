@@ -1,4 +1,4 @@
-"""Secrets typed in command lines or set in the environment are not written down."""
+"""Tests of the redaction of secrets in command lines, settings and the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_secrets_in_command_lines() -> None:
     assert redact({"text_key": "content"}) == {"text_key": "content"}
 
 
-def test_secrets_of_the_environment() -> None:
+def test_secrets_in_the_environment() -> None:
     env = {"HF_TOKEN": "hf_12345678", "TOKENIZERS_PARALLELISM": "falsehood", "SSH_KEY": "/home/me/key", "KEY": "x"}
     assert secret_values(env) == ("hf_12345678",)
     assert hide({"a": ["see hf_12345678!"], "b": 1}, secret_values(env)) == {"a": ["see [redacted]!"], "b": 1}
@@ -43,7 +43,7 @@ def test_secrets_of_the_environment() -> None:
     ["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"], ["--note", "sk-proj-aAbBcCdDeEfFgGhHiIjJkK"],
     ["eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.aAbBcCdDeEfF"], ["curl -H 'authorization: bearer aAbBcCdDeEfF'"],
 ])
-def test_a_secret_typed_in_any_of_these_ways_is_hidden(words: list[str]) -> None:
+def test_secret_in_a_command_line_is_hidden(words: list[str]) -> None:
     shown = " ".join(redact_words(words))
     assert "[redacted]" in shown
     assert not any(part in shown for part in (SECRET, "aAbBcCdDeEfF"))
@@ -56,11 +56,11 @@ def test_a_secret_typed_in_any_of_these_ways_is_hidden(words: list[str]) -> None
     ["text_key=content", "data.eos_token=<|end|>"], ["n1:2,n2:2"], ["--optimizer", "adamw"], ["--keep-last", "3"],
     ["--author", "ann", "author=ann"], ["--bypass", "x"], ["sh", "-c", "echo a: b, c=d; date"], ["--monkeys=3"],
 ])
-def test_what_is_no_secret_is_shown(words: list[str]) -> None:
+def test_other_words_are_shown(words: list[str]) -> None:
     assert redact_words(words) == words
 
 
-def test_settings_and_variables_by_their_names() -> None:
+def test_redaction_by_name() -> None:
     hidden = {"hf_token": "x", "apiKey": "x", "Authorization": "x", "db.password": "x", "DS_AUTH": "x",
               "TORCH_PASS": "x", "EZPZ_LLM_AUTH": "x", "MY_APIKEY": "x"}
     assert set(redact(hidden).values()) == {"[redacted]"}

@@ -1,4 +1,4 @@
-"""A file beside a training that cannot be written is kept, tried again and told of; it ends no run."""
+"""Tests of side files: failed writes are kept, retried and reported, and never end a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUN = ["--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--block-size", "32"
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
@@ -35,27 +35,27 @@ def _until(condition, seconds: float = 20.0) -> bool:
     return condition()
 
 
-def test_what_failed_is_written_in_order_once_it_can_be(tmp_path: Path, said: list[str]) -> None:
+def test_failed_writes_are_retried_in_order(tmp_path: Path, messages: list[str]) -> None:
     folder = tmp_path / "run"
-    side = SideFiles(said.append, first_retry_s=0.01)
+    side = SideFiles(messages.append, first_retry_s=0.01)
     for step in range(3):
         side.append(folder / "metrics.jsonl", [{"step": step}])
     side.write_json(folder / "plots" / "x.json", [1])
     assert side.waiting(folder / "metrics.jsonl") == [{"step": 0}, {"step": 1}, {"step": 2}]
-    assert len(said) == 2, "one warning for each file"
-    assert "metrics.jsonl cannot be written: No such file or directory" in said[0]
+    assert len(messages) == 2, "one warning for each file"
+    assert "metrics.jsonl cannot be written: No such file or directory" in messages[0]
     folder.mkdir()
-    assert _until(lambda: len(said) == 4)
-    assert "metrics.jsonl is written again" in said[2] + said[3]
+    assert _until(lambda: len(messages) == 4)
+    assert "metrics.jsonl can be written again" in messages[2] + messages[3]
     side.append(folder / "metrics.jsonl", [{"step": 3}])
     assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
     assert read_json(folder / "plots" / "x.json") == [1]
     assert side.close() == []
 
 
-def test_the_end_of_a_run_names_what_is_lost(tmp_path: Path, said: list[str], monkeypatch) -> None:
+def test_close_reports_lost_content(tmp_path: Path, messages: list[str], monkeypatch) -> None:
     monkeypatch.setattr(side_files, "MOST_WAITING", 5)
-    side = SideFiles(said.append)
+    side = SideFiles(messages.append)
     path = tmp_path / "gone" / "metrics.jsonl"
     for step in range(8):
         side.append(path, [{"step": step}])
@@ -68,7 +68,7 @@ def test_the_end_of_a_run_names_what_is_lost(tmp_path: Path, said: list[str], mo
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EDQUOT, errno.EROFS, errno.EFBIG])
-def test_any_error_of_a_file_system_is_one_to_try_again_after(tmp_path: Path, said: list[str], monkeypatch,
+def test_every_file_system_error_is_retried(tmp_path: Path, messages: list[str], monkeypatch,
                                                               number: int) -> None:
     fails = [True]
     real = side_files.append_lines
@@ -79,25 +79,25 @@ def test_any_error_of_a_file_system_is_one_to_try_again_after(tmp_path: Path, sa
         real(path, values)
 
     monkeypatch.setattr(side_files, "append_lines", append_lines)
-    side = SideFiles(said.append, first_retry_s=0.01)
+    side = SideFiles(messages.append, first_retry_s=0.01)
     side.append(tmp_path / "metrics.jsonl", [{"step": 1}])
     fails.clear()
-    assert _until(lambda: len(said) == 2)
+    assert _until(lambda: len(messages) == 2)
     assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"step": 1}]
 
 
-def test_a_step_never_waits_for_a_file_that_failed(tmp_path: Path, said: list[str], monkeypatch) -> None:
+def test_steps_do_not_wait_for_a_hanging_write(tmp_path: Path, messages: list[str], monkeypatch) -> None:
     tried = []
 
     def append_lines(path: Path, values: list) -> None:
         tried.append(path)
         if len(tried) > 1:
-            time.sleep(60)  # the retry hangs, as a file system that is away does
+            time.sleep(60)  # the retry hangs, as on an unreachable file system
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(side_files, "append_lines", append_lines)
     monkeypatch.setattr(side_files, "_END_WITHIN_S", 0.1)
-    side = SideFiles(said.append, first_retry_s=0.01)
+    side = SideFiles(messages.append, first_retry_s=0.01)
     side.append(tmp_path / "metrics.jsonl", [{"step": 1}])
     assert _until(lambda: len(tried) == 2)
     begin = time.monotonic()
@@ -108,25 +108,25 @@ def test_a_step_never_waits_for_a_file_that_failed(tmp_path: Path, said: list[st
     assert "1001 lines" in lost[0]
 
 
-def test_what_can_only_be_done_now_is_told_once(said: list[str]) -> None:
-    side = SideFiles(said.append)
+def test_attempt_warns_once(messages: list[str]) -> None:
+    side = SideFiles(messages.append)
 
     def fail() -> None:
         raise RuntimeError("no trace")
 
     for _ in range(3):
         side.attempt("the trace", fail)
-    assert said == ["warning: the trace could not be written: RuntimeError: no trace; training continues"]
+    assert messages == ["warning: the trace could not be written: RuntimeError: no trace; training continues"]
     assert side.close() == ["the trace could not be written: RuntimeError: no trace"]
 
 
 @contextlib.contextmanager
 def _read_only(place: Path) -> Iterator[None]:
-    """An empty file system that cannot be written stands over `place`."""
+    """Mount an empty read-only file system over `place`."""
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True, text=True,
                           timeout=scaled(120), check=False)
     if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
     try:
         yield
     finally:
@@ -134,25 +134,25 @@ def _read_only(place: Path) -> Iterator[None]:
 
 
 def _begun(server: Server, run_dir: Path, *words: str) -> Job:
-    """A run of two ranks that has made some steps."""
+    """Start a run of two ranks, and wait until it has made some steps."""
     job = server.start(2, [*RUN, *words], run_dir)
     metrics = RunDir(run_dir).metrics
     assert wait_for(lambda: metrics.exists() and '"step": 10,' in metrics.read_text(), job), job.output
     return job
 
 
-def test_a_run_goes_on_without_its_directory(server: Server, tmp_path: Path) -> None:
+def test_run_continues_without_its_directory(server: Server, tmp_path: Path) -> None:
     job = _begun(server, tmp_path / "run", "--save-every", "-1", "--trace-steps", "3")
     (tmp_path / "run").rename(tmp_path / "away")
     assert job.wait() == [0, 0], job.output
     assert job.output.count("metrics.jsonl cannot be written: No such file or directory") == 1
-    assert "lines of " in job.output.rpartition("warning:")[0], "what is lost is said at the end"
-    assert "training loss" in job.output, "the summary is of what was kept"
+    assert "lines of " in job.output.rpartition("warning:")[0], "lost content is reported at the end"
+    assert "training loss" in job.output, "the summary uses the lines in memory"
     assert "Traceback" not in job.output
     assert "Exception ignored" not in job.output
 
 
-def test_a_run_goes_on_where_files_must_not_grow(server: Server, tmp_path: Path) -> None:
+def test_run_continues_if_files_must_not_grow(server: Server, tmp_path: Path) -> None:
     job = _begun(server, tmp_path / "run", "--save-every", "-1")
     for pid in job.pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, 4096))
@@ -160,7 +160,7 @@ def test_a_run_goes_on_where_files_must_not_grow(server: Server, tmp_path: Path)
     assert "Traceback" not in job.output
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_with_one_code(server: Server, tmp_path: Path) -> None:
+def test_failed_checkpoint_ends_all_ranks_with_the_same_code(server: Server, tmp_path: Path) -> None:
     job = _begun(server, tmp_path / "run")
     try:
         with _read_only(tmp_path / "run"):
@@ -173,14 +173,14 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks_with_one_code(server
 
 
 @pytest.mark.parametrize("has_reader", [False, True])
-def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(tmp_path: Path, said: list[str], has_reader: bool) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, messages: list[str], has_reader: bool) -> None:
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
-    side = SideFiles(said.append, first_retry_s=0.01)
+    side = SideFiles(messages.append, first_retry_s=0.01)
     side.append(path, [{"step": 1}])
-    assert len(said) == 1
-    assert "metrics.jsonl cannot be written" in said[0]
+    assert len(messages) == 1
+    assert "metrics.jsonl cannot be written" in messages[0]
     if reader is not None:
         os.close(reader)
     path.unlink()

@@ -1,4 +1,4 @@
-"""`ezpz-llm submit` and the job templates against a real Slurm, and a stand-in for PBS, on four simulated nodes."""
+"""Tests of `ezpz-llm submit` and the job templates on four simulated nodes, with real Slurm and a PBS stand-in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUBMIT = ("ezpz-llm", "submit", "--nodes", "2")
 TRAIN = ("python3", "-m", "ezpz_llm.train", "--n-layer", "1", "--block-size", "32", "--eval-tokens", "512",
          "--sample-tokens", "0", "--log-every", "10")
 
-# Notes its start, and fails the first time.
+# Records its start, and fails the first time.
 TWICE = """
 import os, sys
 run_dir = os.environ["EZPZ_LLM_RUN_DIR"]
@@ -33,12 +33,12 @@ if os.environ.get("RANK_IS", os.environ.get("SLURM_PROCID", os.environ.get("PMI_
 
 
 def until(what: Callable[[], object], timeout: float = 90) -> object:
-    """What `what` gives, once it gives something true."""
+    """Poll `what` until its result is true, and return the result."""
     deadline = time.monotonic() + timeout
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it has not come"
+    while not (result := what()):
+        assert time.monotonic() < deadline, "timeout"
         time.sleep(0.1)
-    return found
+    return result
 
 
 def record(run_dir: Path) -> dict:
@@ -53,7 +53,7 @@ def slurm_jobs(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_requeued_training_goes_on_where_it_stopped(cluster: Cluster, tmp_path: Path) -> None:
+def test_requeued_training_resumes(cluster: Cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "a run"
     train = (*TRAIN, "--steps", "300", "--save-every", "10", "--prompt", 'a "b" $(c)')
     done = cluster.run(*SUBMIT, "--time", "10m", "--requeue", "--name", "it's; $(odd)", "--run-dir", run_dir, "--",
@@ -100,7 +100,7 @@ def test_a_chain_on_slurm_runs_until_it_is_complete(cluster: Cluster, tmp_path: 
     assert not (tmp_path / "made").exists()
 
 
-def test_slurm_s_refusal_is_shown(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurms_error_is_shown(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run(*SUBMIT, "--time", "10m", "--queue", "nix", "--run-dir", "r", "--", "launch", "hostname",
                        cwd=tmp_path)
     assert done.returncode == 1
@@ -110,7 +110,7 @@ def test_slurm_s_refusal_is_shown(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def by_hand(name: str, folder: Path) -> Path:
-    """A template with its three lines filled in, as a person would."""
+    """Return a copy of a template with its three lines filled in, as a user would."""
     text = (data_dir("jobs") / name).read_text()
     for old, new in (
         ("ACCOUNT", "project"),
@@ -123,7 +123,7 @@ def by_hand(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def test_the_slurm_template_by_hand(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurm_template_submitted_by_hand(cluster: Cluster, tmp_path: Path) -> None:
     script = by_hand("slurm.sh", tmp_path)
     assert cluster.batch(script, cwd=tmp_path) == ["COMPLETED"]
     [job] = [path.name for path in (tmp_path / "runs").iterdir()]
@@ -134,7 +134,7 @@ def test_the_slurm_template_by_hand(cluster: Cluster, tmp_path: Path) -> None:
 
 
 class Pbs:
-    """The stand-in for PBS in a folder of its own."""
+    """PBS stand-in in its own folder."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -150,7 +150,7 @@ class Pbs:
         until(lambda: not self.run("qstat").strip())
 
 
-def test_a_chain_on_pbs_and_the_template_by_hand(host_cluster: Cluster, tmp_path: Path) -> None:
+def test_chain_and_template_on_pbs(host_cluster: Cluster, tmp_path: Path) -> None:
     pbs = Pbs(host_cluster, tmp_path)
     (tmp_path / "twice.py").write_text(TWICE)
     told = pbs.run(*SUBMIT, "--time", "10m", "--site", "here.toml", "--chain", "3", "--run-dir", "r", "--",
@@ -172,8 +172,8 @@ def test_a_chain_on_pbs_and_the_template_by_hand(host_cluster: Cluster, tmp_path
 
 
 @pytest.mark.slow
-def test_a_chain_of_short_jobs_on_pbs_trains_on(host_cluster: Cluster, tmp_path: Path) -> None:
-    """Each job ends by itself before its time does, with a checkpoint, and the next goes on from there."""
+def test_chain_of_short_jobs_on_pbs_resumes(host_cluster: Cluster, tmp_path: Path) -> None:
+    """Each job stops before its time limit and writes a checkpoint, from which the next job resumes."""
     pbs = Pbs(host_cluster, tmp_path)
     pbs.run(*SUBMIT, "--time", "0:00:50", "--site", "here.toml", "--chain", "2", "--requeue", "--run-dir", "r",
             "--", "launch", "--ppn", "1", *TRAIN, "--steps", "100000", "--save-every", "100000")
@@ -186,7 +186,7 @@ def test_a_chain_of_short_jobs_on_pbs_trains_on(host_cluster: Cluster, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_job_without_a_checkpoint_starts_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_job_without_a_checkpoint_restarts(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run(*SUBMIT, "--time", "10m", "--chain", "2", "--run-dir", "r", "--", "launch", "--ppn", "1", *TRAIN,
                 "--steps", "2000", "--save-every", "-1", cwd=tmp_path)
     first, second = record(tmp_path / "r")["submit"]["jobs"]

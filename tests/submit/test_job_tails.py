@@ -1,4 +1,4 @@
-"""Job scripts of all schedulers run a job in the same way; each is whole, since it is copied and queued alone."""
+"""Job scripts of all schedulers end with the same lines, which each repeats because users copy single files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from ezpz_llm.base import data_dir
 
 
-def test_what_follows_the_command_is_the_same_for_every_scheduler() -> None:
+def test_script_after_the_command_is_the_same_for_every_scheduler() -> None:
     texts = {path.name: path.read_text() for path in sorted(data_dir("jobs").glob("*.sh"))}
     assert len(texts) >= 4
     tails = {name: re.sub(r"job \$\w+:", "job $ID:", text.split("\n# ---- run (the same for every job)\n")[1])

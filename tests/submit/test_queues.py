@@ -1,4 +1,4 @@
-"""Queues that a site's limits choose or refuse; job scripts of Flux and LSF."""
+"""Tests of queue limits of sites, and of job scripts of Flux and LSF."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _THREE = _site(Limit("short", (1, 10), 1, 1), Limit("big", (10, 24), 3), Limit("
 @pytest.mark.parametrize(("nodes", "hours", "jobs", "queue"), [
     (1, 1, 1, "short"), (10, 1, 1, "short"), (11, 1, 1, "big"), (24, 3, 1, "big"), (25, 6, 1, "big"),
     (24, 4, 1, "long"), (1, 1, 2, "long"), (500, 72, 9, "long")])
-def test_the_first_queue_that_takes_the_job(nodes: int, hours: int, jobs: int, queue: str) -> None:
+def test_first_queue_that_accepts_the_job(nodes: int, hours: int, jobs: int, queue: str) -> None:
     assert choose_queue(_THREE, None, nodes, hours * _HOUR, jobs) == queue
 
 
-@pytest.mark.parametrize(("queue", "nodes", "hours", "jobs", "said", "instead"), [
-    (None, 1, 73, 1, r"no queue of mine takes 1 node for 3-01:00:00: short takes 1:00:00 at most;", "--nodes"),
-    ("short", 64, 1, 1, "it takes 1 to 10 nodes$", "--queue big or long, or"),
-    ("short", 1, 2, 2, r"2:00:00, 2 times: it takes 1:00:00 at most and takes 1 job of a", "--queue long"),
-    ("big", 30, 7, 1, "it takes 6:00:00 at most$", "--queue long"),
-    ("big", 5, 1, 1, "takes 10 to 24 nodes, or takes 25 to 99 nodes$", "--queue short"),
+@pytest.mark.parametrize(("queue", "nodes", "hours", "jobs", "message", "instead"), [
+    (None, 1, 73, 1, r"no queue of mine accepts 1 node for 3-01:00:00: short accepts at most 1:00:00;", "--nodes"),
+    ("short", 64, 1, 1, "it accepts 1 to 10 nodes$", "--queue big or long, or"),
+    ("short", 1, 2, 2, r"2:00:00, 2 times: it accepts at most 1:00:00 and accepts 1 job per", "--queue long"),
+    ("big", 30, 7, 1, "it accepts at most 6:00:00$", "--queue long"),
+    ("big", 5, 1, 1, "accepts 10 to 24 nodes, or accepts 25 to 99 nodes$", "--queue short"),
 ])
-def test_the_limit_that_is_broken(queue: str | None, nodes: int, hours: int, jobs: int, said: str,
+def test_message_names_the_broken_limit(queue: str | None, nodes: int, hours: int, jobs: int, message: str,
                                   instead: str) -> None:
     with pytest.raises(UserError) as raised:
         choose_queue(_THREE, queue, nodes, hours * _HOUR, jobs)
-    assert re.search(said, raised.value.found)
+    assert re.search(message, raised.value.found)
     assert instead in (raised.value.instead or "")
 
 
-def test_queues_that_the_file_does_not_name() -> None:
+def test_queues_without_limits() -> None:
     assert choose_queue(_THREE, "theirs", 9999, 9999 * _HOUR, 99) == "theirs"
     assert choose_queue(Site(), None, 9, _HOUR, 1) is None
     assert choose_queue(_site(), None, 9999, 9999 * _HOUR, 9) == "short"
@@ -61,7 +61,7 @@ def test_queues_that_the_file_does_not_name() -> None:
     ("aurora", 1, 1, "debug"), ("aurora", 2, 1, "debug-scaling"), ("aurora", 512, 12, "prod"),
     ("frontier", 91, 2, "batch"), ("lumi", 512, 48, "standard-g"), ("lumi", 4, 72, "small-g"),
     ("derecho", 8, 12, "main"), ("derecho", 8, 24, "preempt"), ("leonardo", 8, 24, "boost_usr_prod")])
-def test_queues_of_the_sites(site: str, nodes: int, hours: int, queue: str) -> None:
+def test_queues_of_built_in_sites(site: str, nodes: int, hours: int, queue: str) -> None:
     assert choose_queue(find_site(site, {}), None, nodes, hours * _HOUR, 1) == queue
 
 
@@ -74,7 +74,7 @@ _JOB = ("--nodes", "2", "--time", "90m", "--account", "proj", "--name", "x")
 _COMMAND = ("--", "launch", "hostname")
 
 
-def test_a_job_of_flux(tmp_path: Path) -> None:
+def test_flux_job_script(tmp_path: Path) -> None:
     folder = make_program(tmp_path / "bin", "flux", "echo ƒ21")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     done = _submit(tmp_path, *_JOB, "--scheduler", "flux", "--queue", "pbatch", "--chain", "2", "--run-dir", "r",
@@ -91,8 +91,8 @@ def test_a_job_of_flux(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(tmp_path / "r/job.sh")], check=False).returncode == 0
 
 
-def test_a_job_of_lsf(tmp_path: Path) -> None:
-    """bsub reads the script on its standard input."""
+def test_lsf_job_script(tmp_path: Path) -> None:
+    """bsub reads the script from standard input."""
     folder = make_program(tmp_path / "bin", "bsub",
                           f"cat > {tmp_path}/given; echo 'Job <12> is submitted to queue <gpu>.'")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
@@ -106,20 +106,20 @@ def test_a_job_of_lsf(tmp_path: Path) -> None:
     assert f"output     {tmp_path}/r/logs/job-12.log" in done.stdout
 
 
-def test_which_scheduler(tmp_path: Path) -> None:
+def test_scheduler_option(tmp_path: Path) -> None:
     done = _submit(tmp_path, *_JOB, "--scheduler", "slurm", "--site", "polaris", "--dry-run", *_COMMAND)
-    assert "--scheduler slurm, and site polaris has pbs" in done.stderr
+    assert "--scheduler is slurm, but site polaris has pbs" in done.stderr
     done = _submit(tmp_path, *_JOB, "--scheduler", "oar", "--dry-run", *_COMMAND)
     assert "one of slurm, pbs, flux, lsf" in done.stderr
     done = _submit(tmp_path, *_JOB, "--scheduler", "pbs", "--dry-run", "--directive=-m abe", *_COMMAND)
     assert "#PBS -m abe" in done.stdout.splitlines()
-    assert "# queue      the scheduler's own choice" in done.stdout
+    assert "# queue      the scheduler's default" in done.stdout
     done = _submit(tmp_path, *_JOB, "--site", "polaris", "--queue", "debug", "--dry-run", *_COMMAND)
-    assert "queue debug of polaris does not take 2 nodes for 1:30:00: it takes 1:00:00 at most" in done.stderr
+    assert "queue debug of polaris does not accept 2 nodes for 1:30:00: it accepts at most 1:00:00" in done.stderr
 
 
-def test_requirements_of_lsf_are_combined() -> None:
-    """bsub takes several -R; only of those that say how ranks are spread one may stay."""
+def test_lsf_resource_requirements_are_combined() -> None:
+    """bsub accepts several -R, but only one span."""
     ours, memory = '#BSUB -R "span[ptile=1]"', '#BSUB -R "rusage[mem=4G]"'
     assert not lsf.subjects(ours) & lsf.subjects(memory)
     assert not lsf.subjects('#BSUB -R "select[ngpus>0]"') & lsf.subjects(memory)
@@ -128,7 +128,7 @@ def test_requirements_of_lsf_are_combined() -> None:
     assert not lsf.subjects(memory) & lsf.subjects("#BSUB -nnodes 2")
 
 
-def test_a_directive_beside_those_of_lsf(tmp_path: Path) -> None:
+def test_lsf_directive_option_keeps_our_directives(tmp_path: Path) -> None:
     done = _submit(tmp_path, *_JOB, "--scheduler", "lsf", '--directive=-R "rusage[mem=4G]"', "--dry-run", *_COMMAND)
     lines = [line for line in done.stdout.splitlines() if line.startswith("#BSUB -R")]
     assert lines == ['#BSUB -R "span[ptile=1]"', '#BSUB -R "rusage[mem=4G]"'], done.stdout + done.stderr

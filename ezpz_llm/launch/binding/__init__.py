@@ -1,1 +1,1 @@
-"""Binding of a host's ranks to cores and devices."""
+"""Binding of a node's ranks to cores and devices."""

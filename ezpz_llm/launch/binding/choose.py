@@ -1,4 +1,4 @@
-"""Binding of ranks to cores, decided from the site, the node's topology and the launcher, with the reason."""
+"""Choice of each rank's cores from the site file, the node's topology and the launcher."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ezpz_llm.launch.hostlist import fold_numbers
 from ezpz_llm.launch.sites import Site
 
 COUNTING = ("srun", "pals")
-"""Launchers that place a number of cores a rank by themselves."""
+"""Launchers that only need the number of cores per rank."""
 WITHOUT_OPTION = ("direct", "torchrun", "jsrun")
-"""Launchers without any option for cores, or none that names them: there the rank shim binds."""
+"""Launchers without an option that names cores. The rank shim binds instead."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What each local rank gets. Every tuple has one entry a local rank, or none where it is not known.
+    """Cores and device of each local rank. Tuples have one entry per local rank, or are empty if unknown.
 
     Args:
-        kind: "list" (the launcher is told `cores`), "depth" (it is told `cpus_per_rank`), "none".
-        cores: the CPUs that a rank may run on ("1-8").
-        domains: the NUMA domains that these are in ("0").
-        devices: the accelerator that the rank takes.
-        distances: from its cores to its device: "near" (the same NUMA domain), "same socket", "far".
-        cpus_per_rank: CPUs as the launcher counts them.
-        cpus_per_host: CPUs of a host, likewise.
-        cores_per_rank: cores, without second hardware threads.
-        source: why.
-        by_shim: the launcher has no option for it, and the rank shim binds instead.
+        kind: "list" (the launcher gets `cores`), "depth" (it gets `cpus_per_rank`), or "none".
+        cores: CPUs that the rank may run on ("1-8").
+        domains: NUMA domains of these CPUs ("0").
+        devices: accelerator that the rank uses.
+        distances: from the rank's cores to its device: "near" (same NUMA domain), "same socket", "far".
+        cpus_per_rank: CPUs, in the launcher's unit.
+        cpus_per_host: CPUs per node, in the launcher's unit.
+        cores_per_rank: physical cores.
+        source: reason for the choice, shown in the plan.
+        by_shim: the launcher has no option for cores, so the rank shim binds.
     """
 
     kind: str = "none"
@@ -48,16 +48,16 @@ class Binding:
 
 @dataclass(frozen=True)
 class BindingInputs:
-    """Facts that a binding is decided from.
+    """Inputs of `bind`.
 
     Args:
-        ranks: on the host with most of them.
-        hosts: how many hosts get ranks.
+        ranks: ranks on the node with most of them.
+        hosts: number of nodes with ranks.
         launcher: "srun", "flux", "jsrun", "pals", "mpiexec", "torchrun", "direct".
-        topology: of the hosts; None where it is not known.
-        allotted: CPUs of a host that the scheduler gave, None where it does not say.
-        devices: the accelerator of each local rank.
-        is_mask_fixed: ranks must take devices in this order: a mask is the user's, or the launcher's own.
+        topology: topology of the nodes; None if unknown.
+        allotted: CPUs that the scheduler allocated per node; None if unknown.
+        devices: accelerator of each local rank.
+        is_mask_fixed: the order of `devices` is fixed, since the device mask is the user's or the launcher's.
     """
 
     ranks: int
@@ -69,65 +69,69 @@ class BindingInputs:
     is_mask_fixed: bool = False
 
 
-def bind(wanted: str, site: Site, around: BindingInputs) -> Binding:
-    """Choose the binding of each local rank. `wanted` is the user's word, "auto" or "none".
+def bind(wanted: str, site: Site, inputs: BindingInputs) -> Binding:
+    """Choose the binding of each local rank. `wanted` is "auto" or "none".
 
-    Cores are dealt from the NUMA domain of each rank's device where these are known. A site's "depth" stands: there
-    ranks get cores in order, and under Cray PALS `device_order` puts devices into the same order; where a mask
-    forbids that, cores are spelled out instead."""
+    If the domains of the devices are known, each rank gets cores from the NUMA domain of its device. A site's
+    "depth" is kept: ranks then get cores in order, and under Cray PALS `device_order` puts devices into the same
+    order. If a device mask prevents that, the launcher gets explicit lists of cores instead.
+    """
     how, source = site.binding, f"site {site.name}"
     if how == "auto":
-        how = "depth" if around.launcher == "srun" else "list"
+        how = "depth" if inputs.launcher == "srun" else "list"
         source = "srun binds" if how == "depth" else "--bind auto"
     if wanted == "none" or how == "none":
-        return _unbound(site, around, "--bind none" if wanted == "none" else source)
-    if how == "depth" and around.launcher == "srun":
-        if not _is_better_spelled(site, around):
-            return Binding("depth", devices=around.devices, source=source, **_counted(site, around))
+        return _unbound(site, inputs, "--bind none" if wanted == "none" else source)
+    if how == "depth" and inputs.launcher == "srun":
+        if not _needs_explicit_cores(site, inputs):
+            return Binding("depth", devices=inputs.devices, source=source, **_counted(site, inputs))
         how, source = "list", "cores near each rank's device"
-    topology, reason = around.topology, _hindrance(site, around)
+    topology, reason = inputs.topology, _reason_not_pinned(site, inputs)
     if topology is None or reason is not None:
-        return _unbound(site, around, reason or source)
+        return _unbound(site, inputs, reason or source)
     if topology.source != source:
         source = f"{source}, cores of {topology.source}"
-    in_order = _in_a_row(topology, around.ranks)
-    if how == "depth" and around.launcher in COUNTING:
-        if not around.is_mask_fixed or _are_near(topology, in_order, _device_domains(around)):
-            return _spelled("depth", in_order, topology, site, around, source)
+    in_order = _in_order(topology, inputs.ranks)
+    if how == "depth" and inputs.launcher in COUNTING:
+        if not inputs.is_mask_fixed or _are_near(topology, in_order, _device_domains(inputs)):
+            return _pinned("depth", in_order, topology, site, inputs, source)
         source += ", cores near each rank's device"
-    dealt = deal(topology, around.ranks, _device_domains(around))
-    return _spelled("list", dealt, topology, site, around, source)
+    dealt = deal(topology, inputs.ranks, _device_domains(inputs))
+    return _pinned("list", dealt, topology, site, inputs, source)
 
 
 def device_order(ids: Sequence[str], topology: Topology | None) -> tuple[str, ...]:
-    """Devices in the order of the NUMA domains that they are attached to; as they are where one is not known."""
+    """Return devices in the order of their NUMA domains. Keep the order if the domain of one is unknown."""
     if topology is None or not topology.devices.keys() >= set(ids):
         return tuple(ids)
     domains = topology.devices
-    # The order in which cores are dealt, which need not be that of the domains' numbers.
+    # By the order in which cores are assigned, which may differ from the domains' numbers.
     places = {domain.number: place for place, domain in enumerate(topology.domains)}
     return tuple(sorted(ids, key=lambda device: places.get(domains[device], len(places))))
 
 
-def _device_domains(around: BindingInputs) -> tuple[int | None, ...]:
-    known = around.topology.devices if around.topology else {}
-    return tuple(known.get(device) if device is not None else None for device in around.devices)
+def _device_domains(inputs: BindingInputs) -> tuple[int | None, ...]:
+    known = inputs.topology.devices if inputs.topology else {}
+    return tuple(known.get(device) if device is not None else None for device in inputs.devices)
 
 
-def _is_better_spelled(site: Site, around: BindingInputs) -> bool:
-    """Would srun, which deals cores in order, put a rank away from its device, in a job that has whole nodes?"""
-    topology = around.topology
-    if site.binding != "auto" or around.allotted is None or topology is None or not topology.is_whole:
+def _needs_explicit_cores(site: Site, inputs: BindingInputs) -> bool:
+    """Return True if srun, which assigns cores in order, would place a rank far from its device.
+
+    False in a job without whole nodes, where the available cores are unknown.
+    """
+    topology = inputs.topology
+    if site.binding != "auto" or inputs.allotted is None or topology is None or not topology.is_whole:
         return False
-    return not _hindrance(site, around) and not near_in_order(around)
+    return not _reason_not_pinned(site, inputs) and not near_in_order(inputs)
 
 
-def near_in_order(around: BindingInputs) -> bool:
-    """Is each rank near its device if cores are dealt in order? True where that cannot be told."""
-    topology = around.topology
-    if topology is None or around.ranks > len(topology.cores):
+def near_in_order(inputs: BindingInputs) -> bool:
+    """Return True if each rank is near its device when cores are assigned in order, or if that is unknown."""
+    topology = inputs.topology
+    if topology is None or inputs.ranks > len(topology.cores):
         return True
-    return _are_near(topology, _in_a_row(topology, around.ranks), _device_domains(around))
+    return _are_near(topology, _in_order(topology, inputs.ranks), _device_domains(inputs))
 
 
 def _are_near(topology: Topology, dealt: Sequence[Sequence[Core]], wanted: Sequence[int | None]) -> bool:
@@ -139,45 +143,45 @@ def _numbers(topology: Topology, cores: Sequence[Core]) -> set[int]:
     return {domain.number for domain in topology.domains_of([cpu for core in cores for cpu in core])}
 
 
-def _hindrance(site: Site, around: BindingInputs) -> str | None:
-    """Why cores cannot be spelled out."""
-    topology = around.topology
+def _reason_not_pinned(site: Site, inputs: BindingInputs) -> str | None:
+    """Return the reason why ranks are not bound to explicit cores; None if they can be."""
+    topology = inputs.topology
     if topology is None or not topology.cores:
-        return "the hosts' cores are not known from here"
-    if around.ranks > len(topology.cores):
-        return f"{around.ranks} ranks share {counted(len(topology.cores), 'core')}"
+        return "the nodes' cores are unknown on this node"
+    if inputs.ranks > len(topology.cores):
+        return f"{inputs.ranks} ranks share {counted(len(topology.cores), 'core')}"
     cpus = sum(map(len, topology.cores)) * (site.threads_per_core if site.cores else 1)
-    if around.allotted is not None and around.allotted < cpus:
-        return f"the job has {around.allotted} of a host's {cpus} CPUs, and nothing says which"
+    if inputs.allotted is not None and inputs.allotted < cpus:
+        return f"the job has {inputs.allotted} of a node's {cpus} CPUs, and it is unknown which"
     if site.binding != "auto":
         return None
-    if around.ranks == 1:
-        return "one rank has its host's cores"
-    if around.hosts > 1 and not topology.is_whole:
-        return "the job has only some of this host's cores, and other hosts' may be others"
+    if inputs.ranks == 1:
+        return "the only rank of a node has all its cores"
+    if inputs.hosts > 1 and not topology.is_whole:
+        return "the job has only some of this node's cores, and other nodes may have given it other cores"
     return None
 
 
-def _spelled(kind: str, dealt: Sequence[Sequence[Core]], topology: Topology, site: Site, around: BindingInputs,
+def _pinned(kind: str, dealt: Sequence[Sequence[Core]], topology: Topology, site: Site, inputs: BindingInputs,
              source: str) -> Binding:
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) for cores in dealt]
-    domains = [topology.domains_of(own) for own in cpus]
+    domains = [topology.domains_of(rank_cpus) for rank_cpus in cpus]
     return Binding(
         kind,
         cores=tuple(map(fold_numbers, cpus)),
-        domains=tuple(fold_numbers(domain.number for domain in own) for own in domains),
-        devices=around.devices,
-        distances=tuple(_distance(topology, own, device)
-                        for own, device in zip(cpus, around.devices, strict=True)),
+        domains=tuple(fold_numbers(domain.number for domain in rank_domains) for rank_domains in domains),
+        devices=inputs.devices,
+        distances=tuple(_distance(topology, rank_cpus, device)
+                        for rank_cpus, device in zip(cpus, inputs.devices, strict=True)),
         cpus_per_rank=min(map(len, cpus)) * (site.threads_per_core if site.cores else 1),
-        cpus_per_host=_counted(site, around)["cpus_per_host"],
+        cpus_per_host=_counted(site, inputs)["cpus_per_host"],
         cores_per_rank=min(map(len, dealt)),
         source=source,
-        by_shim=around.launcher in WITHOUT_OPTION,
+        by_shim=inputs.launcher in WITHOUT_OPTION,
     )
 
 
-def _in_a_row(topology: Topology, ranks: int) -> list[tuple[Core, ...]]:
+def _in_order(topology: Topology, ranks: int) -> list[tuple[Core, ...]]:
     each = len(topology.cores) // ranks
     return [topology.cores[each * rank:each * (rank + 1)] for rank in range(ranks)]
 
@@ -186,39 +190,38 @@ def _distance(topology: Topology, cpus: Sequence[int], device: str | None) -> st
     domain = topology.devices.get(device) if device is not None else None
     if domain is None:
         return None
-    own = topology.domains_of(cpus)
-    if domain in {found.number for found in own}:
+    cpu_domains = topology.domains_of(cpus)
+    if domain in {cpu_domain.number for cpu_domain in cpu_domains}:
         return "near"
-    sockets = {found.socket for found in topology.domains if found.number == domain}
-    return "same socket" if sockets & {found.socket for found in own} else "far"
+    sockets = {other.socket for other in topology.domains if other.number == domain}
+    return "same socket" if sockets & {cpu_domain.socket for cpu_domain in cpu_domains} else "far"
 
 
-def _unbound(site: Site, around: BindingInputs, source: str) -> Binding:
-    return Binding(devices=around.devices, source=source, **_counted(site, around))
+def _unbound(site: Site, inputs: BindingInputs, source: str) -> Binding:
+    return Binding(devices=inputs.devices, source=source, **_counted(site, inputs))
 
 
-def _counted(site: Site, around: BindingInputs) -> dict[str, Any]:
-    """As many CPUs and cores as each rank of a host can have; empty where nobody says."""
-    cores = around.topology.cores if around.topology else ()
-    # A CPU is what the site's launcher counts, else what this host does.
+def _counted(site: Site, inputs: BindingInputs) -> dict[str, Any]:
+    """Return the CPUs and cores that each rank of a node can have; empty if unknown."""
+    cores = inputs.topology.cores if inputs.topology else ()
+    # Number of CPUs per core: as the site's launcher counts them, else as this node does.
     per_core = site.threads_per_core if site.cores else max(map(len, cores), default=1)
     cpus = len(cores) * per_core
-    if around.allotted is not None and (around.allotted < cpus or not cpus or around.launcher == "srun"):
-        cpus = min(around.allotted, cpus) if site.cores else around.allotted
+    if inputs.allotted is not None and (inputs.allotted < cpus or not cpus or inputs.launcher == "srun"):
+        cpus = min(inputs.allotted, cpus) if site.cores else inputs.allotted
     if not cpus:
         return {}
-    return {"cpus_per_host": cpus, "cpus_per_rank": max(1, cpus // around.ranks),
-            "cores_per_rank": max(1, cpus // per_core // around.ranks)}
+    return {"cpus_per_host": cpus, "cpus_per_rank": max(1, cpus // inputs.ranks),
+            "cores_per_rank": max(1, cpus // per_core // inputs.ranks)}
 
 
-# Dealing a host's cores to its ranks.
 def deal(topology: Topology, ranks: int, wanted: Sequence[int | None] = ()) -> tuple[tuple[Core, ...], ...]:
-    """The cores of each of `ranks` local ranks; () where there are fewer cores than ranks.
+    """Return the cores of each of `ranks` local ranks; () if there are fewer cores than ranks.
 
-    `wanted` has the number of the NUMA domain of each rank's device; where one is not known, devices do not count.
-    Ranks get the parts that `_evenly` makes, each the one near its device. Where a domain has too few of these, its
-    ranks share its cores alone, all ranks get as many as those of the fullest domain, and the rest of the cores is
-    idle; but no rank moves to another socket for that, which would leave the memory of one unused.
+    `wanted` has the NUMA domain of each rank's device; devices are ignored if one of them is None. Each rank gets
+    one of the parts that `_evenly` makes, near its device if possible. If a domain has too few parts, its ranks
+    share its cores, all ranks get as many cores as those of the fullest domain, and the other cores are idle. No
+    rank moves to another socket for that, since the memory of a socket would be unused.
     """
     dealt = _evenly(topology, ranks)
     near = [domain for domain in wanted if domain is not None]
@@ -236,15 +239,15 @@ def deal(topology: Topology, ranks: int, wanted: Sequence[int | None] = ()) -> t
 
 def _matched(topology: Topology, parts: Sequence[tuple[Core, ...]],
              wanted: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
-    """`parts` in the order in which as many ranks as can be are near their device; the others take what is left."""
-    left = list(range(len(parts)))
-    taken: dict[int, int] = {}
+    """Assign `parts` to ranks: first those near a rank's device, then the remaining ones."""
+    free = list(range(len(parts)))
+    assigned: dict[int, int] = {}
     for rank, domain in enumerate(wanted):
-        near = next((part for part in left if domain in _numbers(topology, parts[part])), None)
+        near = next((part for part in free if domain in _numbers(topology, parts[part])), None)
         if near is not None:
-            taken[rank] = near
-            left.remove(near)
-    return tuple(parts[taken[rank] if rank in taken else left.pop(0)] for rank in range(len(parts)))
+            assigned[rank] = near
+            free.remove(near)
+    return tuple(parts[assigned[rank] if rank in assigned else free.pop(0)] for rank in range(len(parts)))
 
 
 def _in_own_domains(topology: Topology, wanted: Sequence[int]) -> tuple[tuple[Core, ...], ...]:
@@ -256,11 +259,11 @@ def _in_own_domains(topology: Topology, wanted: Sequence[int]) -> tuple[tuple[Co
 
 
 def _evenly(topology: Topology, ranks: int) -> tuple[tuple[Core, ...], ...]:
-    """Parts of a node's cores, as many as `ranks`.
+    """Split a node's cores into `ranks` parts.
 
-    Ranks are dealt over sockets evenly, by the number of cores that each has, and no rank is on two sockets unless
-    there are fewer ranks than sockets. On one socket all ranks get equally many neighbouring cores. They keep to
-    NUMA domains where that costs no core: where the one number divides the other.
+    Ranks are spread over sockets in proportion to their cores. No rank is on two sockets unless there are fewer
+    ranks than sockets. On a socket all ranks get the same number of neighboring cores. Ranks stay within NUMA
+    domains if that costs no core: if the number of ranks divides the number of domains or is a multiple of it.
     """
     sockets = topology.sockets
     if ranks > len(topology.cores) or not ranks:

@@ -1,4 +1,4 @@
-"""From a reservation and a site to the cores and devices of its ranks."""
+"""Devices and cores of the ranks of an allocation, and the notes about them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ezpz_llm.launch.schedulers.scheduler import Allocation
 from ezpz_llm.launch.sites import Site
 
 _GIVES_DEVICES = ("--gpus-per-task", "--gpu-bind")
-"""Options of srun by which it chooses each rank's device itself."""
+"""srun options with which srun itself chooses each rank's device."""
 
 
 def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
                      is_host: bool) -> tuple[Devices, Allocation]:
-    """The accelerators of a host, and the allocation with each host's own number of them.
+    """Return the accelerators of a node, and the allocation with the number of devices of each node.
 
-    A mask here counts first, where it says otherwise than the scheduler: somebody has chosen, for every host alike.
-    Then come what the scheduler gave, what is visible here if this is one of the hosts, and the site file."""
+    Precedence: a device mask in `env` that differs from the scheduler's number, since the user chose it for all
+    nodes; the scheduler's devices; the visible devices if this is a node of the job; the site file.
+    """
     visible = visible_devices(env)
     most = max((host.devices or 0 for host in allocation.hosts), default=0)
     place = find_here([host.name for host in allocation.hosts]) if most else None
@@ -42,10 +43,11 @@ def devices_of_hosts(env: Mapping[str, str], site: Site, allocation: Allocation,
 
 
 def device_notes(placement: Placement, devices: Devices, allocation: Allocation) -> tuple[str, ...]:
-    """Loud where ranks and devices of a host differ: devices that nobody uses, ranks without one of their own."""
-    own = {host.name: len(devices.ids) if host.devices is None else host.devices for host in allocation.hosts}
-    idle = [(host, own[host], count) for host, count in placement.ranks if count < own[host]]
-    shared = [(host, own[host], count) for host, count in placement.ranks if count > own[host] > 0]
+    """Warn about idle devices and about ranks that share a device."""
+    devices_of = {host.name: len(devices.ids) if host.devices is None else host.devices
+                  for host in allocation.hosts}
+    idle = [(host, devices_of[host], count) for host, count in placement.ranks if count < devices_of[host]]
+    shared = [(host, devices_of[host], count) for host, count in placement.ranks if count > devices_of[host] > 0]
     notes = []
     if idle:
         host, has, count = idle[0]
@@ -54,34 +56,39 @@ def device_notes(placement: Placement, devices: Devices, allocation: Allocation)
     if shared:
         host, has, count = shared[0]
         notes.append(f"{count} ranks for the {counted(has, 'device')} of {host}{_more(shared)}:"
-                     f" some share one or have none; --ppn {has} gives one to each ({devices.source})")
+                     f" some ranks share a device or have none; --ppn {has} starts one rank per device"
+                     f" ({devices.source})")
     return tuple(notes)
 
 
-def _more(found: Sequence[object]) -> str:
-    return f" (and of {len(found) - 1} more hosts alike)" if len(found) > 1 else ""
+def _more(nodes: Sequence[object]) -> str:
+    return f" (and {counted(len(nodes) - 1, 'more node')})" if len(nodes) > 1 else ""
 
 
 def site_notes(site: Site, allocation: Allocation, devices: Devices, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Where the site file contradicts what is here, or has a key that is no longer read."""
+    """Return notes on contradictions between the site file and this job, and on unused keys of the file."""
     notes = list(site.notes)
     if scheduler := scheduler_of(allocation):
         notes += scheduler.site_notes(env, site.env)
     if site.scheduler and allocation.job_id and allocation.scheduler != site.scheduler:
-        notes.append(f"site {site.name} has {site.scheduler}, and this is a job of {allocation.scheduler}")
+        notes.append(f"site {site.name} has {site.scheduler}, but this is a job of {allocation.scheduler}")
     count = site.devices_per_host
     if count and devices.source not in MASKS and len(devices.ids) != count:
-        notes.append(f"{counted(len(devices.ids), 'device')} here ({devices.source}), and hosts of site"
+        notes.append(f"this node has {counted(len(devices.ids), 'device')} ({devices.source}), but nodes of site"
                      f" {site.name} have {count}")
     return tuple(notes)
 
 
 def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Placement, launcher: Launcher,
                devices: Devices, is_host: bool) -> tuple[Binding, tuple[str, ...], tuple[str, ...]]:
-    """The binding of the ranks of a node; the devices in the order in which ranks are to see them, where it is not
-    the system's; and notes, where a rank is away from its device."""
+    """Choose the binding of the ranks of a node.
+
+    Returns:
+        The binding; the order in which ranks see the devices, empty for the system's order; and notes on ranks that
+        are not near their device.
+    """
     name = "pals" if launcher.dialect.startswith("Cray PALS") else launcher.kind
-    # Slurm writes each task's mask anew.
+    # Slurm overwrites each task's mask.
     is_fixed = devices.source in MASKS or launcher.kind == "srun"
     topology = _topology(site, devices, is_host, name)
     mask: tuple[str, ...] = ()
@@ -89,7 +96,7 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         mask = _order(devices.ids, device_order(devices.ids, topology), placement.most)
     by_launcher = any(word.startswith(_GIVES_DEVICES) for word in site.options.get(launcher.kind, ()))
     order = () if by_launcher else mask or devices.ids
-    around = BindingInputs(
+    inputs = BindingInputs(
         ranks=placement.most,
         hosts=len(placement.ranks),
         launcher=name,
@@ -98,34 +105,38 @@ def bind_ranks(wanted: str, site: Site, allocation: Allocation, placement: Place
         devices=tuple(_device(order, local_rank) for local_rank in range(placement.most)),
         is_mask_fixed=is_fixed,
     )
-    binding = bind(wanted, site, around)
-    return binding, mask, _distance_notes(binding, around)
+    binding = bind(wanted, site, inputs)
+    return binding, mask, _distance_notes(binding, inputs)
 
 
-def _distance_notes(binding: Binding, around: BindingInputs) -> tuple[str, ...]:
-    away = [(rank, distance) for rank, distance in enumerate(binding.distances) if distance not in (None, "near")]
-    if away:
-        rank, distance = away[0]
+def _distance_notes(binding: Binding, inputs: BindingInputs) -> tuple[str, ...]:
+    distant = [(rank, distance) for rank, distance in enumerate(binding.distances)
+               if distance not in (None, "near")]
+    if distant:
+        rank, distance = distant[0]
         where = "on another socket" if distance == "far" else "in another NUMA domain of their socket"
-        return (f"{len(away)} of {counted(around.ranks, 'rank')} of a node are not near their device:"
-                f" local rank {rank} has cores {binding.cores[rank]}, and"
+        return (f"{len(distant)} of {counted(inputs.ranks, 'rank')} of a node are not near their device:"
+                f" local rank {rank} has cores {binding.cores[rank]}, but"
                 f" device {binding.devices[rank]} is {where}",)
-    if binding.kind == "depth" and not binding.cores and not near_in_order(around):
-        return (f"{around.launcher} deals cores in order, and not every rank's are near its device: binding = "
-                '"list" in the site file deals them by device_domains',)
+    if binding.kind == "depth" and not binding.cores and not near_in_order(inputs):
+        return (f"{inputs.launcher} assigns cores in order, so that some ranks are not near their device: set "
+                'binding = "list" in the site file to assign them by device_domains',)
     return ()
 
 
 def _topology(site: Site, devices: Devices, is_host: bool, launcher: str) -> Topology | None:
-    # srun's ranks are not confined to the cores of the process that starts it.
-    if is_host and not (site.cores and launcher == "srun") and (found := system_topology(site, devices)):
-        return found
+    # srun's ranks are not limited to the cores of the process that starts srun.
+    if is_host and not (site.cores and launcher == "srun") and (topology := system_topology(site, devices)):
+        return topology
     return site_topology(site) if site.cores else None
 
 
 def _allotted(allocation: Allocation, placement: Placement, site: Site) -> int | None:
-    """The CPUs that the scheduler gave on a host. On hosts that differ, or of which it tells of some only, so many
-    that ranks of the fullest get what they get where they have least: launchers take one number of CPUs a rank."""
+    """Return the CPUs that the scheduler allocated per node; None if unknown.
+
+    Launchers accept a single number of CPUs per rank. So if nodes differ, or only some are known, the result is the
+    smallest share of a rank times the ranks of the fullest node.
+    """
     scheduler = scheduler_of(allocation)
     if scheduler and scheduler.SITE_CORES_COUNT and site.cores:
         return None
@@ -140,23 +151,25 @@ def _allotted(allocation: Allocation, placement: Placement, site: Site) -> int |
 
 def _cores_and_ranks(allocation: Allocation, placement: Placement) -> list[tuple[str, int, int]]:
     cores = {host.name: host.cores for host in allocation.hosts}
-    return [(host, own, ranks) for host, ranks in placement.ranks if (own := cores[host])]
+    return [(host, known, ranks) for host, ranks in placement.ranks if (known := cores[host])]
 
 
 def core_notes(allocation: Allocation, placement: Placement, binding: Binding) -> tuple[str, ...]:
-    """Where hosts have unequal numbers of CPUs a rank, what that leaves each."""
+    """Return a note if nodes have different numbers of CPUs per rank."""
     known = _cores_and_ranks(allocation, placement)
     shares = {cores // ranks: (host, cores, ranks) for host, cores, ranks in known}
     if len(shares) < 2 or not min(shares) or binding.cpus_per_rank is None:
         return ()
     (least, least_cores, few), (most, most_cores, many) = shares[min(shares)], shares[max(shares)]
-    return (f"hosts differ: {counted(least_cores, 'CPU')} for {counted(few, 'rank')} on {least},"
+    return (f"nodes differ: {counted(least_cores, 'CPU')} for {counted(few, 'rank')} on {least},"
             f" {most_cores} for {many} on {most}; every rank gets {binding.cpus_per_rank}",)
 
 
 def _order(ids: Sequence[str], order: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """All devices of `order`, beginning with those of the local ranks, which are dealt over them evenly; () where
-    that is the order of `ids`, so that ranks take them as they come."""
+    """Return all devices of `order`, first those of the local ranks, which are spread over `order` evenly.
+
+    Return () if `order` is the order of `ids`.
+    """
     if tuple(order) == tuple(ids):
         return ()
     first = [order[len(ids) * rank // ranks] for rank in range(ranks)] if ranks < len(ids) else order

@@ -1,4 +1,4 @@
-"""Topology of a node, from its site file or /sys: cores by socket and NUMA domain, domains of devices."""
+"""Topology of a node, from the site file or /sys: cores by socket and NUMA domain, and domains of devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ezpz_llm.launch.hostlist import expand_numbers
 from ezpz_llm.launch.sites import Site
 
 Core = tuple[int, ...]
-"""The system's numbers of a core's hardware threads, in order."""
+"""Linux CPU numbers of a core's hardware threads, in order."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A NUMA domain; its cores are those that ranks may use."""
+    """NUMA domain, with the cores that ranks may use."""
 
     number: int
     socket: int
@@ -28,8 +28,13 @@ class Domain:
 
 @dataclass(frozen=True)
 class Topology:
-    """A host. `domains` are in the order of their sockets; `devices` maps a device's name to the number of its
-    domain. `is_whole` says whether ranks may use all cores that the host has, but for reserved ones."""
+    """Topology of a node.
+
+    Attributes:
+        domains: in the order of their sockets.
+        devices: maps a device's name to the number of its domain.
+        is_whole: ranks may use all cores of the node, except reserved ones.
+    """
 
     domains: tuple[Domain, ...]
     source: str
@@ -38,23 +43,24 @@ class Topology:
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """All cores, domain by domain."""
+        """Cores that ranks may use, domain by domain."""
         return tuple(core for domain in self.domains for core in domain.cores)
 
     @property
     def sockets(self) -> tuple[tuple[Domain, ...], ...]:
-        """The domains of each socket that has a core for ranks."""
-        return tuple(map(tuple, grouped((one.socket, one) for one in self.domains if one.cores).values()))
+        """Domains with cores for ranks, grouped by socket."""
+        by_socket = grouped((domain.socket, domain) for domain in self.domains if domain.cores)
+        return tuple(map(tuple, by_socket.values()))
 
     def domains_of(self, cpus: Collection[int]) -> tuple[Domain, ...]:
-        """The domains with one of `cpus`."""
+        """Return the domains that contain any of `cpus`."""
         wanted = set(cpus)
         return tuple(domain for domain in self.domains
                      if any(not wanted.isdisjoint(core) for core in domain.cores))
 
 
 def site_topology(site: Site) -> Topology:
-    """What the site file says of every host; without any domain where it says nothing."""
+    """Return the topology in the site file, without domains if the file lists no cores."""
     reserved = _reserved(site)
     per_socket = max(1, len(site.cores) // site.sockets)
     domains = tuple(
@@ -68,28 +74,30 @@ def _reserved(site: Site) -> set[int]:
     return set(expand_numbers(site.reserved_cores)) if site.reserved_cores else set()
 
 
-# The topology of this host, as Linux tells it in /sys.
 SYS = Path("/sys")
 
 
 def system_topology(site: Site, devices: Devices, root: Path = SYS,
                     allowed: Collection[int] | None = None) -> Topology | None:
-    """This host: the cores that this process may run on (`allowed`, else its own mask), without those that the
-    site reserves; where the site lists cores, only these. None where /sys does not tell.
+    """Return the topology of this node from /sys; None if /sys lacks it.
+
+    It has the cores that this process may run on, without those that the site reserves. If the site lists cores,
+    only these are used.
 
     Args:
-        root: the folder that /sys is read from.
+        root: replaces /sys in tests.
+        allowed: replaces this process's affinity mask.
     """
-    own = set(os.sched_getaffinity(0) if allowed is None else allowed)
+    affinity = set(os.sched_getaffinity(0) if allowed is None else allowed)
     listed = site_topology(site).cores
-    usable = own & {cpu for core in listed for cpu in core} if listed else own - _reserved(site)
+    usable = affinity & {cpu for core in listed for cpu in core} if listed else affinity - _reserved(site)
     try:
         domains = _domains(root, usable)
         online = set(expand_numbers((root / "devices/system/cpu/online").read_text().strip()))
     except (OSError, ValueError):
         return None
     attached = _site_devices(root, site) | _device_domains(root, devices)
-    return Topology(domains, "this node as Linux lists them", attached, is_whole=online <= own)
+    return Topology(domains, "this node as Linux lists them", attached, is_whole=online <= affinity)
 
 
 def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
@@ -98,15 +106,15 @@ def _domains(root: Path, usable: Collection[int]) -> tuple[Domain, ...]:
     for cpu in sorted(usable):
         socket, siblings = socket_and_siblings(cpu, root)
         cores.setdefault((socket, nodes.get(cpu, 0)), {}).setdefault(siblings, []).append(cpu)
-    return tuple(Domain(node, socket, tuple(sorted(map(tuple, found.values()))))
-                 for (socket, node), found in sorted(cores.items()))
+    return tuple(Domain(node, socket, tuple(sorted(map(tuple, by_siblings.values()))))
+                 for (socket, node), by_siblings in sorted(cores.items()))
 
 
 def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
-    """The socket of a CPU of this host, and the CPUs of its core as the kernel lists them.
+    """Return the socket of a CPU of this node, and the kernel's list of the CPUs of its core.
 
     Raises:
-        OSError, ValueError: /sys does not tell.
+        OSError, ValueError: /sys lacks the topology.
     """
     topology = root / f"devices/system/cpu/cpu{cpu}/topology"
     siblings = (topology / "thread_siblings_list").read_text().strip()
@@ -115,7 +123,7 @@ def socket_and_siblings(cpu: int, root: Path = SYS) -> tuple[int, str]:
 
 def _node_of_each_cpu(root: Path) -> dict[int, int]:
     nodes: dict[int, int] = {}
-    # A kernel without NUMA has no such folder, and a domain of memory alone no CPUs.
+    # A kernel without NUMA has no such folder, and a memory-only domain has no CPUs.
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         if cpus := (folder / "cpulist").read_text().strip():
             nodes |= dict.fromkeys(expand_numbers(cpus), int(folder.name.removeprefix("node")))
@@ -124,18 +132,18 @@ def _node_of_each_cpu(root: Path) -> dict[int, int]:
 
 def _device_domains(root: Path, devices: Devices) -> dict[str, int]:
     addresses = device_addresses()
-    found = {}
+    domains = {}
     for device in devices.ids:
-        # A mask can also name devices by UUID, which /sys does not know.
+        # A device mask may also contain UUIDs, which /sys does not have.
         if re.fullmatch(r"\d+", device) and int(device) < len(addresses):
             domain = system_text(root / "bus/pci/devices" / addresses[int(device)] / "numa_node").strip()
             if domain.isdigit():
-                found[device] = int(domain)
-    return found
+                domains[device] = int(domain)
+    return domains
 
 
 def _site_devices(root: Path, site: Site) -> dict[str, int]:
-    # The site counts domains by their place in its list of cores, Linux by numbers of its own.
+    # A site file numbers domains by their position in its list of cores, which may differ from Linux's numbers.
     nodes = _node_of_each_cpu(root)
     first_cpu = [expand_numbers(cores)[0] for cores in site.cores]
     return {str(device): nodes.get(first_cpu[place], place) for device, place in enumerate(site.device_domains)}

@@ -1,4 +1,4 @@
-"""Choice of the launcher, the program that starts the ranks, and of its dialect: once, before anything runs."""
+"""Choice of the launcher, the program that starts the ranks, and of its dialect."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DIALECTS = (
     Dialect("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version (?P<version>[\w.]+))?", hydra.build_intel),
     Dialect("Open MPI", r"\w+ \(OpenRTE\) (?P<version>[\w.]+)", openmpi.build_4),
     Dialect("Open MPI", r"\w+ \(Open MPI\) (?P<version>[\w.]+)", openmpi.build_5),
-    # "mpiexec version 1.8.0 revision …", as public code for these machines reads it; not captured by us.
+    # "mpiexec version 1.8.0 revision …": the form that public code for these machines parses; not captured by us.
     Dialect("Cray PALS", r"mpiexec version (?P<version>\d[\w.]*)", pals.build, site_name="pals"),
 )
-"""Our dialects of mpiexec, asked before those of other packages."""
+"""Built-in dialects of mpiexec, tried before those of plugins."""
 
 ENTRY_POINTS = "ezpz_llm.dialects"
 
-_OF_PBS = re.compile(r"\s*pbs_version\b")
+_PBS_WRAPPER = re.compile(r"\s*pbs_version\b")
 
 
 def dialects() -> Iterator[Dialect]:
-    """All dialects of mpiexec: ours, then those that installed packages name under `ENTRY_POINTS`."""
+    """Yield all dialects of mpiexec: the built-in ones, then plugins registered under `ENTRY_POINTS`."""
     yield from DIALECTS
     yield from entry_points(ENTRY_POINTS, _wrong)
 
@@ -43,68 +43,73 @@ def dialects() -> Iterator[Dialect]:
 def _wrong(plugin: object) -> str | None:
     if not isinstance(plugin, Dialect):
         return f"it is a {type(plugin).__name__}, not an ezpz_llm.launch.dialects.work.Dialect"
-    # Ours are asked first, so that none can be replaced.
+    # No check for duplicates: the built-in dialects are tried first, so that a plugin cannot replace them.
     re.compile(plugin.first_line)
     return None
 
 
 def dialect_of_site(name: str | None) -> Dialect | None:
-    """The dialect that a site file calls `name`; None where none is called so."""
-    return next((one for one in dialects() if one.site_name == name), None) if name else None
+    """Return the dialect that site files call `name`, or None."""
+    return next((dialect for dialect in dialects() if dialect.site_name == name), None) if name else None
 
 
 def choose(wanted: str, scheduler: str, world_size: int, env: Mapping[str, str],
            site_dialect: str | None = None) -> Launcher:
-    """The launcher that the user asked for, or (`auto`): the scheduler's own in its job (srun, flux), else mpiexec,
-    else for one rank none at all, else torchrun. `site_dialect` is believed of an mpiexec whose version text says
-    nothing known. PBS's own wrapper of that name is passed over, and a note says so.
+    """Return the launcher `wanted`, or for "auto" the first that is available.
+
+    "auto" prefers the scheduler's step launcher in its job (srun, flux), then mpiexec, then for a single rank no
+    launcher, then torchrun. PBS's own mpiexec wrapper is skipped with a note.
+
+    Args:
+        site_dialect: the dialect of an mpiexec whose version text is unknown.
 
     Raises:
-        UserError: it is not there, or an mpiexec of unknown make.
+        UserError: the launcher is not on PATH, or it is an unknown mpiexec.
     """
-    if wanted == "auto" and (own := _step_launcher(scheduler, env)):
-        return _stepping(own, job_of(schedulers()[scheduler].TITLE), env)
-    for one in schedulers().values():
-        if (own := one.step_launcher()) and own.program == wanted:
-            return _stepping(own, "--launcher", env)
+    if wanted == "auto" and (step_launcher := _step_launcher(scheduler, env)):
+        return _from_step_launcher(step_launcher, job_of(schedulers()[scheduler].TITLE), env)
+    for candidate in schedulers().values():
+        if (step_launcher := candidate.step_launcher()) and step_launcher.program == wanted:
+            return _from_step_launcher(step_launcher, "--launcher", env)
     starter = partial(_starter, scheduler, env, site_dialect)
     if wanted == "torchrun":
-        return _torchrun(_need("torchrun", "--launcher", env), "--launcher", starter)
+        return _torchrun(_require_program("torchrun", "--launcher", env), "--launcher", starter)
     if wanted == "mpiexec":
         return _mpiexec("--launcher", env, site_dialect)
-    found, passed_over = _find_mpiexec("auto: mpiexec found", env, site_dialect)
-    if found:
-        return found
+    mpiexec, skip_notes = _find_mpiexec("auto: mpiexec found", env, site_dialect)
+    if mpiexec:
+        return mpiexec
     if world_size == 1:
-        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, passed_over)
-    if program := next(_all("torchrun", env), None):
-        return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=passed_over)
-    raise UserError(f"nothing here can start {world_size} ranks: no mpiexec, no torchrun",
-                    where="; ".join(("PATH", *passed_over)),
+        return Launcher("direct", "none", "", "auto: one rank, no mpiexec found", work.build, skip_notes)
+    if program := next(_find_programs("torchrun", env), None):
+        return replace(_torchrun(program, "auto: torchrun found, no mpiexec", starter), notes=skip_notes)
+    raise UserError(f"cannot start {world_size} ranks: neither mpiexec nor torchrun is on PATH",
+                    where="; ".join(("PATH", *skip_notes)),
                     instead="load the site's MPI module, or `pip install mpich`")
 
 
 def _starter(scheduler: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
-    """What starts one torchrun on each of several hosts."""
-    source = "--launcher torchrun on other hosts"
-    if own := _step_launcher(scheduler, env):
-        return _stepping(own, source, env)
+    """Return the launcher that starts one torchrun on each of several nodes."""
+    source = "--launcher torchrun on other nodes"
+    if step_launcher := _step_launcher(scheduler, env):
+        return _from_step_launcher(step_launcher, source, env)
     return _mpiexec(source, env, site_dialect)
 
 
-def _step_launcher(scheduler: str, env: Mapping[str, str]) -> StepLauncher | None:
-    found = schedulers().get(scheduler)
-    own = found.step_launcher() if found else None
-    return None if own and own.optional and not any(_all(own.program, env)) else own
+def _step_launcher(name: str, env: Mapping[str, str]) -> StepLauncher | None:
+    scheduler = schedulers().get(name)
+    launcher = scheduler.step_launcher() if scheduler else None
+    return None if launcher and launcher.optional and not any(_find_programs(launcher.program, env)) else launcher
 
 
-def _stepping(own: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
-    return Launcher(own.program, own.dialect, _need(own.program, source, env), source, own.build)
+def _from_step_launcher(launcher: StepLauncher, source: str, env: Mapping[str, str]) -> Launcher:
+    program = _require_program(launcher.program, source, env)
+    return Launcher(launcher.program, launcher.dialect, program, source, launcher.build)
 
 
-def _need(program: str, source: str, env: Mapping[str, str]) -> str:
-    for found in _all(program, env):
-        return found
+def _require_program(program: str, source: str, env: Mapping[str, str]) -> str:
+    for path in _find_programs(program, env):
+        return path
     raise _not_on_path(program, source)
 
 
@@ -113,14 +118,15 @@ def _not_on_path(program: str, where: str) -> UserError:
                      instead="load its module, or choose another --launcher")
 
 
-def _all(program: str, env: Mapping[str, str]) -> Iterator[str]:
-    # A site's program, on PATH, comes before one beside this Python, which is there where PATH was never set up (as
-    # in a job's script): in its own folder, or where launchers/with-env keeps MPICH.
-    own = os.path.dirname(sys.executable)
-    folders = [*env.get("PATH", os.defpath).split(os.pathsep), own, os.path.join(os.path.dirname(own), "mpi")]
+def _find_programs(program: str, env: Mapping[str, str]) -> Iterator[str]:
+    # First PATH, which has the site's programs. Then the folder of this Python and the one in which
+    # launchers/with-env installs MPICH, for shells without a PATH for this environment, such as job scripts.
+    python_folder = os.path.dirname(sys.executable)
+    folders = [*env.get("PATH", os.defpath).split(os.pathsep), python_folder,
+               os.path.join(os.path.dirname(python_folder), "mpi")]
     for folder in dict.fromkeys(filter(None, folders)):
-        if found := shutil.which(program, path=folder):
-            yield found
+        if path := shutil.which(program, path=folder):
+            yield path
 
 
 def _torchrun(program: str, source: str, starter: Callable[[], Launcher]) -> Launcher:
@@ -128,24 +134,24 @@ def _torchrun(program: str, source: str, starter: Callable[[], Launcher]) -> Lau
 
 
 def _mpiexec(source: str, env: Mapping[str, str], site_dialect: str | None) -> Launcher:
-    found, passed_over = _find_mpiexec(source, env, site_dialect)
-    if found is None:
-        raise _not_on_path("mpiexec", "; ".join((source, *passed_over)))
-    return found
+    launcher, skip_notes = _find_mpiexec(source, env, site_dialect)
+    if launcher is None:
+        raise _not_on_path("mpiexec", "; ".join((source, *skip_notes)))
+    return launcher
 
 
 def _find_mpiexec(source: str, env: Mapping[str, str],
                   site_dialect: str | None) -> tuple[Launcher | None, tuple[str, ...]]:
-    """The first mpiexec that is an MPI's, None where there is none; and a note for each that was passed over."""
-    passed_over: list[str] = []
-    for program in _all("mpiexec", env):
+    """Return the first mpiexec that belongs to an MPI, or None, and a note for each mpiexec that was skipped."""
+    skip_notes: list[str] = []
+    for program in _find_programs("mpiexec", env):
         text = _version_text(program)
-        if not _OF_PBS.match(text):
-            found = identify(text, program, source, site_dialect)
-            return replace(found, notes=(*passed_over, *found.notes)), tuple(passed_over)
-        # PBS's profile.d puts it on everybody's PATH: it wraps one vendor's mpirun, and is no MPI by itself.
-        passed_over.append(f"{program} is passed over: this is PBS's own wrapper, not an MPI's mpiexec")
-    return None, tuple(passed_over)
+        if not _PBS_WRAPPER.match(text):
+            launcher = identify(text, program, source, site_dialect)
+            return replace(launcher, notes=(*skip_notes, *launcher.notes)), tuple(skip_notes)
+        # PBS's profile.d puts it on every user's PATH. It wraps one vendor's mpirun and is not an MPI itself.
+        skip_notes.append(f"skipping {program}: it is PBS's own wrapper, not the mpiexec of an MPI")
+    return None, tuple(skip_notes)
 
 
 def _version_text(program: str) -> str:
@@ -153,30 +159,30 @@ def _version_text(program: str) -> str:
         done = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True,
                               timeout=_VERSION_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"mpiexec does not say its version: {error}", where=program,
+        raise UserError(f"`mpiexec --version` failed: {error}", where=program,
                         instead="choose another --launcher") from error
     return (done.stdout + done.stderr).decode(errors="replace")
 
 
 def identify(version_text: str, program: str, source: str, site_dialect: str | None = None) -> Launcher:
-    """The dialect that the first line of `mpiexec --version` speaks of; where it speaks of none, the site's.
+    """Return the launcher with the dialect in the first line of `mpiexec --version`, else the site's dialect.
 
     Raises:
-        UserError: with that line, where it is none that is known and no site file names the dialect.
+        UserError: the line is unknown, and the site file names no dialect.
     """
     first = next((line.strip() for line in version_text.splitlines() if line.strip()), "")
     of_site = dialect_of_site(site_dialect)
-    for one in dialects():
-        if match := re.match(one.first_line, first):
+    for dialect in dialects():
+        if match := re.match(dialect.first_line, first):
             version = match.groupdict().get("version") or _hydra_version(version_text)
-            found = Launcher("mpiexec", f"{one.title} {version}".strip(), program, source, one.build)
-            if of_site and one.title != of_site.title:
-                return replace(found, notes=(f"{program} is {found.dialect}, and this site's is {of_site.title}: "
-                                             "an environment's own mpiexec may hide it on PATH",))
-            return found
+            launcher = Launcher("mpiexec", f"{dialect.title} {version}".strip(), program, source, dialect.build)
+            if of_site and dialect.title != of_site.title:
+                return replace(launcher, notes=(f"{program} is {launcher.dialect}, but the site's mpiexec is"
+                                                f" {of_site.title}: an environment's mpiexec may hide it on PATH",))
+            return launcher
     if of_site:
         return Launcher("mpiexec", of_site.title, program, f"{source}; the site's dialect", of_site.build)
-    raise UserError(f"an mpiexec of unknown make; its version text begins {first!r}", where=program,
+    raise UserError(f"unknown mpiexec; its version text begins with {first!r}", where=program,
                     instead="put the mpiexec of MPICH, Intel MPI, Open MPI or Cray PALS first on PATH, name the "
                             "--site, or use --launcher")
 

@@ -12,14 +12,15 @@ from ezpz_llm.launch.hostlist import fold_hosts
 
 
 def build(program: str, work: Work) -> Built:
-    """One job of the instance, on whole hosts (`--exclusive`): ranks may be more than cores, and see all devices.
+    """Return a `flux run` command line: one job of the instance on whole nodes.
 
-    `exit-timeout=none`: by itself Flux ends the others 30 s after the first rank has ended; launch does that.
-    `gpu-affinity=off`: each rank takes its device by its local rank, as under other launchers; peers stay visible.
-    `--input=0`: unread input would block the others.
+    `--exclusive`: there may be more ranks than cores, and ranks see all devices.
+    `exit-timeout=none`: by default Flux ends the other ranks 30 s after the first has ended, which launch does.
+    `gpu-affinity=off`: each rank takes its device by local rank, as under other launchers; peers stay visible.
+    `--input=0`: only rank 0 reads stdin, because unread input would block the other ranks.
 
     Raises:
-        UserError: ranks a host that Flux does not deal so: evenly, and one more on the first hosts.
+        UserError: Flux cannot place the ranks: it spreads them evenly, with the remainder on the first nodes.
     """
     refuse_unspeakable(program, work)
     nodes, counts = len(work.hosts), [count for _, count in work.placement.ranks]
@@ -29,8 +30,8 @@ def build(program: str, work: Work) -> Built:
     else:
         share, more = divmod(work.placement.world_size, nodes)
         if counts != [share + 1] * more + [share] * (nodes - more):
-            raise UserError(f"Flux deals ranks to hosts evenly, and these hosts would get {counts[:8]}",
-                            where=work.placement.source, instead="--ppn, with the same number for every host")
+            raise UserError(f"Flux spreads ranks over nodes evenly and cannot place {counts[:8]} ranks per node",
+                            where=work.placement.source, instead="--ppn, with the same number for every node")
         argv += [f"--ntasks={work.placement.world_size}"]
     argv += ["--exclusive", f"--requires=hosts:{fold_hosts(work.hosts)}", *_affinity(work),
              "-o", "gpu-affinity=off", "-o", "exit-timeout=none", "--input=0"]
@@ -38,6 +39,6 @@ def build(program: str, work: Work) -> Built:
 
 
 def _affinity(work: Work) -> tuple[str, ...]:
-    # By itself it keeps a rank to the cores of the job, which are all of the host's.
+    # "off" leaves a rank all cores of the job, which are all cores of the node.
     how = f"map:{';'.join(work.binding.cores)}" if work.binding.kind == "list" else "off"
     return ("-o", f"cpu-affinity={how}")

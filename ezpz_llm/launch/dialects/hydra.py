@@ -13,16 +13,20 @@ from ezpz_llm.launch.dialects.work import (
 )
 from ezpz_llm.launch.hostlist import expand_numbers
 
-_USERS_OWN = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
-              "I_MPI_HYDRA_BOOTSTRAP_EXEC")
-"""By these a user says how proxies are started (ssh would not take srun's options)."""
+_USER_VARIABLES = ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP", "HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP",
+                   "I_MPI_HYDRA_BOOTSTRAP_EXEC")
+"""Variables with which the user chooses how Hydra starts its proxies. launch then sets no options of its own for
+them, since ssh would reject srun's."""
 
 
 def build_mpich(program: str, work: Work) -> Built:
-    """MPICH: binding in `-bind-to user:`, one set of CPUs a local rank; it binds to nothing by itself."""
+    """Return a command line for MPICH, with one CPU set per local rank in `-bind-to user:`.
+
+    MPICH binds nothing by default.
+    """
     bind: tuple[str, ...] = ()
     if work.binding.kind != "none" and work.binding.cores:
-        # "+" joins the CPUs of one rank; only MPICH 5 reads ranges too.
+        # "+" joins the CPUs of one rank. Only MPICH 5 also accepts ranges.
         sets = ("+".join(map(str, expand_numbers(cores))) for cores in work.binding.cores)
         bind = ("-bind-to", f"user:{','.join(sets)}")
     env = {}
@@ -36,17 +40,19 @@ def build_mpich(program: str, work: Work) -> Built:
 
 
 def build_intel(program: str, work: Work) -> Built:
-    """Intel MPI: binding in I_MPI_PIN_DOMAIN, one mask a local rank. It ignores `-bind-to user:`, and by itself
-    it pins each rank to a share of the host of its own reckoning."""
+    """Return a command line for Intel MPI, with one mask per local rank in I_MPI_PIN_DOMAIN.
+
+    Intel MPI ignores `-bind-to user:`. By default it pins each rank to a part of the node that it chooses itself.
+    """
     domains = [mask(cores) for cores in work.binding.cores] if work.binding.kind != "none" else []
-    # It refuses more domains than a host has ranks, for each host.
+    # Intel MPI rejects more domains than ranks on any node.
     if domains and work.placement.uniform:
         env = {"I_MPI_PIN_DOMAIN": (f"[{','.join(domains)}]", work.binding.source)}
     else:
         env = {"I_MPI_PIN": ("off", work.binding.source)}
     launcher: tuple[str, ...] = ()
     if _starts_by_srun(work):
-        # Its own choice is ssh even inside a Slurm job, where hosts need not allow it.
+        # Intel MPI's default is ssh even in a Slurm job, where nodes may not allow it.
         launcher = ("-bootstrap", "slurm")
         env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = SRUN_OVERLAP
     elif shell := _remote_shell(work):
@@ -65,11 +71,14 @@ def _remote_shell(work: Work) -> tuple[str, ...]:
 
 
 def _is_users_choice(work: Work) -> bool:
-    return any(work.env.get(name) for name in _USERS_OWN)
+    return any(work.env.get(name) for name in _USER_VARIABLES)
 
 
 def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tuple[str, str]]) -> Built:
-    """Ranks a host are always stated: without them MPICH deals ranks round, Intel MPI fills the first host."""
+    """Build the command line with explicit ranks per node.
+
+    Without them MPICH places ranks round-robin, and Intel MPI fills the first node.
+    """
     refuse_unspeakable(program, work)
     argv = [program, "-n", str(work.placement.world_size)]
     ranks = work.placement.ranks
@@ -79,13 +88,13 @@ def _build(program: str, work: Work, options: tuple[str, ...], env: dict[str, tu
         hosts = [name for name, _ in ranks]
     else:
         hosts = [f"{name}:{count}" for name, count in ranks]
-    # Intel MPI reads host:count in a file only.
+    # Intel MPI accepts host:count only in a file.
     if len(hosts) > HOSTS_ON_THE_LINE or not work.placement.uniform:
         files = work.file_of_hosts(hosts)
         argv += ["-f", str(work.hosts_file)]
     elif not work.here:
         argv += ["-hosts", ",".join(hosts)]
     else:
-        # It would ask the scheduler, whose first host need not be this one.
+        # By default Hydra asks the scheduler, whose first node may be another one.
         argv += ["-launcher", "fork", "-hosts", "localhost"]
     return Built((*argv, *options, "-genvall", *work.site_options, *work.command), env, files)

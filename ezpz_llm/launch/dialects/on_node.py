@@ -1,5 +1,4 @@
-"""Between srun or mpiexec and the torchrun of one host: it tells torchrun which host it is on. launch starts it;
-nobody types it."""
+"""Wrapper between srun or mpiexec and one node's torchrun, which passes torchrun its node rank. For launch only."""
 
 from __future__ import annotations
 
@@ -18,27 +17,27 @@ _CHATTER = "TORCH_CPP_LOG_LEVEL"
 
 
 def main(argv: Sequence[str]) -> int:
-    """`NODES RANKS TORCHRUN WORDS… -- COMMAND…`: become `TORCHRUN --node-rank N WORDS… -- COMMAND…`.
+    """Exec `TORCHRUN --node-rank N WORDS… -- COMMAND…`, given `NODES RANKS TORCHRUN WORDS… -- COMMAND…`.
 
-    RANKS are those of this host.
+    RANKS is the number of ranks on this node.
 
     Raises:
-        UserError: the outer launcher did not start one process on each of NODES hosts.
+        UserError: the outer launcher did not start one process on each of NODES nodes.
     """
     nodes, ranks, program, *words = argv
-    # PALS says no size of its own, so launch's counts: here that of the torchruns, not that of the ranks.
+    # PALS sets no world size, so find_rank uses launch's. Here the world consists of torchruns, not of ranks.
     info = find_rank({**os.environ, WORLD_SIZE_VARIABLE: nodes})
     if info.world_size != int(nodes) or info.local_size != 1:
-        raise UserError(f"one torchrun on each of {nodes} hosts was to be started, but this one finds itself "
+        raise UserError(f"launch requested one torchrun on each of {nodes} nodes, but this is process "
                         f"{info.rank} of {info.world_size} ({info.source})", where=socket.gethostname(),
-                        instead="use the mpiexec (or srun) that belongs to this reservation",
+                        instead="use the mpiexec (or srun) that belongs to this job",
                         exit_code=EXIT_PREFLIGHT)
     die_with_parent(signal.SIGTERM)
     env = {name: value for name, value in os.environ.items() if not name.startswith(OUTER_LAUNCHERS)}
-    # torchrun's own default is 1, whatever the host has.
+    # torchrun's default is 1 on any node.
     env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(ranks))))
     if _CHATTER not in env:
-        # Of several torchruns the first to end takes the store with it, and the others complain at length.
+        # The first torchrun that ends closes the store, and the others print long warnings about it.
         env[_CHATTER] = "ERROR"
         command = words.index("--") + 1
         words[command:command] = ["env", "-u", _CHATTER]

@@ -1,4 +1,4 @@
-"""Open MPI 4 and 5."""
+"""mpiexec of Open MPI 4 and 5."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from ezpz_llm.launch.hostlist import expand_numbers, fold_numbers
 
 
 def build_4(program: str, work: Work) -> Built:
-    """Open MPI 4: a rank file in `--rankfile`."""
+    """Return a command line for Open MPI 4, with a rank file in `--rankfile`."""
     return _build(program, work, ("--rankfile", "{}"), "OMPI_MCA_plm_slurm_args", "OMPI_MCA_plm_rsh_agent")
 
 
 def build_5(program: str, work: Work) -> Built:
-    """Open MPI 5: a rank file as a way of mapping. Without `--bind-to core`, OVERSUBSCRIBE would undo its cores."""
+    """Return a command line for Open MPI 5, with a rank file in `--map-by`.
+
+    Without `--bind-to core`, OVERSUBSCRIBE would override the cores in the rank file.
+    """
     mapping = ("--map-by", "rankfile:file={}:OVERSUBSCRIBE", "--bind-to", "core")
     return _build(program, work, mapping, "PRTE_MCA_plm_slurm_args", "PRTE_MCA_plm_ssh_agent")
 
 
 def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_words: str, agent: str) -> Built:
-    """Our own count of ranks a host decides, not the slots that Open MPI would derive from cores; nor does it
-    bind by itself, since it would put each of two ranks on one core whatever their threads."""
+    """Build the command line with explicit slots and binding.
+
+    Open MPI would derive slots from cores, and would bind each of two ranks to one core whatever its threads.
+    """
     refuse_unspeakable(program, work)
-    # A host of a Slurm job is not found in it by another name.
+    # In a Slurm job Open MPI does not find the node by another name, such as localhost.
     is_alone = work.here and not work.starts_daemons_by_srun
     ranks = tuple(("localhost", count) for _, count in work.placement.ranks) if is_alone else work.placement.ranks
     argv = [program, "-n", str(work.placement.world_size)]
@@ -49,22 +54,22 @@ def _build(program: str, work: Work, rank_file_words: tuple[str, ...], slurm_wor
         argv += ["--map-by", f"{mapping}:OVERSUBSCRIBE", "--bind-to", "none"]
     env = {}
     if not work.here:
-        # Ranks on other hosts get none of this environment but what is named.
+        # Ranks on other nodes get only the variables that are named.
         argv += [word for name in work.variables for word in ("-x", name)]
         if work.starts_daemons_by_srun:
             env[slurm_words] = SRUN_OVERLAP
         elif shell := work.remote_shell:
             env[agent] = (" ".join(shell), REMOTE_SHELL)
     if work.as_root:
-        why = "Open MPI refuses root without it"
+        why = "Open MPI does not run as root without it"
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": ("1", why), "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": ("1", why)}
     return Built((*argv, *work.site_options, *work.command), env, files)
 
 
 def _rank_file(ranks: tuple[tuple[str, int], ...], cores: tuple[str, ...]) -> str:
-    # Its slots are cores by hwloc's count, not CPUs by the system's; hosts of a reservation are taken to be alike.
-    # A login node is none of them: there the numbers are the site's, which are cores already.
-    count = logical_cores() if is_among([name for name, _ in ranks]) else {}
-    slots = [fold_numbers(count.get(number, number) for number in expand_numbers(own)) for own in cores]
+    # Slots are hwloc's core numbers, not Linux CPU numbers. The nodes of a job are assumed to be alike. On a login
+    # node, which is not part of the job, the numbers come from the site file and are core numbers already.
+    core_of_cpu = logical_cores() if is_among([name for name, _ in ranks]) else {}
+    slots = [fold_numbers(core_of_cpu.get(cpu, cpu) for cpu in expand_numbers(rank_cores)) for rank_cores in cores]
     places = [f"{name} slot={slots[local_rank]}" for name, number in ranks for local_rank in range(number)]
     return "".join(f"rank {rank}={place}\n" for rank, place in enumerate(places))

@@ -1,4 +1,4 @@
-"""torchrun: by itself on this host, else one on each host, started by srun or mpiexec."""
+"""torchrun: directly on this node, else one per node, started by srun or mpiexec."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from ezpz_llm.launch.placement import Placement
 
 
 def build(program: str, work: Work, starter: Callable[[], Launcher]) -> Built:
-    """`starter` is asked for only where a torchrun must be started on another host.
+    """Return a torchrun command line. `starter` is called only if other nodes need a torchrun too.
 
     Raises:
-        UserError: unequal numbers of ranks a host; no port to meet at; what `starter` raises.
+        UserError: unequal numbers of ranks per node; no rendezvous port; errors of `starter`.
     """
     if work.here:
-        # Port 0 of the rendezvous lets two runs share a host.
+        # Port 0 lets two runs share a node.
         return Built((program, *_words(work, "c10d", "localhost:0")))
     if not work.placement.uniform:
-        raise UserError("torchrun needs equally many ranks on every host", where="--launcher torchrun",
+        raise UserError("torchrun requires the same number of ranks on every node", where="--launcher torchrun",
                         instead="--ppn, or --launcher mpiexec or srun")
     outer = starter()
-    return outer.build(outer.program, _one_a_host(program, work))
+    return outer.build(outer.program, _one_per_node(program, work))
 
 
-def _one_a_host(program: str, work: Work) -> Work:
-    """One torchrun a host, with all its cores; the site's options are for ranks, and would give it one device."""
+def _one_per_node(program: str, work: Work) -> Work:
+    """Return the work of starting one torchrun per node, each with all cores of the node.
+
+    The site's options are left out: they are for ranks, and would give each torchrun one device.
+    """
     nodes = len(work.hosts)
     if nodes == 1:
         words = _words(work, "c10d", "localhost:0")
     else:
         address, port = work.master
         if port is None:
-            raise UserError("torchruns on several hosts need a port to meet at", where="MASTER_PORT",
+            raise UserError("torchrun on several nodes requires a rendezvous port", where="MASTER_PORT",
                             instead="set MASTER_PORT, or --launcher mpiexec or srun")
-        # c10d numbers hosts by the alphabet and guesses which of them is the rendezvous point; static is told both.
+        # c10d numbers nodes alphabetically and guesses which of them hosts the store. static sets both explicitly.
         words = _words(work, "static", f"{address}:{port}")
     cores = work.cores_per_host or (work.cores_per_rank or 1) * work.placement.most
     return replace(
@@ -51,8 +54,11 @@ def _one_a_host(program: str, work: Work) -> Work:
 
 
 def _words(work: Work, backend: str, endpoint: str) -> tuple[str, ...]:
-    """Without `--`, torchrun would take the command's own options for abbreviations of its own. Its own logs, which
-    are empty, would go to the host's temporary folder."""
+    """Return the arguments of torchrun.
+
+    Without `--`, torchrun would read the command's options as abbreviations of its own. `--log-dir`: otherwise
+    torchrun's logs, which are empty, would go to the node's temporary folder.
+    """
     return ("--nnodes", str(len(work.hosts)), "--nproc-per-node", str(work.placement.most),
             "--rdzv-backend", backend, "--rdzv-endpoint", endpoint,
             "--log-dir", str(work.hosts_file.with_name("torchrun")), "--no-python", "--", *work.command)

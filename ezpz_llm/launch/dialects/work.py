@@ -1,4 +1,4 @@
-"""Work for a launcher, in words of none of them: ranks, core lists; and the dialect of a single rank."""
+"""Launcher-independent description of the ranks to start, and the command line of a single rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ezpz_llm.launch.placement import Placement
 from ezpz_llm.launch.schedulers import schedulers
 
 HOSTS_ON_THE_LINE = 8
-"""Longer host lists go into a file in the run directory."""
+"""Longer node lists go into a file in the run directory."""
 
 SRUN_OVERLAP = ("--overlap --export=ALL",
-                "the daemons' own srun must not wait for the step that launch may stand in")
-"""Options of the srun by which an mpiexec starts its daemons, and why."""
+                "the daemons' own srun must not wait for the step that launch may run in")
+"""Options of the srun with which mpiexec starts its daemons, and the reason that the plan shows."""
 
-REMOTE_SHELL = "daemons start by the scheduler's own remote shell: ssh may be forbidden on its hosts"
-"""Why an mpiexec is told of one."""
+REMOTE_SHELL = "the scheduler's remote shell starts the daemons: ssh may be forbidden on its nodes"
+"""Reason that the plan shows for a remote shell in mpiexec's options."""
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -33,12 +33,16 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Work:
     """Ranks to start.
 
-    `command` is the shim with the user's words; `here` is true where no host needs a name, since all ranks run
-    on this one; `cores_per_rank` and `cores_per_host` are counted as the scheduler counts them (hardware threads,
-    where it does) and None where they are not known; `variables` are the names that ranks on other hosts need
-    too; `site_options` are the site's own words for the launcher; `master` is where ranks meet; `env` is launch's
-    own environment, in which the launcher would find the user's choices; `devices_per_host` what the scheduler gave
-    on each host, None where it does not say or hosts differ.
+    Attributes:
+        command: the rank shim with the user's command.
+        here: all ranks run on this node, so that no node needs a name.
+        cores_per_rank: in the scheduler's unit, which may be hardware threads; None if unknown.
+        variables: names of environment variables that ranks on other nodes need too.
+        cores_per_host: cores per node, in the same unit; None if unknown.
+        site_options: the site file's options for the launcher.
+        master: address and port of the rendezvous.
+        env: launch's own environment, in which the launcher finds the user's settings.
+        devices_per_host: devices that the scheduler allocated on each node; None if unknown or if nodes differ.
     """
 
     command: tuple[str, ...]
@@ -58,33 +62,35 @@ class Work:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the hosts, in the order in which ranks are numbered."""
+        """Hostnames, in the order in which ranks are numbered."""
         return tuple(name for name, _ in self.placement.ranks)
 
     @property
     def starts_daemons_by_srun(self) -> bool:
-        """Does an mpiexec start its daemons by srun, as in Slurm's jobs?"""
+        """True if mpiexec starts its daemons with srun, as in Slurm jobs."""
         scheduler = schedulers().get(self.scheduler)
         return scheduler is not None and scheduler.STARTS_MPI_DAEMONS
 
     @property
     def remote_shell(self) -> tuple[str, ...]:
-        """The words by which the scheduler starts a command on a host of the job, where they are here and mpiexec's
-        daemons need them; empty for ssh."""
+        """Command with which mpiexec starts its daemons on other nodes, if it is on PATH; empty for ssh."""
         scheduler = schedulers().get(self.scheduler)
         words = scheduler.REMOTE_SHELL if scheduler and not self.here else ()
-        found = shutil.which(words[0], path=self.env.get("PATH", os.defpath)) if words else None
-        return (found, *words[1:]) if found else ()
+        program = shutil.which(words[0], path=self.env.get("PATH", os.defpath)) if words else None
+        return (program, *words[1:]) if program else ()
 
     def file_of_hosts(self, lines: Sequence[str]) -> dict[Path, str]:
-        """The file that names the hosts to a launcher, one a line."""
+        """Return the launcher's hostfile and its content, with one of `lines` per line."""
         return {self.hosts_file: "".join(f"{line}\n" for line in lines)}
 
 
 @dataclass(frozen=True)
 class Built:
-    """A command line; the environment it needs besides (name to value and reason), where the user has not set it;
-    files to write before."""
+    """Command line of a launcher.
+
+    `env` maps variables that it needs, unless the user has set them, to (value, reason). `files` must be written
+    first.
+    """
 
     argv: tuple[str, ...]
     env: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -93,7 +99,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts ranks, and how to talk to it. `notes` are what the user should know of the choice."""
+    """Program that starts ranks. `source` and `notes` explain to the user why it was chosen."""
 
     kind: str
     dialect: str
@@ -105,15 +111,14 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A make of mpiexec.
+    """Kind of mpiexec, such as MPICH's or Open MPI's.
 
     Attributes:
         title: its name in messages and in the plan.
-        first_line: regular expression that the first line of its `mpiexec --version` begins with; a group `version`
-            says which version it is.
-        build: from the program and the work to its command line.
-        site_name: how a site file names it, for an mpiexec whose version text is not recognised; empty where none
-            needs to.
+        first_line: regular expression for the start of the first line of `mpiexec --version`; the group `version`
+            is optional.
+        build: maps the program and the work to a command line.
+        site_name: its name in site files, for an mpiexec whose version text is unknown; may be empty.
     """
 
     title: str
@@ -123,32 +128,32 @@ class Dialect:
 
 
 def refuse_unspeakable(program: str, work: Work) -> None:
-    """See that the command and the hosts can be named to `program` at all.
+    """Check that `program` can accept the command and the hostnames.
 
     Raises:
-        UserError: a lone colon among the words, where every mpiexec and srun take it for the beginning of a second
-            program; an invalid host name.
+        UserError: the command has an argument ":", with which mpiexec and srun start a second program; or a
+            hostname is invalid.
     """
     if ":" in work.command:
-        raise UserError("an argument that is a lone ':' cannot be passed on, since it separates programs",
-                        where=f"the command, as {Path(program).name} reads it",
-                        instead="put the command into a script, and launch that")
+        raise UserError(f"{Path(program).name} does not accept ':' as an argument: it separates programs",
+                        where="the command", instead="put the command into a script, and launch the script")
     for name in work.hosts:
         if not _HOST.fullmatch(name):
-            raise UserError(f"invalid host name {name!r}", where="the hosts of the reservation",
+            raise UserError(f"invalid hostname {name!r}", where="the nodes of the job",
                             instead="names of letters, digits, '.', '_' and '-'")
 
 
-# Core lists ("1-8,105") in the forms that launchers want.
 def mask(cores: str) -> str:
-    """The hexadecimal bit mask: "0x10e" for "1-3,8"."""
+    """Return the hexadecimal bit mask of a core list: "0x10e" for "1-3,8"."""
     return hex(sum(1 << number for number in set(expand_numbers(cores))))
 
 
 def logical_cores(root: Path = SYS) -> dict[int, int]:
-    """The system's number of each CPU of this host to the number of its core as hwloc counts: package by package,
-    and the cores of one package by their lowest CPU. CPUs that this process may not use are left out, as hwloc
-    leaves out those of other containers. Empty where /sys does not tell."""
+    """Map each Linux CPU number of this node to hwloc's logical core number.
+
+    hwloc numbers cores package by package, and within a package by their lowest CPU. CPUs outside this process's
+    affinity mask are left out, as hwloc does with those of other containers. Empty if /sys has no topology.
+    """
     packages: dict[int, dict[str, list[int]]] = {}
     for number in sorted(os.sched_getaffinity(0)):
         try:
@@ -160,7 +165,6 @@ def logical_cores(root: Path = SYS) -> dict[int, int]:
     return {number: index for index, threads in enumerate(cores) for number in threads}
 
 
-# A single rank, without any launcher.
 def build(program: str, work: Work) -> Built:
-    """The command itself."""
+    """Return the command of a single rank, which needs no launcher."""
     return Built(work.command)

@@ -1,4 +1,4 @@
-"""Reservation that this process is in. One file a scheduler; this one has the order in which they are asked."""
+"""Detection of the job that this process runs in. Each scheduler has a module; this one orders them."""
 
 from __future__ import annotations
 
@@ -17,185 +17,189 @@ from ezpz_llm.launch.schedulers.node_files import NODE_FILES
 from ezpz_llm.launch.schedulers.scheduler import Allocation, ModuleScheduler, Scheduler, by_hand, job_of
 
 SCHEDULERS: tuple[Scheduler, ...] = (*map(ModuleScheduler, (slurm, pbs, flux, lsf)), *NODE_FILES)
-"""In order of precedence, before those of other packages. Slurm first: it can come with a qsub of its own."""
+"""Built-in schedulers in order of precedence, ahead of plugins. Slurm is first because it may ship its own qsub."""
 
 ENTRY_POINTS = "ezpz_llm.schedulers"
 
 MEMBERS = tuple(name for name in (*Scheduler.__annotations__, *vars(Scheduler)) if not name.startswith("_"))
-"""What a scheduler has."""
+"""Attributes that a scheduler plugin must have."""
 
 QUICK, PATIENT = (1.0, 1), (5.0, 2)
-"""Seconds for a try of a scheduler's command, and tries: for a plan that is only shown, and for one that runs."""
+"""(timeout in seconds, tries) for a scheduler's command: for --dry-run, and for a run."""
 
 
 @cache
 def schedulers() -> Mapping[str, Scheduler]:
-    """All schedulers by name: ours, and those that installed packages name under `ENTRY_POINTS`."""
-    found = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
+    """Return all schedulers by name: the built-in ones, and plugins registered under `ENTRY_POINTS`."""
+    by_name = {scheduler.NAME: scheduler for scheduler in SCHEDULERS}
 
     def wrong(plugin: Any) -> str | None:
         if isinstance(plugin, type) or (missing := [name for name in MEMBERS if not hasattr(plugin, name)]):
             return "it is a class, not an object" if isinstance(plugin, type) else f"it has no {missing[0]}"
         if not isinstance(plugin.NAME, str) or not isinstance(plugin.TITLE, str):
-            return "its NAME or its TITLE is not text"
+            return "its NAME or TITLE is not a string"
         for _, pattern in plugin.PATTERNS:
             re.compile(pattern)
-        if found.setdefault(plugin.NAME, plugin) is not plugin:
-            return f"there is a scheduler {plugin.NAME} already"
+        if by_name.setdefault(plugin.NAME, plugin) is not plugin:
+            return f"a scheduler named {plugin.NAME} exists already"
         return None
 
     entry_points(ENTRY_POINTS, wrong)
-    return found
+    return by_name
 
 
 def step_launchers() -> tuple[str, ...]:
-    """The programs by which schedulers start ranks themselves."""
-    return tuple(own.program for one in schedulers().values() if (own := one.step_launcher()))
+    """Return the programs with which schedulers start ranks, such as srun."""
+    return tuple(launcher.program for scheduler in schedulers().values() if (launcher := scheduler.step_launcher()))
 
 
 def rank_names() -> dict[str, str]:
-    """What tells ranks of the variables by which step launchers of other packages number them."""
-    own = (one.step_launcher() for one in schedulers().values())
-    return names_for_ranks([launcher.ranks for launcher in own if launcher and launcher.ranks])
+    """Return variables that tell ranks how the step launchers of plugins number them."""
+    launchers = (scheduler.step_launcher() for scheduler in schedulers().values())
+    return names_for_ranks([launcher.ranks for launcher in launchers if launcher and launcher.ranks])
 
 
 def scheduler_of(allocation: Allocation) -> Scheduler | None:
-    """The scheduler whose job it is; None for one without a job."""
+    """Return the scheduler of the allocation's job, or None without a job."""
     return schedulers().get(allocation.scheduler)
 
 
 def scheduler_here(env: Mapping[str, str]) -> Scheduler | None:
-    """The first scheduler in a job of which this process is, whatever --scheduler says."""
-    return next((one for one in schedulers().values() if one.mark(env)), None)
+    """Return the first scheduler that `env` is in a job of, independent of --scheduler."""
+    return next((scheduler for scheduler in schedulers().values() if scheduler.mark(env)), None)
 
 
 def find_allocation(env: Mapping[str, str], wanted: str = "auto", hosts_from: str | None = None) -> Allocation:
-    """The reservation that `env` describes: of the scheduler `wanted` ("slurm", "pbs", …, "none"), or ("auto") of
-    the one whose job this process is in. Only the environment and node files are read; Flux, which has none, is
-    asked.
+    """Return the allocation that `env` describes.
+
+    Reads only the environment and node files. Flux has neither, so its broker is queried.
 
     Args:
-        hosts_from: the option by which the user names hosts, so that those of a scheduler that is not spoken here
-            need not be known.
+        wanted: a scheduler's name, "none", or "auto" for the scheduler whose job this process is in.
+        hosts_from: the option with which the user names nodes. The nodes of the job need not be known then.
 
     Raises:
-        UserError: the variables of a scheduler contradict each other, two schedulers name different hosts, there
-            is no job of the one wanted, or this is a job of one that is not spoken.
+        UserError: the variables of a scheduler contradict each other, two schedulers name different nodes, there
+            is no job of the scheduler `wanted`, or the job's scheduler is unsupported.
     """
-    if left := leftovers(env):
-        values = ", ".join(f"{name}={env[name]}" for name in left)
-        rest = {name: value for name, value in env.items() if name not in left}
-        note = f"{values}: no launcher has set it here, and ranks get their own"
+    if stale := leftovers(env):
+        values = ", ".join(f"{name}={env[name]}" for name in stale)
+        rest = {name: value for name, value in env.items() if name not in stale}
+        note = f"ignoring {values}: it was not set by a launcher, and each rank gets its own value"
         return find_allocation(rest, wanted, hosts_from).with_notes(note)
     if wanted != "auto":
-        return _of(wanted, env)
-    if found := local.detect_rank({**env, **rank_names()}):
-        return found
+        return _allocation_of(wanted, env)
+    if rank_allocation := local.detect_rank({**env, **rank_names()}):
+        return rank_allocation
     in_jobs = [name for name, scheduler in schedulers().items() if scheduler.mark(env)]
     if len(in_jobs) > 1:
-        return _settle(env)
+        return _choose_among_jobs(env)
     if in_jobs:
-        return _of_or_by_hand(in_jobs[0], env, hosts_from)
+        return _allocation_or_local(in_jobs[0], env, hosts_from)
     if hosts_from is None:
         local.refuse(env)
-        _refuse_traces(env)
+        _reject_traces(env)
         return local.detect(env)
     return local.detect(env).with_notes(*local.left_aside(env, hosts_from))
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], effort: tuple[float, int]) -> Allocation:
-    """`allocation` with what only the scheduler's own command knows (`ends_at`), within the seconds and tries of
-    `effort`; with a note where it does not answer or says otherwise. Never an error."""
+    """Add what only the scheduler's command knows (`ends_at`). `effort` is (timeout in seconds, tries).
+
+    Adds a note if the command fails or contradicts the allocation; never raises.
+    """
     scheduler = scheduler_of(allocation)
     return allocation if scheduler is None else scheduler.supplement(allocation, env, *effort)
 
 
-def _of_or_by_hand(name: str, env: Mapping[str, str], hosts_from: str | None) -> Allocation:
-    """The job's, or the user's own hosts where it cannot be read."""
+def _allocation_or_local(name: str, env: Mapping[str, str], hosts_from: str | None) -> Allocation:
+    """Return the job's allocation. If it cannot be read but the user names nodes, return this node."""
     try:
-        return _of(name, env)
+        return _allocation_of(name, env)
     except UserError as error:
         if hosts_from is None:
             raise
         mark = schedulers()[name].mark(env) or ""
-        return local.detect(env).with_notes(f"{mark}={env[mark]} left aside ({hosts_from}): {error.found}")
+        return local.detect(env).with_notes(f"ignoring {mark}={env[mark]} ({hosts_from}): {error.found}")
 
 
-def _of(wanted: str, env: Mapping[str, str]) -> Allocation:
+def _allocation_of(wanted: str, env: Mapping[str, str]) -> Allocation:
     others = [f"{mark}={env[mark]}" for name, scheduler in schedulers().items()
               if name != wanted and (mark := scheduler.mark(env))]
-    if rank := _rank_here(env):
-        others.append(f"the rank variables of {rank}")
-    notes = [f"{' and '.join(others)} left aside (--scheduler {wanted})"] if others else []
+    if rank_source := _rank_source(env):
+        others.append(f"the rank variables of {rank_source}")
+    notes = [f"ignoring {' and '.join(others)} (--scheduler {wanted})"] if others else []
     if wanted == local.NAME:
         notes += local.left_aside(env, "--scheduler none")
         return replace(local.detect(env), source="--scheduler none").with_notes(*notes)
-    found = schedulers()[wanted].detect(env)
-    if found is None:
-        raise UserError(f"--scheduler {wanted}, but {schedulers()[wanted].JOB_VARIABLE} is not set",
+    allocation = schedulers()[wanted].detect(env)
+    if allocation is None:
+        raise UserError(f"--scheduler {wanted} was given, but {schedulers()[wanted].JOB_VARIABLE} is not set",
                         where="the environment", instead="start launch inside a job, or leave --scheduler out")
-    return found.with_notes(*notes)
+    return allocation.with_notes(*notes)
 
 
-def _rank_here(env: Mapping[str, str]) -> str | None:
+def _rank_source(env: Mapping[str, str]) -> str | None:
     try:
-        found = local.detect_rank({**env, **rank_names()})
+        allocation = local.detect_rank({**env, **rank_names()})
     except UserError as error:
-        return f"a broken set ({error.found})"
-    return found.source if found else None
+        return f"an inconsistent set ({error.found})"
+    return allocation.source if allocation else None
 
 
-def _refuse_traces(env: Mapping[str, str]) -> None:
-    """Never one rank on one host in silence, where a job's hosts are named but the job is not.
+def _reject_traces(env: Mapping[str, str]) -> None:
+    """Raise if the nodes of a job are set but its id is not, instead of running one rank on this node.
 
     Raises:
-        UserError: a variable of a job's hosts is set.
+        UserError: one of a scheduler's TRACES is set.
     """
     for scheduler in schedulers().values():
         if name := next((name for name in scheduler.TRACES if env.get(name)), None):
-            raise UserError(f"{name} is of {job_of(scheduler.TITLE)}, and {scheduler.JOB_VARIABLE} is not set:"
-                            " either the job's variables were lost on the way here, or this one is a leftover",
+            raise UserError(f"{name} belongs to {job_of(scheduler.TITLE)}, but {scheduler.JOB_VARIABLE} is not set:"
+                            f" either the job's other variables did not reach this process, or {name} is stale",
                             where=f"{name}={env[name][:80]}", instead=by_hand(scheduler.HOSTS_LINES, env))
 
 
-def _settle(env: Mapping[str, str]) -> Allocation:
-    """The one of several jobs that can be read; of several of these the only one that has this node, or the first
-    if all have the same hosts."""
-    within = [scheduler for scheduler in schedulers().values() if scheduler.mark(env)]
-    all_of_them = " and ".join(f"{mark}={env[mark]}" for one in within if (mark := one.mark(env)))
-    how = "both" if len(within) == 2 else "all"
-    found: list[Allocation] = []
+def _choose_among_jobs(env: Mapping[str, str]) -> Allocation:
+    """Return the allocation to use if `env` has the variables of several schedulers.
+
+    Prefers jobs that can be read, then the only job with this node, then the first if all have the same nodes.
+    """
+    candidates = [scheduler for scheduler in schedulers().values() if scheduler.mark(env)]
+    all_marks = " and ".join(f"{mark}={env[mark]}" for scheduler in candidates if (mark := scheduler.mark(env)))
+    how = "both" if len(candidates) == 2 else "all"
+    readable: list[Allocation] = []
     errors: list[UserError] = []
-    for scheduler in within:
+    for scheduler in candidates:
         try:
-            found += filter(None, [scheduler.detect(env)])
+            readable += filter(None, [scheduler.detect(env)])
         except UserError as error:
             errors.append(error)
-    if not found:
+    if not readable:
         raise errors[0]
-    first, *others = found
+    first, *others = readable
     if errors:
-        return first.with_notes(f"{all_of_them} are {how} set; {first.scheduler} counts, since {errors[0].found}")
-    here = [one for one in found if is_among(_names(one))]
+        return first.with_notes(f"{all_marks} are {how} set; using {first.scheduler}: {errors[0].found}")
+    here = [allocation for allocation in readable if is_among(_names(allocation))]
     if len(here) == 1:
-        return here[0].with_notes(f"{all_of_them} are {how} set; {here[0].scheduler} counts, since this node is in "
-                                  "its job only")
+        return here[0].with_notes(f"{all_marks} are {how} set; using {here[0].scheduler}: only its job has this"
+                                  " node")
     notes: list[str] = []
     for other in others:
         matches = same_nodes(_names(other), _names(first))
         if matches is None:
-            choices = " or ".join(f"--scheduler {one.scheduler}" for one in (first, other))
-            raise UserError(f"two reservations: {all_of_them}, with the hosts {_few(first)} and {_few(other)}",
-                            where=f"{first.source} and {other.source}",
+            choices = " or ".join(f"--scheduler {allocation.scheduler}" for allocation in (first, other))
+            raise UserError(f"{all_marks} are {how} set, with different nodes: {_first_names(first)} and"
+                            f" {_first_names(other)}", where=f"{first.source} and {other.source}",
                             instead=f"{choices}, or unset the other's variables, or launch --hostfile hosts …")
         notes += matches.notes(other.source, first.source)
-    return first.with_notes(f"{all_of_them} are {how} set, with the same hosts: {first.scheduler} counts", *notes)
+    return first.with_notes(f"{all_marks} are {how} set, with the same nodes: using {first.scheduler}", *notes)
 
 
 def _names(allocation: Allocation) -> list[str]:
     return [host.name for host in allocation.hosts]
 
 
-def _few(allocation: Allocation) -> str:
+def _first_names(allocation: Allocation) -> str:
     names = sorted(_names(allocation))
     return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,9 +1,9 @@
-"""Flux: the instance that a batch script or an `flux alloc` shell runs in, as its broker describes it.
+"""Flux: the instance that a batch script or a `flux alloc` shell runs in, as its broker describes it.
 
-Flux sets no variable that names hosts ("Flux deliberately avoids setting many environment variables for the initial
-program", flux-environment(7)): the resources of the instance are asked of its broker, which answers from this host.
-Sources, of flux-core 0.88: https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html,
-man1/flux-batch.html, man1/flux-run.html, man7/flux-shell-options.html; the form of resources is RFC 20:
+No Flux variable names the nodes ("Flux deliberately avoids setting many environment variables for the initial
+program", flux-environment(7)), so `detect` queries the broker on this node for the resources of the instance.
+Sources, for flux-core 0.88: https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html,
+man1/flux-batch.html, man1/flux-run.html, man7/flux-shell-options.html. Resource sets follow RFC 20:
 https://flux-framework.readthedocs.io/projects/flux-rfc/en/latest/spec_20.html.
 """
 
@@ -32,7 +32,7 @@ from ezpz_llm.launch.schedulers.scheduler import (
 NAME = "flux"
 TITLE = "Flux"
 JOB_VARIABLE = "FLUX_ENCLOSING_ID"
-# A task of a job has its id, and an instance that another scheduler started has neither.
+# A task of a job has FLUX_JOB_ID. An instance that another scheduler started has only FLUX_URI.
 ALIASES = ("FLUX_JOB_ID", "FLUX_URI")
 TRACES = ("FLUX_JOB_SIZE",)
 HOSTS_LINES = tuple(HostsLine(name, f"flux hostlist --expand --delimiter=$'\\n' {source} > hosts", "flux")
@@ -41,7 +41,7 @@ HOSTS_LINES = tuple(HostsLine(name, f"flux hostlist --expand --delimiter=$'\\n' 
 KEEPS_HOST_ORDER = SITE_CORES_COUNT = True
 
 PATTERNS = (
-    # launch cancels a job of Flux itself, too, where its ranks resist.
+    # launch itself also cancels a Flux job whose ranks do not stop.
     (TIME_LIMIT, r"job\.exception \S+ type=timeout severity=0 .*"),
     (STEP_CANCELLED, r"job\.exception \S+ type=cancel severity=0.*"),
     (NOT_STARTED, r"flux-shell\[\d+\]: FATAL: task (?P<ranks>\d+) \(host (?P<host>\S+?)\): start"
@@ -56,19 +56,18 @@ _NO_END = 0.0
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
-    """The instance that we are in: that of a batch script, of a shell of `flux alloc`, or one that `flux start` or
-    `flux proxy` began.
+    """Return the instance of this process: of a batch script, `flux alloc`, `flux start`, or `flux proxy`.
 
     Raises:
-        UserError: a task of a job, which has no resources to start ranks on; the broker does not answer, or several
-            brokers are on one host.
+        UserError: this is a task of a job, which has no resources to start ranks on; the broker does not answer; or
+            several brokers are on one node.
     """
     name = next((name for name in (JOB_VARIABLE, *ALIASES) if env.get(name)), None)
     if name is None:
         return None
     if task := env.get("FLUX_JOB_ID"):
-        why = ("this is a task of that job, and ranks are started in an instance of Flux: run launch in a script"
-               " of `flux batch` or a shell of `flux alloc`")
+        why = ("this process is a task of the job, but launch needs a Flux instance: run launch in a script of"
+               " `flux batch` or a shell of `flux alloc`")
         raise unspoken(TITLE, task, why, f"FLUX_JOB_ID={task}", by_hand(HOSTS_LINES, env))
     where = f"{name}={env[name]}"
     answer = ask_command(_RESOURCES, env, _ASK_S, _TRIES)
@@ -83,24 +82,23 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
 
 
 def read_resources(text: str) -> tuple[tuple[Host, ...], float | None]:
-    """The hosts of an instance, by the ranks of its brokers, and when it ends (None where it does not), in a
-    resource set as RFC 20 writes it.
+    """Return the nodes in an RFC 20 resource set, by broker rank, and the end of the instance (None: no end).
 
     Raises:
-        UserError: it is none, or names a host twice.
+        UserError: not a resource set, or one that names a node twice.
     """
-    found = parse_json(text, TITLE)
-    execution = found.get("execution") if isinstance(found, dict) else None
+    resources = parse_json(text, TITLE)
+    execution = resources.get("execution") if isinstance(resources, dict) else None
     if not isinstance(execution, dict):
-        raise UserError("its resources are not as RFC 20 writes them")
+        raise UserError("its resources are not an RFC 20 resource set")
     names = expand_hosts(",".join(map(str, execution.get("nodelist") or ())))
     ranks = [(rank, entry["children"]) for entry in execution.get("R_lite") or () for rank in _ids(entry["rank"])]
-    ranks.sort(key=lambda one: one[0])
+    ranks.sort(key=lambda rank_and_children: rank_and_children[0])
     if not names or len(names) != len(ranks):
-        raise UserError(f"its resources have {counted(len(ranks), 'broker')} on {counted(len(names), 'host')}")
+        raise UserError(f"its resources have {counted(len(ranks), 'broker')} on {counted(len(names), 'node')}")
     if len(set(node_keys(names))) < len(names):
-        raise UserError(f"several of its brokers are on one host: {', '.join(names[:4])}")
-    # Its cores are none of the CPUs that a rank is bound to, where these are hardware threads.
+        raise UserError(f"several of its brokers are on one node: {', '.join(names[:4])}")
+    # `cores` is left unset: Flux numbers physical cores, and ranks may be bound to hardware threads.
     hosts = tuple(Host(name, devices=len(_ids(children.get("gpu", ""))) or None)
                   for name, (_, children) in zip(names, ranks, strict=True))
     ends_at = execution.get("expiration")
@@ -111,19 +109,18 @@ def _ids(text: Any) -> tuple[int, ...]:
     try:
         return expand_numbers(text.strip("[]")) if text else ()
     except (ValueError, AttributeError) as error:
-        raise UserError(f"its resources have no set of numbers but {text!r}") from error
+        raise UserError(f"its resources have {text!r} where a set of numbers is expected") from error
 
 
-# Steps: `flux run` starts them, and each is a job of the instance.
 def step_launcher() -> StepLauncher | None:
-    """`flux run`."""
+    """Return `flux run`. Each step is a job of the instance."""
     from ezpz_llm.launch.dialects import flux
 
     return StepLauncher("flux", TITLE, flux.build)
 
 
 def own_step(env: Mapping[str, str]) -> str | None:
-    """The job that this process is a task of."""
+    """Return the id of the job that this process is a task of."""
     return env.get("FLUX_JOB_ID")
 
 
@@ -135,13 +132,12 @@ def kill_steps(steps: Sequence[str]) -> None:
 
 
 def steps_are_over(steps: Sequence[str]) -> bool:
-    """A job is inactive once its last task has gone and its resources are free."""
+    """Return True if these jobs are inactive: their last task has ended, and their resources are free."""
     answer = ask_command(("flux", "jobs", "--no-header", "--format={state}", *steps), os.environ, _STEP_TIMEOUT_S)
     states = (answer.text or "").split()
     return len(states) == len(steps) and set(states) == {"INACTIVE"}
 
 
-# For submit: the lines that ask for an instance of its own, and the words that queue it.
 PROGRAM, TEMPLATE, DIRECTIVE = "flux", "flux.sh", "#flux:"
 
 HINTS = ((r"bank|account", "--account"), (r"queue", "--queue"), (r"duration|time", "--time"),
@@ -151,23 +147,23 @@ _SHORT = {"-B": "--bank", "-N": "--nodes", "-q": "--queue", "-t": "--time-limit"
 
 
 def time_limit(seconds: int) -> str:
-    """The limit in minutes or seconds, as Flux's durations are written."""
+    """Format a time limit in minutes or seconds, such as "90m"."""
     return f"{seconds // 60}m" if seconds % 60 == 0 else f"{seconds}s"
 
 
 def directives(request: Request) -> list[str]:
-    """The lines of a job that no site has anything to add to, as RFC 36 has them.
+    """Return the directive lines of a job (RFC 36), without those of the site.
 
     Raises:
-        UserError: a reservation, which Flux does not know by a name; a name or folder that a line cannot hold.
+        UserError: a reservation, which Flux does not support; a name or folder that a directive cannot hold.
     """
     if request.reservation:
-        raise UserError(f"reservation {request.reservation}, and Flux has none by name", where="--reservation",
-                        instead="--queue or --account, as the site gave them")
+        raise UserError(f"Flux has no named reservations, but --reservation is {request.reservation}",
+                        where="--reservation", instead="--queue or --account, as the site gave them")
     for value in (request.name, str(request.output)):
         if not value.isprintable() or "{{" in value:
-            raise UserError(f"Flux cannot take {value!r} in a job's name or output", where="--name, --run-dir",
-                            instead="printable characters, and no {{")
+            raise UserError(f"Flux does not accept {value!r} as a job name or output path",
+                            where="--name, --run-dir", instead="printable characters, without {{")
     words = [f"--job-name={shlex.quote(request.name)}", f"--nodes={request.nodes}", "--exclusive",
              f"--time-limit={time_limit(request.time_s)}",
              f"--output={shlex.quote(str(request.output) + '/job-{{id.dec}}.log')}"]
@@ -177,28 +173,28 @@ def directives(request: Request) -> list[str]:
 
 
 def subjects(line: str) -> set[str]:
-    """What a directive line decides: of two lines with the same subject only one may stay."""
+    """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
     word = re.split(r"[=\s]", line.removeprefix(DIRECTIVE).strip())[0]
     return {_SHORT.get(word, word)}
 
 
 def submission(script: str, after: str | None) -> list[str]:
-    """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+    """Return the command that submits `script`, to start after the job `after` has ended in any way."""
     return [PROGRAM, "batch", *([f"--dependency=afterany:{after}"] if after else []), script]
 
 
 def job_id(line: str) -> str | None:
-    """The id in what `flux batch` printed, in base 58; None where it is none."""
+    """Return the id (F58) in a line that `flux batch` printed, or None."""
     return line if re.fullmatch(r"[ƒf][1-9A-HJ-NP-Za-km-z]+", line) else None
 
 
 def watch(ids: list[str]) -> str:
-    """How to look at the jobs."""
+    """Return the command that shows these jobs."""
     return f"flux jobs {' '.join(ids)}"
 
 
 def cancel(ids: list[str]) -> str:
-    """How to end the jobs."""
+    """Return the command that cancels these jobs."""
     return f"flux cancel {' '.join(ids)}"
 
 
@@ -206,7 +202,7 @@ _BASE_58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def output_file(request: Request, job: str) -> str:
-    """Where that job's output goes: named by the number that its id stands for, which is plain ASCII."""
+    """Return the path of the job's output file, named by the decimal form of the id, which is ASCII."""
     number = 0
     for character in job[1:]:
         number = number * len(_BASE_58) + _BASE_58.index(character)

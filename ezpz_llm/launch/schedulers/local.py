@@ -1,4 +1,4 @@
-"""No scheduler of ours: this process is a rank already, or has this node alone; others' jobs are refused."""
+"""Allocations without a supported scheduler: this process is a rank already, or uses this node only."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from ezpz_llm.launch.ranks import RankInfo, find_rank, leftovers
 from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, by_hand, job_of
 
 NAME, STARTED = "none", "started"
-"""Names of an allocation without a scheduler, and of one in which a launcher such as srun has started this very
-process as one of several ranks."""
+"""Values of `Allocation.scheduler`: no scheduler; a launcher such as srun started this process as a rank."""
 
 
 def detect(env: Mapping[str, str]) -> Allocation:
-    """This host, always."""
+    """Return this node."""
     return Allocation(scheduler=NAME, job_id=None, hosts=(Host(socket.gethostname()),), ends_at=None,
                       source="no scheduler's variables in the environment")
 
 
 def detect_rank(env: Mapping[str, str]) -> Allocation | None:
-    """This host with the ranks that are already on it, where the world is larger than one.
+    """Return this node with the ranks that are already on it. Return None if the world size is 1.
 
     Raises:
         UserError: the rank variables are incomplete or contradict each other.
     """
     info = rank_here(env)
-    if info.world_size == 1 or _is_typed(info, env):
+    if info.world_size == 1 or _is_interactive_shell(info, env):
         return None
     return Allocation(scheduler=STARTED, job_id=None, hosts=(Host(socket.gethostname(), slots=info.local_size),),
                       ends_at=None, source=info.source, notes=info.notes)
 
 
 def rank_here(env: Mapping[str, str]) -> RankInfo:
-    """The rank that this process is, `leftovers` left aside.
+    """Return the rank of this process, ignoring stale variables (`leftovers`).
 
     Raises:
         UserError: the rank variables are incomplete or contradict each other.
     """
-    left = leftovers(env)
-    return find_rank({name: value for name, value in env.items() if name not in left})
+    stale = leftovers(env)
+    return find_rank({name: value for name, value in env.items() if name not in stale})
 
 
-def _is_typed(info: RankInfo, env: Mapping[str, str]) -> bool:
-    """Is this the shell of `srun --pty`, which is task 0 of several whose others have no terminal? The tasks of a
-    step inside it inherit the variable, but not the terminal."""
+def _is_interactive_shell(info: RankInfo, env: Mapping[str, str]) -> bool:
+    """Return True in the shell of `srun --pty`, which is task 0; the other tasks have no terminal.
+
+    Tasks of a step inside that shell inherit SLURM_PTY_PORT, but not the terminal.
+    """
     return info.source.startswith("srun") and bool(env.get("SLURM_PTY_PORT")) and has_terminal()
 
 
 def has_terminal() -> bool:
-    """Has this process a controlling terminal, whatever its input and output are?"""
+    """Return True if this process has a controlling terminal, even if stdin and stdout are redirected."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY))
     except OSError:
@@ -60,11 +61,14 @@ def has_terminal() -> bool:
     return True
 
 
-# Schedulers that launch does not speak: their jobs are recognised, and refused with what to type.
 @dataclass(frozen=True)
 class Foreign:
-    """One scheduler. Each of `variables` is set in its jobs alone; the first has the job's number. `hosts_lines`
-    are by the scheduler's documentation."""
+    """Unsupported scheduler. launch recognizes its jobs and rejects them with a command to type instead.
+
+    Attributes:
+        variables: variables that are set only in its jobs. The first has the job's id.
+        hosts_lines: commands written after the scheduler's documentation.
+    """
 
     name: str
     variables: tuple[str, ...]
@@ -79,24 +83,24 @@ FOREIGN = (
 
 
 def find(env: Mapping[str, str]) -> tuple[Foreign, str] | None:
-    """The scheduler in whose job this is, and the variable that says so."""
-    return next(((one, name) for one in FOREIGN for name in one.variables if env.get(name)), None)
+    """Return the unsupported scheduler whose job this is, and the variable that shows it."""
+    return next(((foreign, name) for foreign in FOREIGN for name in foreign.variables if env.get(name)), None)
 
 
 def left_aside(env: Mapping[str, str], why: str) -> tuple[str, ...]:
-    """A note for a job that an option of the user's overrides."""
-    found = find(env)
-    return (f"{found[1]}={env[found[1]]} left aside ({why})",) if found else ()
+    """Return a note if one of the user's options, named in `why`, overrides the job of an unsupported scheduler."""
+    match = find(env)
+    return (f"ignoring {match[1]}={env[match[1]]} ({why})",) if match else ()
 
 
 def refuse(env: Mapping[str, str]) -> None:
-    """Never one rank on one host in silence, where a job has more.
+    """Raise in a job of an unsupported scheduler, instead of running one rank on this node.
 
     Raises:
-        UserError: this is a job of one of these schedulers.
+        UserError: this is a job of one of `FOREIGN`.
     """
-    if found := find(env):
-        foreign, name = found
+    if match := find(env):
+        foreign, name = match
         job = f"{foreign.name} job {env[name]}" if name == foreign.variables[0] else job_of(foreign.name)
-        raise UserError(f"this is {job}, and launch does not speak {foreign.name}: it cannot tell the job's hosts",
+        raise UserError(f"this is {job}, but launch does not support {foreign.name} and cannot determine its nodes",
                         where=f"{name}={env[name][:80]}", instead=by_hand(foreign.hosts_lines, env))

@@ -1,7 +1,7 @@
-"""LSF: hosts from the job's environment; the end of the job from bjobs.
+"""LSF: nodes from the job's environment; the end of the job from bjobs.
 
-A job's slots are its MPI tasks, as its own integrations take them. Where IBM's Job Step Manager starts ranks (jsrun
-of Summit, Sierra and their like), slots are cores, and the first host is the launch node, which gets no rank.
+A job's slots are its MPI tasks, as in LSF's own MPI integrations. If IBM's Job Step Manager starts the ranks (jsrun
+on machines such as Summit and Sierra), slots are cores, and the first node is the launch node, which gets no rank.
 Sources: IBM Spectrum LSF 10.1, "Environment variables set for job execution"
 (https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html), bsub and
 bjobs in its command reference, https://docs.olcf.ornl.gov/systems/summit_user_guide.html (launch nodes, jsrun).
@@ -51,35 +51,35 @@ _STEPS = "jsrun"
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
-    """The job that we are in; None outside one.
+    """Return the allocation of the job that this process is in; None outside a job.
 
     Raises:
-        UserError: no variable names its hosts.
+        UserError: no variable names the nodes.
     """
     job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
     counts, source = _counts(env, job_id)
     if not counts or len(counts) > MOST_HOSTS:
-        raise unspoken(TITLE, job_id, f"{source} names {len(counts):,} hosts", source,
+        raise unspoken(TITLE, job_id, f"{source} names {len(counts):,} nodes", source,
                        by_hand(HOSTS_LINES, env, failed=source))
     if index := env.get("LSB_JOBINDEX", "0").strip("0"):
         job_id = f"{job_id}[{index}]"
     if shutil.which(_STEPS, path=env.get("PATH", os.defpath)):
-        return _by_steps(job_id, counts, source)
-    # With one slot on each host nobody has said how many ranks it should get.
+        return _jsrun_allocation(job_id, counts, source)
+    # One slot on every node is LSF's default, not a request for one rank per node.
     asked = any(count > 1 for count in counts.values())
     hosts = tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source=source)
 
 
 def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
-    """The slots of each host. LSB_HOSTS is left out of jobs with very many."""
+    """Return the slots of each node, and their variable. LSF does not set LSB_HOSTS in very large jobs."""
     if text := env.get("LSB_MCPU_HOSTS"):
         words = text.split()
         numbers = [whole_number(word) for word in words[1::2]]
         if len(words) % 2 or None in numbers:
-            raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS is no list of hosts, each with a number",
+            raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS is not a list of hostnames, each with a slot count",
                            f"LSB_MCPU_HOSTS={text[:80]}", by_hand(HOSTS_LINES, env, failed="LSB_MCPU_HOSTS"))
         pairs = zip(words[::2], numbers, strict=True)
         return sum_by_node([(name, number or 0) for name, number in pairs]), "LSB_MCPU_HOSTS"
@@ -87,7 +87,7 @@ def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
         return count_repeats(text.split()), "LSB_HOSTS"
     path = env.get("LSB_DJOB_HOSTFILE")
     if not path:
-        raise unspoken(TITLE, job_id, "none of LSB_MCPU_HOSTS, LSB_HOSTS and LSB_DJOB_HOSTFILE is set",
+        raise unspoken(TITLE, job_id, "LSB_MCPU_HOSTS, LSB_HOSTS and LSB_DJOB_HOSTFILE are not set",
                        f"LSB_JOBID={job_id}", by_hand(HOSTS_LINES, env))
     try:
         return count_repeats(read_text(Path(path)).split()), "LSB_DJOB_HOSTFILE"
@@ -96,12 +96,12 @@ def _counts(env: Mapping[str, str], job_id: str) -> tuple[dict[str, int], str]:
                        by_hand(HOSTS_LINES, env, failed="LSB_DJOB_HOSTFILE")) from error
 
 
-def _by_steps(job_id: str, counts: Mapping[str, int], source: str) -> Allocation:
-    """The hosts that jsrun starts ranks on. Summit's guide sorts them to find rank 0's."""
+def _jsrun_allocation(job_id: str, counts: Mapping[str, int], source: str) -> Allocation:
+    """Return the nodes that jsrun starts ranks on. Summit's guide sorts them to find rank 0's node."""
     first, *others = counts
     notes: tuple[str, ...] = ()
     if others and counts[first] == 1 < min(counts[name] for name in others):
-        notes = (f"{first} is the launch node: ranks run on the {counted(len(others), 'other host')}",)
+        notes = (f"{first} is the launch node: ranks run on the {counted(len(others), 'other node')}",)
     else:
         others = [first, *others]
     hosts = tuple(Host(name, cores=counts[name]) for name in sorted(others))
@@ -109,59 +109,58 @@ def _by_steps(job_id: str, counts: Mapping[str, int], source: str) -> Allocation
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """`allocation` with the end of the job by its run limit, which only bjobs knows; with a note where it does not
-    say."""
+    """Add the end of the job by its run limit, which only bjobs knows, or a note if it is unknown."""
     words = ["bjobs", "-noheader", "-o", "time_left", str(allocation.job_id)]
     answer = ask_command(words, env, limit_s, tries)
     if answer.text is None:
-        return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
-    left = read_time_left(answer.text)
-    if left is None:
-        return allocation.with_notes("the end of the job is not known: bjobs gives no run limit")
-    return replace(allocation, ends_at=time.time() + left)
+        return allocation.with_notes(f"the job's end time is unknown: {answer.complaint}")
+    seconds_left = read_time_left(answer.text)
+    if seconds_left is None:
+        return allocation.with_notes("the job's end time is unknown: bjobs reports no run limit")
+    return replace(allocation, ends_at=time.time() + seconds_left)
 
 
 def read_time_left(text: str) -> float | None:
-    """Seconds of "1:05 L", hours and minutes until the run limit; None of "-", and of the E and X that bjobs writes
-    behind an estimate."""
+    """Parse "1:05 L", the hours and minutes until the run limit, into seconds.
+
+    Return None for "-" and for estimates, which bjobs marks with E or X.
+    """
     match = re.fullmatch(r"([0-9]{1,6}):([0-5][0-9]) L", text.strip())
     return float(3600 * int(match[1]) + 60 * int(match[2])) if match else None
 
 
 def step_launcher() -> StepLauncher | None:
-    """jsrun, where there is one; elsewhere mpiexec, whose daemons blaunch starts."""
+    """Return jsrun, which is optional: elsewhere mpiexec starts the ranks, and blaunch its daemons."""
     from ezpz_llm.launch.dialects import jsrun
 
     return StepLauncher(_STEPS, "IBM JSM", jsrun.build, optional=True)
 
 
-# For submit: the lines that ask for a job, and the words that queue it. bsub reads them on its standard input; only
-# where LSB_BSUB_PARSE_SCRIPT is set it reads them in a file as well.
+# bsub reads a script's directives from standard input, and from a file only if LSB_BSUB_PARSE_SCRIPT is set.
 PROGRAM, TEMPLATE, DIRECTIVE, TAKES_STDIN = "bsub", "lsf.sh", "#BSUB", True
 
 HINTS = ((r"project|account", "--account"), (r"queue", "--queue"), (r"run ?limit|RUNLIMIT", "--time"),
          (r"reservation", "--reservation"), (r"host|processor|slot", "--nodes"))
 
-
 _SPREAD = "-R span"
 
 
 def time_limit(seconds: int) -> str:
-    """The limit as `-W` takes it: hours and minutes, rounded up."""
+    """Format a time limit for `-W`: hours and minutes, rounded up."""
     minutes = -(-seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02d}"
 
 
 def directives(request: Request) -> list[str]:
-    """The lines of a job that no site has anything to add to: one slot on each of so many hosts, all its own.
+    """Return the directive lines of a job, without those of the site: one slot on each node, nodes exclusive.
 
     Raises:
-        UserError: a name or folder that a line cannot hold.
+        UserError: a name or folder that a directive cannot hold.
     """
     for value in (request.name, str(request.output)):
         if not re.fullmatch(r"[A-Za-z0-9_./@+=~-]+", value):
-            raise UserError(f"LSF cannot take {value!r} in a job's name or output", where="--name, --run-dir",
-                            instead="letters, digits and _ . / @ + = ~ - only")
+            raise UserError(f"LSF does not accept {value!r} as a job name or output path",
+                            where="--name, --run-dir", instead="only letters, digits and _ . / @ + = ~ -")
     words = [f"-J {request.name}", f"-n {request.nodes}", '-R "span[ptile=1]"', "-x",
              f"-W {time_limit(request.time_s)}", f"-o {request.output}/job-%J.log",
              "-r" if request.requeue else "-rn"]
@@ -171,36 +170,38 @@ def directives(request: Request) -> list[str]:
 
 
 def subjects(line: str) -> set[str]:
-    """What a directive line decides: of two lines with the same subject only one may stay."""
+    """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
     _, word, *rest = line.split(maxsplit=2)
     if word == "-R":
-        # bsub combines several, of which one may say how ranks are spread.
+        # bsub combines several -R, but accepts only one span.
         return {_SPREAD if "span[" in line else f"-R {''.join(rest)}"}
     return {"-r", "-rn"} if word in ("-r", "-rn") else {"-n", "-nnodes", _SPREAD} if word == "-nnodes" else {word}
 
 
 def submission(script: str, after: str | None) -> list[str]:
-    """The command that queues `script`, which it reads on its standard input, to begin after the job `after` has
-    ended in whatever way."""
+    """Return the command that submits `script`, to start after the job `after` has ended in any way.
+
+    bsub reads the script from standard input.
+    """
     return [PROGRAM, *(["-w", f"ended({after})"] if after else []), script]
 
 
 def job_id(line: str) -> str | None:
-    """The id in `Job <7> is submitted to queue <normal>.`; None where it is none."""
+    """Return the id in `Job <7> is submitted to queue <normal>.`, or None."""
     match = re.match(r"Job <(\d+)> is submitted to (?:default )?queue <", line, re.ASCII)
     return match[1] if match else None
 
 
 def watch(ids: list[str]) -> str:
-    """How to look at the jobs."""
+    """Return the command that shows these jobs."""
     return f"bjobs {shlex.join(ids)}"
 
 
 def cancel(ids: list[str]) -> str:
-    """How to end the jobs."""
+    """Return the command that cancels these jobs."""
     return f"bkill {shlex.join(ids)}"
 
 
 def output_file(request: Request, job: str) -> str:
-    """Where that job's output goes."""
+    """Return the path of the job's output file."""
     return str(request.output / f"job-{job}.log")

@@ -1,7 +1,7 @@
-"""Schedulers that name a job's hosts in a file: Grid Engine, OAR, Cobalt, and Fujitsu's PJM.
+"""Schedulers that list a job's nodes in a file: Grid Engine, OAR, Cobalt, and Fujitsu's PJM.
 
-Their ranks are started by an mpiexec, whose daemons they start by a remote shell of their own. Submit writes no
-scripts for them. Sources: Grid Engine: sge_pe(5) and submit(1), "ENVIRONMENTAL VARIABLES",
+mpiexec starts the ranks, and the scheduler's remote shell starts mpiexec's daemons. submit does not support these
+schedulers. Sources: Grid Engine: sge_pe(5) and submit(1), "ENVIRONMENTAL VARIABLES",
 https://manpages.debian.org/testing/gridengine-common/sge_pe.5.en.html; OAR:
 https://manpages.ubuntu.com/manpages/bionic/man1/oarsub.1.html; Cobalt: its qsub's man page; PJM: "Job
 Operation Software End-user's Guide" of Fujitsu's TCS, whose PJM_O_NODEINF and /bin/pjrsh the job scripts of Kyushu,
@@ -21,13 +21,15 @@ from ezpz_llm.launch.schedulers.scheduler import Allocation, Host, HostsLine, Sc
 
 
 def slots_in_columns(text: str) -> tuple[Host, ...]:
-    """Grid Engine's file: host, slots, queue, processors; a host has a line for each queue that gave slots. These
-    are ranks where any host has several."""
+    """Parse Grid Engine's file: hostname, slots, queue, processors; one line per node and queue.
+
+    Slots are ranks if any node has more than one.
+    """
     slots: list[tuple[str, int]] = []
     for line in filter(None, map(str.split, text.splitlines())):
         number = whole_number(line[1]) if len(line) > 1 else None
         if number is None:
-            raise UserError(f"a line without a number of slots: {' '.join(line)!r}")
+            raise UserError(f"a line has no slot count: {' '.join(line)!r}")
         slots.append((line[0], number))
     counts = sum_by_node(slots)
     asked = any(count > 1 for count in counts.values())
@@ -35,12 +37,12 @@ def slots_in_columns(text: str) -> tuple[Host, ...]:
 
 
 def lines_are_cores(text: str) -> tuple[Host, ...]:
-    """OAR's file has a line for each core that was reserved."""
+    """Parse OAR's file, which has a line per reserved core."""
     return tuple(Host(name, cores=count) for name, count in count_repeats(text.split()).items())
 
 
 def lines_are_hosts(text: str) -> tuple[Host, ...]:
-    """One host a line; several lines of one host are ranks."""
+    """Parse one hostname per line. Repeated lines are ranks."""
     counts = count_repeats(text.split())
     asked = any(count > 1 for count in counts.values())
     return tuple(Host(name, slots=count if asked else None) for name, count in counts.items())
@@ -48,9 +50,14 @@ def lines_are_hosts(text: str) -> tuple[Host, ...]:
 
 @dataclass(frozen=True)
 class NodeFileScheduler(Scheduler):
-    """One of them. `file_variables` name the file, the first that is set; `read` is its form. A job of one host may
-    have no file where `lone_hosts` names a variable with the number of its hosts. JOB_VARIABLE counts only beside
-    one of `needs`, where it has a name that others use too."""
+    """Scheduler that lists a job's nodes in a file.
+
+    Attributes:
+        file_variables: variables with the path of the file. The first that is set is used.
+        read: parser of the file.
+        needs: if JOB_VARIABLE has a common name, it marks a job only if one of these variables is set too.
+        lone_hosts: variable with the number of nodes. If it is 1, the job may have no file.
+    """
 
     NAME: str
     TITLE: str
@@ -66,21 +73,21 @@ class NodeFileScheduler(Scheduler):
     SITE_CORES_COUNT: bool = True
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """The variable that says that `env` is in its job."""
+        """Return the variable that marks `env` as a job of this scheduler; None outside a job."""
         name = next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
-        return name if not self.needs or any(env.get(one) for one in self.needs) else None
+        return name if not self.needs or any(env.get(needed) for needed in self.needs) else None
 
     def detect(self, env: Mapping[str, str]) -> Allocation | None:
-        """The job that `env` is in.
+        """Return the allocation of the job that `env` is in; None outside a job.
 
         Raises:
-            UserError: its file is not named, cannot be read, or names no host.
+            UserError: no variable names the file, or it cannot be read, or it lists no nodes.
         """
         name = self.mark(env)
         if name is None:
             return None
         job_id = env[name]
-        variable = next((one for one in self.file_variables if env.get(one)), None)
+        variable = next((variable for variable in self.file_variables if env.get(variable)), None)
         if variable is None and self.lone_hosts and env.get(self.lone_hosts) == "1":
             return Allocation(self.NAME, job_id, (Host(socket.gethostname()),), None, f"{self.lone_hosts}=1")
         if variable is None:
@@ -92,7 +99,7 @@ class NodeFileScheduler(Scheduler):
         except UserError as error:
             raise unspoken(self.TITLE, job_id, error.found, where, instead) from error
         if not hosts or len(hosts) > MOST_HOSTS:
-            raise unspoken(self.TITLE, job_id, f"its node file names {len(hosts):,} hosts", where, instead)
+            raise unspoken(self.TITLE, job_id, f"its node file names {len(hosts):,} nodes", where, instead)
         return Allocation(self.NAME, job_id, hosts, None, variable)
 
 
@@ -100,7 +107,7 @@ GRID_ENGINE = NodeFileScheduler(
     "sge", "Grid Engine", "JOB_ID", ("PE_HOSTFILE",), slots_in_columns,
     (HostsLine("PE_HOSTFILE", "awk '!n[$1] {o[++k] = $1} {n[$1] += $2} END {for (i = 1; i <= k; i++) print o[i]"
                ' " slots=" n[o[i]]}\' "$PE_HOSTFILE" > hosts', is_file=True),),
-    # NHOSTS and NSLOTS are set in all of its jobs.
+    # JOB_ID is a common name; every job of Grid Engine has NHOSTS and NSLOTS too.
     needs=("NHOSTS", "NSLOTS", "PE_HOSTFILE"), lone_hosts="NHOSTS", TRACES=("PE_HOSTFILE",),
     REMOTE_SHELL=("qrsh", "-inherit"))
 

@@ -1,6 +1,6 @@
-"""PBS Pro and OpenPBS: the job's environment and its node file first, what qstat knows besides.
+"""PBS Pro and OpenPBS: the job's environment and node file, supplemented by qstat.
 
-PBS has no steps of its own: mpiexec starts the ranks, and ends them. Only operators may queue a running job again.
+PBS has no steps: mpiexec starts and ends the ranks. Only operators may requeue a running job.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ JOB_VARIABLE = "PBS_JOBID"
 TRACES = ("PBS_NODEFILE", "PBS_ENVIRONMENT", "PBS_NODENUM")
 HOSTS_LINES = (
     HostsLine("PBS_NODEFILE", 'cp "$PBS_NODEFILE" hosts', is_file=True),
-    # qstat breaks its lines, and writes "exec_host = n1/0*2+n2/0*2".
+    # qstat wraps long lines and writes "exec_host = n1/0*2+n2/0*2".
     HostsLine(JOB_VARIABLE, """qstat -f "$PBS_JOBID" | tr -d '\\n\\t' | sed 's/.* exec_host = \\([^ ]*\\).*/\\1/'"""
               """ | tr + '\\n' | sed 's|/.*||' | uniq > hosts""", "qstat"),
 )
 JOB_QUERY = (("qstat",), ("Unknown Job Id", "has finished"))
 SITE_CORES_COUNT = True
-"""NCPUS is the chunk's, which few ask for where nodes are given whole."""
+"""NCPUS has the CPUs of a chunk, which few users request at sites that allocate whole nodes."""
 
 PATTERNS = (
     (TIME_LIMIT, r"^=>> PBS: job killed: walltime .*"),
@@ -43,51 +43,51 @@ _FIELDS = ("stime", "exec_host", "exec_vnode", "run_count", "walltime", "timesta
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
-    """The job we are in; None outside one.
+    """Return the allocation of the job that this process is in; None outside a job.
 
     Raises:
-        UserError: a job without a readable node file.
+        UserError: the job has no readable node file.
     """
     job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
     path = env.get("PBS_NODEFILE")
-    here = ("start launch in the job script or in the interactive job's own shell; elsewhere "
-            + by_hand(HOSTS_LINES, env, failed="PBS_NODEFILE"))
+    instead = ("start launch in the job script or in the interactive job's own shell; elsewhere "
+               + by_hand(HOSTS_LINES, env, failed="PBS_NODEFILE"))
     if not path:
-        raise UserError(f"PBS job {job_id} has no PBS_NODEFILE", where="the environment", instead=here)
+        raise UserError(f"PBS_NODEFILE is not set in PBS job {job_id}", where="the environment", instead=instead)
     try:
         text = read_text(Path(path))
     except UserError as error:
-        # PBS writes the file on the job's first host only, and exports its name on the others too.
+        # PBS writes the file on the job's first node only, but sets the variable on the others too.
         raise UserError(f"cannot read the node file of PBS job {job_id}: {error.found}",
-                        where=f"PBS_NODEFILE={path}", instead=here) from error
+                        where=f"PBS_NODEFILE={path}", instead=instead) from error
     hosts = node_file_hosts(text)
     if len(hosts) > MOST_HOSTS:
-        raise UserError(f"the node file of PBS job {job_id} names {len(hosts):,} hosts",
-                        where=f"PBS_NODEFILE={path}", instead=f"{MOST_HOSTS:,} at most")
+        raise UserError(f"the node file of PBS job {job_id} names {len(hosts):,} nodes",
+                        where=f"PBS_NODEFILE={path}", instead=f"at most {MOST_HOSTS:,} nodes")
     if not hosts:
-        raise UserError(f"the node file of PBS job {job_id} names no host", where=f"PBS_NODEFILE={path}",
-                        instead=here)
+        raise UserError(f"the node file of PBS job {job_id} is empty", where=f"PBS_NODEFILE={path}",
+                        instead=instead)
     lines = sum(host.slots or 1 for host in hosts)
     shared = len(hosts) == 1 and lines > 1
-    notes = (f"all {lines} chunks or ranks that PBS placed are on one host",) if shared else ()
-    hosts = tuple(replace(host, cores=_first_hosts_cores(env) if host.slots == hosts[0].slots else None)
+    notes = (f"PBS placed all {lines} chunks or ranks on one node",) if shared else ()
+    hosts = tuple(replace(host, cores=_first_node_cores(env) if host.slots == hosts[0].slots else None)
                   for host in hosts)
     return Allocation(scheduler=NAME, job_id=job_id, hosts=hosts, ends_at=None, source="PBS_NODEFILE",
                       notes=notes)
 
 
-def _first_hosts_cores(env: Mapping[str, str]) -> int | None:
-    """The CPUs of the chunk that this process is in, which is the first host's."""
+def _first_node_cores(env: Mapping[str, str]) -> int | None:
+    """Return the CPUs of this process's chunk, which is on the first node."""
     return whole_number(env.get("NCPUS", "")) or None
 
 
 def node_file_hosts(text: str) -> tuple[Host, ...]:
-    """Distinct hosts in order; slots are the repeats of a line.
+    """Return the distinct nodes in order. Slots are the number of lines of a node.
 
-    PBS writes one line for a chunk that asked for nothing too, so where every host has a single line nobody
-    has said how many ranks it should get: slots are None then.
+    PBS also writes one line for a chunk without mpiprocs. So slots are None if each node has a single line: the
+    user requested no number of ranks.
     """
     counts = count_repeats(text.split())
     asked = any(count > 1 for count in counts.values())
@@ -96,8 +96,10 @@ def node_file_hosts(text: str) -> tuple[Host, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """What qstat says of a job; None for what it does not say. `started` and `asked_at` are epoch seconds; `cores`
-    the CPUs of each host."""
+    """Job as qstat reports it; None for missing fields.
+
+    `started` and `asked_at` are in epoch seconds. `cores` maps hostnames to CPUs.
+    """
 
     started: float | None = None
     walltime_s: float | None = None
@@ -108,35 +110,37 @@ class Job:
 
     @property
     def ends_at(self) -> float | None:
-        """The end of its time, where both its start and its length are known."""
+        """End of the job in epoch seconds; None if its start or walltime is unknown."""
         return None if self.started is None or self.walltime_s is None else self.started + self.walltime_s
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """`allocation` with the end of the job, which only qstat knows; with a note where qstat does not answer, or
-    where it contradicts the node file."""
+    """Add the end of the job, which only qstat knows.
+
+    Adds a note if qstat fails or contradicts the node file.
+    """
     answer = ask_command(["qstat", "-f", "-F", "json", str(allocation.job_id)], env, limit_s, tries)
     if answer.text is None:
-        return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
+        return allocation.with_notes(f"the job's end time is unknown: {answer.complaint}")
     job = read_job(answer.text, str(allocation.job_id))
     notes = []
     ends_at = job.ends_at
     now = job.asked_at or time.time()
     is_running = (job.started or 0.0) <= now + _CLOCK_SLACK_S and (ends_at or now) >= now - _CLOCK_SLACK_S
     if ends_at is not None and not is_running:
-        notes.append(f"the end of the job is not known: qstat's start, {time.ctime(job.started)}, and walltime do "
-                     f"not fit its own time, {time.ctime(now)} (another time zone?)")
+        notes.append(f"the job's end time is unknown: qstat's start, {time.ctime(job.started)}, and walltime do "
+                     f"not match its current time, {time.ctime(now)} (another time zone?)")
         ends_at = None
     elif ends_at is None:
-        notes.append("the end of the job is not known: qstat gives no start or no walltime")
+        notes.append("the job's end time is unknown: qstat reports no start or no walltime")
     if job.run_count > 1:
         notes.append(f"PBS has started this job {job.run_count} times (run_count)")
     hosts = allocation.hosts
     in_file = [host.name for host in hosts]
     matches = same_nodes(in_file, job.hosts)
     if job.hosts and matches is None:
-        notes.append(f"the node file has {', '.join(sorted(in_file))}, qstat's exec_host {', '.join(job.hosts)}: "
-                     "the node file counts")
+        notes.append(f"the node file has {', '.join(sorted(in_file))}, but qstat's exec_host has "
+                     f"{', '.join(job.hosts)}: using the node file")
     elif matches is not None:
         notes += matches.notes("the node file", "qstat's exec_host")
     if same_nodes(in_file, with_cores := list(job.cores)):
@@ -147,8 +151,11 @@ def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, t
 
 
 def read_job(text: str, job_id: str) -> Job:
-    """A job in the output of `qstat -f -F json`, also where that is not valid JSON (openpbs/openpbs#2541, #1255,
-    #2049: environments with quotes, backslashes or leading zeros)."""
+    """Parse the output of `qstat -f -F json`.
+
+    Also handles the invalid JSON that qstat writes for environments with quotes, backslashes or leading zeros
+    (openpbs/openpbs#2541, #1255, #2049).
+    """
     try:
         fields = _fields_of_json(parse_json(text, "qstat", strict=False), job_id)
     except UserError:
@@ -165,46 +172,45 @@ def read_job(text: str, job_id: str) -> Job:
     )
 
 
-def _fields_of_json(found: Any, job_id: str) -> dict[str, Any]:
-    jobs = found.get("Jobs") if isinstance(found, dict) else None
+def _fields_of_json(reply: Any, job_id: str) -> dict[str, Any]:
+    jobs = reply.get("Jobs") if isinstance(reply, dict) else None
     if not isinstance(jobs, dict):
         return {}
-    # The server's part of the id may be spelled out in one place and short in the other.
+    # The server part of the id may be a full name in one place and a short name in the other.
     number = job_id.split(".", 1)[0]
     job: Any = next((fields for name, fields in jobs.items() if name.split(".", 1)[0] == number), {})
     if not isinstance(job, dict):
         return {}
     resources = job.get("Resource_List")
     walltime = resources.get("walltime") if isinstance(resources, dict) else None
-    return {**job, "walltime": walltime or "", "timestamp": found.get("timestamp", "")}
+    return {**job, "walltime": walltime or "", "timestamp": reply.get("timestamp", "")}
 
 
 def _fields_of_lines(text: str) -> dict[str, str]:
-    # One field a line. The job's own come before its Variable_List, in which anything may stand.
+    # One field per line. The first match wins: the job's Variable_List, which comes last, may hold any text.
     return {name: match[1] for name in _FIELDS
             if (match := re.search(rf'^\s*"{name}":\s*"?([^"\n]*?)"?,?\s*$', text, re.MULTILINE))}
 
 
 def _cores(exec_vnode: str) -> dict[str, int]:
-    """The CPUs of each host in "(n1:ncpus=2)+(n2[0]:ncpus=4+n2[1]:ncpus=4)", some of which have virtual nodes."""
-    found: dict[str, int] = {}
+    """Return the CPUs per node in "(n1:ncpus=2)+(n2[0]:ncpus=4+n2[1]:ncpus=4)". n2[0] is a virtual node of n2."""
+    cpus_of: dict[str, int] = {}
     for chunk in exec_vnode.split("+"):
         vnode, *resources = chunk.strip("()").split(":")
-        count = next((one.removeprefix("ncpus=") for one in resources if one.startswith("ncpus=")), "")
+        count = next((text.removeprefix("ncpus=") for text in resources if text.startswith("ncpus=")), "")
         if (name := vnode.partition("[")[0]) and (cpus := whole_number(count)) is not None:
-            found[name] = found.get(name, 0) + cpus
-    return found
+            cpus_of[name] = cpus_of.get(name, 0) + cpus
+    return cpus_of
 
 
 def _duration(text: str) -> float | None:
-    """Seconds of `01:30:00`, `5400` or `1:06:00:00` (days first)."""
+    """Parse `01:30:00`, `5400` or `1:06:00:00` (days first) into seconds."""
     if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9}){0,3}", text):
         return None
     parts = [int(part) for part in reversed(text.split(":"))]
     return float(sum(count * unit for count, unit in zip(parts, (1, 60, 3600, 86400), strict=False)))
 
 
-# For submit: the lines that ask for a job, and the words that queue it.
 PROGRAM, TEMPLATE, DIRECTIVE = "qsub", "pbs.sh", "#PBS"
 
 HINTS = ((r"account|project|allocation", "--account"), (r"queue", "--queue"), (r"walltime", "--time"),
@@ -212,29 +218,31 @@ HINTS = ((r"account|project|allocation", "--account"), (r"queue", "--queue"), (r
 
 
 def directives(request: Request) -> list[str]:
-    """The lines of a job that no site has anything to add to. PBS joins chunks on one host unless told to scatter.
+    """Return the directive lines of a job, without those of the site.
+
+    `place=scatter`, because PBS may otherwise put several chunks on one node.
 
     Raises:
-        UserError: a name or folder that PBS cannot take, or a queue beside a reservation.
+        UserError: a name or folder that PBS does not accept, or both a queue and a reservation.
     """
     if request.queue and request.reservation:
-        raise UserError(f"queue {request.queue} and reservation {request.reservation}",
+        raise UserError(f"PBS cannot combine queue {request.queue} and reservation {request.reservation}",
                         where="--queue, --reservation", instead="only --reservation: in PBS it is a queue itself")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.+-]{0,229}", request.name):
-        raise UserError(f"PBS takes no job name {request.name!r}", where="--name",
+        raise UserError(f"PBS does not accept the job name {request.name!r}", where="--name",
                         instead="a letter, and then letters, digits and _ . + -")
     if not re.fullmatch(r"[A-Za-z0-9_./@%+=~-]+", str(request.output)):
-        # A colon is read as the end of a host's name, and a blank as the end of the path.
+        # A colon ends a hostname there, and a blank ends the path.
         raise UserError(f"PBS cannot write a job's output to {str(request.output)!r}", where="the run directory",
-                        instead="--run-dir with letters, digits and _ . / @ % + = ~ - only")
+                        instead="--run-dir with only letters, digits and _ . / @ % + = ~ -")
     words = [
-        # Whatever the user's login shell is.
+        # PBS uses the user's login shell by default.
         "-S /bin/bash",
         f"-N {request.name}",
         f"-l select={request.nodes}",
         "-l place=scatter:excl",
         f"-l walltime={clock(request.time_s)}",
-        # In one file, written while the job runs and not only at its end.
+        # stdout and stderr in one file, written while the job runs instead of at its end.
         "-j oe",
         "-k doe",
         f"-o {request.output}/",
@@ -246,35 +254,35 @@ def directives(request: Request) -> list[str]:
 
 
 def subjects(line: str) -> set[str]:
-    """What a directive line decides: of two lines with the same subject only one may stay."""
+    """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
     words = line.split()
     if words[1] != "-l":
         return {words[1]}
-    # One -l can ask for several resources; the chunks of a select hold no comma that a name follows.
+    # One -l may request several resources. The chunks of a select contain no comma that a name follows.
     return {f"-l {name}" for name in re.findall(r"(?:^|,)(\w+)=", words[2] if len(words) > 2 else "")}
 
 
 def submission(script: str, after: str | None) -> list[str]:
-    """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+    """Return the command that submits `script`, to start after the job `after` has ended in any way."""
     dependency = ["-W", f"depend=afterany:{after}"] if after else []
     return [PROGRAM, *dependency, script]
 
 
 def job_id(line: str) -> str | None:
-    """The id in what qsub printed (`5.login`, `10[].login`); None where it is none."""
+    """Return the id in a line that qsub printed (`5.login`, `10[].login`), or None."""
     return line if re.fullmatch(r"\d+(\[\d*\])?(\.[\w.-]+)?", line, re.ASCII) else None
 
 
 def watch(ids: list[str]) -> str:
-    """How to look at the jobs."""
+    """Return the command that shows these jobs."""
     return f"qstat {shlex.join(ids)}"
 
 
 def cancel(ids: list[str]) -> str:
-    """How to end the jobs."""
+    """Return the command that cancels these jobs."""
     return f"qdel {shlex.join(ids)}"
 
 
 def output_file(request: Request, job: str) -> str:
-    """Where that job's output goes: PBS names it after the job where it is given a folder."""
+    """Return the path of the job's output file. Given a folder, PBS names the file after the job."""
     return str(request.output / f"{job}.OU")

@@ -1,7 +1,7 @@
-"""Protocol of a scheduler, as launch and submit use it, and the reservation that it tells of.
+"""Scheduler protocol that launch and submit use, and the allocation that a scheduler reports.
 
-A scheduler is a module of ours (in `SCHEDULERS`), or an object that derives from `Scheduler`, which an installed
-package names in its entry points under "ezpz_llm.schedulers"."""
+A scheduler is one of our modules (in `SCHEDULERS`), or an object derived from `Scheduler` that an installed package
+registers as an entry point under "ezpz_llm.schedulers"."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from ezpz_llm.launch.ranks import Family
 
 @dataclass(frozen=True)
 class Host:
-    """One host of the reservation.
+    """Node of an allocation.
 
-    `slots` is the number of ranks that the reservation or the hostfile asks for on it, None where neither says;
-    `devices` and `cores` are the accelerators and the CPUs that the scheduler gave there, None where it does not
-    say.
+    Attributes:
+        slots: ranks that the job or the hostfile requests on the node; None if unspecified.
+        devices: accelerators that the scheduler allocated there; None if unknown.
+        cores: CPUs that the scheduler allocated there; None if unknown.
     """
 
     name: str
@@ -36,13 +37,15 @@ class Host:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where ranks may run.
+    """Nodes that ranks may run on.
 
-    `ends_at` is in epoch seconds, None where no end is known. `source` names the variables or the file that
-    said all this. `step_id` is the Slurm step that this process itself is in, which holds resources of the job that
-    its own steps need. `slots_are_a_limit` is true where more ranks than slots would break the user's own words.
-    `devices_source` says where the hosts' devices are from, `slots_source` where their slots are from, if not from
-    `source`.
+    Attributes:
+        ends_at: end of the job in epoch seconds; None if unknown.
+        source: the variables or the file that the allocation was read from.
+        slots_are_a_limit: the user set the slots, so that more ranks than slots are an error.
+        devices_source: origin of the nodes' `devices`.
+        step_id: the Slurm step that this process is in. It holds resources of the job that new steps need.
+        slots_source: origin of the nodes' `slots`, if not `source`.
     """
 
     scheduler: str
@@ -57,16 +60,19 @@ class Allocation:
     slots_source: str = ""
 
     def with_notes(self, *notes: str) -> Allocation:
-        """The same, with more notes."""
+        """Return a copy with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True)
 class Request:
-    """A job that submit asks for.
+    """Job that submit requests.
 
-    `time_s` is the limit in seconds; `devices` the accelerators of a node, None where the site does not say;
-    `output` the folder for what the job prints."""
+    Attributes:
+        time_s: time limit in seconds.
+        output: folder for the job's output file.
+        devices: accelerators per node; None if the site file does not say.
+    """
 
     name: str
     nodes: int
@@ -81,8 +87,12 @@ class Request:
 
 @dataclass(frozen=True)
 class HostsLine:
-    """A shell command that writes a job's hosts into the file `hosts`, for who has to name them. It reads
-    `variable` alone, which names a file where `is_file`, and needs `program` on PATH."""
+    """Shell command, shown to the user, that writes a job's nodes to the file `hosts`.
+
+    Attributes:
+        variable: the only environment variable that the command reads; the path of a file if `is_file`.
+        program: must be on PATH.
+    """
 
     variable: str
     command: str
@@ -90,35 +100,35 @@ class HostsLine:
     is_file: bool = False
 
     def works(self, env: Mapping[str, str]) -> bool:
-        """Can it be typed in `env`?"""
+        """Return True if the command works in `env`."""
         value = env.get(self.variable)
         return (bool(value) and (not self.is_file or os.access(str(value), os.R_OK))
                 and shutil.which(self.program, path=env.get("PATH", os.defpath)) is not None)
 
 
 def by_hand(lines: Sequence[HostsLine], env: Mapping[str, str], failed: str = "") -> str:
-    """What to type in `env`, a job whose hosts launch cannot tell: the first of `lines` that works there. That of
-    the variable `failed` does not, whatever it holds."""
+    """Return what to type in `env`, a job whose nodes launch cannot determine.
+
+    That is the first of `lines` that works there. The command that reads the variable `failed` is skipped.
+    """
     first = next((line.command for line in lines if line.variable != failed and line.works(env)),
-                 "write the job's hosts into a file named hosts, one a line")
-    return (f"{first}; launch --hostfile hosts …   (--hosts LIST names them on the line; --scheduler none keeps to"
-            " this host)")
+                 "write the job's nodes to a file named hosts, one per line")
+    return (f"{first}; launch --hostfile hosts …   (or list them with --hosts LIST; --scheduler none runs on this"
+            " node only)")
 
 
 def unspoken(title: str, job: str, why: str, where: str, instead: str) -> UserError:
-    """A job whose hosts cannot be told is refused with its scheduler's name: never one rank in silence."""
-    return UserError(f"this is {title} job {job}, and its hosts cannot be told: {why}", where=where,
-                     instead=instead)
+    """Return the error for a job whose nodes cannot be determined. Running one rank here would hide that."""
+    return UserError(f"cannot determine the nodes of {title} job {job}: {why}", where=where, instead=instead)
 
 
 def job_of(title: str) -> str:
-    """"a PBS job", "an LSF job"."""
+    """Return `title` as in "a PBS job" or "an LSF job"."""
     return f"{'an' if title[0] in ('AEFHILMNORSX' if title.isupper() else 'AEIOU') else 'a'} {title} job"
 
 
-# Times as the schedulers write them.
 def local_time(text: str, form: str) -> float | None:
-    """Epoch seconds of a local time as a scheduler prints it, without a zone; None where it is none."""
+    """Parse a local time without a time zone, as schedulers print it. Return epoch seconds, or None."""
     try:
         return time.mktime(time.strptime(text, form))
     except (ValueError, OverflowError):
@@ -126,23 +136,26 @@ def local_time(text: str, form: str) -> float | None:
 
 
 def clock(seconds: int) -> str:
-    """H:MM:SS, as both schedulers read it; the hours may have any number of digits."""
+    """Format a duration as H:MM:SS, with any number of digits for the hours."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def clock_with_days(seconds: int) -> str:
-    """D-HH:MM:SS from one day on, which Slurm prefers to many hours; else H:MM:SS."""
+    """Format a duration for Slurm: D-HH:MM:SS from one day on, else H:MM:SS."""
     days, rest = divmod(seconds, 86400)
     return f"{days}-{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}" if days else clock(rest)
 
 
-# The protocol.
 @dataclass(frozen=True)
 class StepLauncher:
-    """A scheduler's own program that starts ranks: its name on PATH, which is also the launcher's kind, and `build`
-    from that program and `launch.dialects.work.Work` to a `Built` command line. Where it is `optional`, an mpiexec
-    starts the ranks of a job that has no such program. `ranks` are the variables by which it tells a rank its
-    place, None where `launch.ranks.FAMILIES` has them."""
+    """Program of a scheduler that starts ranks, such as srun.
+
+    Attributes:
+        program: its name on PATH, which is also the launcher's kind.
+        build: maps the program's path and a `launch.dialects.work.Work` to a `Built` command line.
+        optional: if the program is not on PATH, mpiexec starts the ranks.
+        ranks: variables that tell a rank its number; None if `launch.ranks.FAMILIES` has them.
+    """
 
     program: str
     dialect: str
@@ -152,34 +165,35 @@ class StepLauncher:
 
 
 def _no_scripts(title: str) -> UserError:
-    return UserError(f"submit writes no job scripts for {title}", instead="write one with a line of launch in it")
+    return UserError(f"submit does not write job scripts for {title}",
+                     instead="write a job script that calls ezpz-llm launch, and submit it yourself")
 
 
 class Scheduler(Protocol):
-    """A scheduler, as launch (inside a job) and submit (outside of any) see it. A class that derives from this has
-    what fits a scheduler without steps of its own.
+    """Interface to a scheduler: launch uses it inside a job, submit outside. The defaults suit one without steps.
 
     Attributes:
-        NAME: by which --scheduler and site files name it.
+        NAME: its name for --scheduler and in site files.
         TITLE: its name in messages.
-        JOB_VARIABLE: set in its jobs, to the job's id.
-        ALIASES: other variables that are set in its jobs, in the place of that one or beside it.
-        TRACES: variables that only its jobs have, which say whose job it is even where none of those above is set.
-        HOSTS_LINES: shell commands that write the job's hosts into the file `hosts`, the best first.
-        JOB_QUERY: words that ask for the job whose id is appended, and what is answered of one that is over.
-        KEEPS_HOST_ORDER: its step launcher numbers nodes in the job's order, whatever order it is told.
-        STARTS_MPI_DAEMONS: mpiexec's daemons are started by srun in its jobs.
-        REMOTE_SHELL: the words that start a command on a host of the job, where mpiexec's daemons need it: ssh may
-            be forbidden there.
-        SITE_CORES_COUNT: where a site lists its cores, a job has them all, whatever number of CPUs it states.
-        COPIER: the program that `copy_to_nodes` needs on PATH; None where there is none.
-        PROGRAM, TEMPLATE, DIRECTIVE: what queues a script, the script's template (of `jobs/`, or an absolute path),
-            and how its directive lines begin; empty where submit writes no scripts for it.
-        TAKES_STDIN: PROGRAM reads the script from its standard input.
-        AGAIN: words by which a running job asks to be queued again, and what stands for them in the script.
-        PATTERNS: what it writes about a run's end: kinds (failures/log_kinds.py), each with a regular expression
-            whose groups `host`, `ranks`, `code`, `number` (of a signal) and `signal` (by name) say more.
-        HINTS: patterns of what PROGRAM complains of, each with the option of ours that it is about.
+        JOB_VARIABLE: environment variable with the job's id, set in its jobs.
+        ALIASES: other variables that mark its jobs, instead of or beside JOB_VARIABLE.
+        TRACES: variables that only its jobs have. They identify the scheduler if the others are missing.
+        HOSTS_LINES: shell commands that write the job's nodes to the file `hosts`, the best first.
+        JOB_QUERY: a command, to which the job's id is appended, and texts in its reply for a job that has ended.
+        KEEPS_HOST_ORDER: its step launcher numbers nodes in the job's order and ignores any other order.
+        STARTS_MPI_DAEMONS: mpiexec starts its daemons with srun in its jobs.
+        REMOTE_SHELL: command that runs another command on a node of the job, for mpiexec's daemons, since the site
+            may forbid ssh.
+        SITE_CORES_COUNT: if the site file lists cores, a job has all of them, whatever CPU count the job states.
+        COPIER: the program that `copy_to_nodes` needs on PATH; None if copying is unsupported.
+        PROGRAM, TEMPLATE, DIRECTIVE: the submit command, the script template (in `jobs/`, or an absolute path), and
+            the prefix of directive lines; empty if submit does not support the scheduler.
+        TAKES_STDIN: PROGRAM reads the script from standard input.
+        AGAIN: words with which a running job requeues itself, and their replacements in the script.
+        PATTERNS: messages of the scheduler about the end of a run: kinds (failures/log_kinds.py), each with a
+            regular expression whose groups may be `host`, `ranks`, `code`, `number` (of a signal) and `signal` (its
+            name).
+        HINTS: patterns of PROGRAM's error messages, each with our option that sets the rejected value.
     """
 
     NAME: str
@@ -203,88 +217,90 @@ class Scheduler(Protocol):
     HINTS: tuple[tuple[str, str], ...] = ()
 
     def mark(self, env: Mapping[str, str]) -> str | None:
-        """The variable that says that `env` is in a job of this scheduler; None outside one."""
+        """Return the variable that marks `env` as a job of this scheduler; None outside a job."""
         return next((name for name in (self.JOB_VARIABLE, *self.ALIASES) if env.get(name)), None)
 
     def detect(self, env: Mapping[str, str]) -> Allocation | None:
-        """The job that `env` is in, from the environment and files it names alone; None outside one.
+        """Return the allocation of the job that `env` is in; None outside a job.
+
+        Reads only the environment and the files that it names.
 
         Raises:
-            UserError: the variables cannot be understood.
+            UserError: the variables are invalid.
         """
 
     def supplement(self, allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-        """`allocation` with what only the scheduler's own command knows; a note, never an error, without it."""
+        """Add what only the scheduler's command knows. Add a note if the command fails; never raise."""
         return allocation
 
     def step_launcher(self) -> StepLauncher | None:
-        """What `--launcher auto` takes in its jobs; None for an mpiexec or torchrun."""
+        """Return the launcher that `--launcher auto` uses in its jobs; None for mpiexec or torchrun."""
         return None
 
     def site_notes(self, env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
-        """Where a site's variables contradict what the job was asked with."""
+        """Return notes on site variables that contradict the options of the job."""
         return ()
 
     def own_step(self, env: Mapping[str, str]) -> str | None:
-        """The id of the step that this process is in, where steps can be ended by id."""
+        """Return the id of the step that this process is in; None if steps cannot be ended by id."""
         return None
 
     def kill_steps(self, steps: Sequence[str]) -> None:
         """Send SIGKILL to all processes of these steps."""
-        assert not steps, "no step has an id"
+        assert not steps, "steps have no ids"
 
     def steps_are_over(self, steps: Sequence[str]) -> bool:
-        """Has the last process of each of these steps gone, for certain?"""
+        """Return True if the last process of each of these steps has certainly ended."""
         return False
 
     def cancellations(self, env: Mapping[str, str], since: float) -> str:
-        """What the scheduler wrote about the end of this job since that epoch time, which launch did not see."""
+        """Return lines about the end of this job that the scheduler wrote elsewhere since that epoch time."""
         return ""
 
     def copy_to_nodes(self, source: Path, target: str) -> bool:
-        """Copy a file to each node of the job; False, with the reason on stderr, where that failed."""
+        """Copy a file to each node of the job. On failure print the reason to stderr and return False."""
         return False
 
     def time_limit(self, seconds: int) -> str:
-        """A job's limit as its directives take it: H:MM:SS, unless it has a way of its own."""
+        """Format a time limit for a directive line: H:MM:SS by default."""
         return clock(seconds)
 
-    # Asked for only where PROGRAM is not empty.
+    # The methods from here on are called only if PROGRAM is not empty.
     def directives(self, request: Request) -> list[str]:
-        """The lines of a job that no site has anything to add to."""
+        """Return the directive lines of a job, without those of the site."""
         raise _no_scripts(self.TITLE)
 
     def subjects(self, line: str) -> set[str]:
-        """What a directive line decides: of two lines with the same subject only one may stay."""
+        """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
         raise _no_scripts(self.TITLE)
 
     def submission(self, script: str, after: str | None) -> list[str]:
-        """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+        """Return the command that submits `script`, to start after the job `after` has ended in any way."""
         raise _no_scripts(self.TITLE)
 
     def job_id(self, line: str) -> str | None:
-        """The id in a line that `submission` printed; None where it is none."""
+        """Return the job id in a line that the `submission` command printed, or None."""
         raise _no_scripts(self.TITLE)
 
     def watch(self, ids: list[str]) -> str:
-        """The command that shows these jobs."""
+        """Return the command that shows these jobs."""
         raise _no_scripts(self.TITLE)
 
     def cancel(self, ids: list[str]) -> str:
-        """The command that ends these jobs."""
+        """Return the command that cancels these jobs."""
         raise _no_scripts(self.TITLE)
 
     def output_file(self, request: Request, job: str) -> str:
-        """Where that job's output goes."""
+        """Return the path of the job's output file."""
         raise _no_scripts(self.TITLE)
 
     def hint(self, words: str) -> str | None:
-        """The option of ours that a complaint is about, where it can be told."""
+        """Return our option that sets the value which an error message of PROGRAM rejects, or None."""
         return next((option for pattern, option in self.HINTS if re.search(pattern, words, re.IGNORECASE)), None)
 
 
 class ModuleScheduler(Scheduler):
-    """A scheduler that is a module; what the module leaves out is as in `Scheduler`."""
+    """Scheduler implemented by a module. Names that the module lacks come from `Scheduler`."""
 
     def __init__(self, module: ModuleType) -> None:
         vars(self).update(vars(module))

@@ -1,4 +1,4 @@
-"""Slurm: the job's variables, or the step's where we are inside one; never a mixture of the two."""
+"""Slurm: the variables of the job, or of the step inside a step, never a mixture of the two."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PATTERNS = (
     (NODE_FAILED, r"^srun: error: Node failure on (?P<host>\S+)"),
     (REQUEUED, r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE"),
     (PREEMPTED, r"\*\*\* (?:JOB|STEP) .* DUE TO PREEMPTION"),
-    # A step is cancelled like this by srun itself, too, when a task has failed: only a job's end is an order.
+    # srun also cancels a step like this after a task has failed: only the end of a job was ordered by someone.
     (CANCELLED, r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     (STEP_CANCELLED, r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*"),
     (MEMORY, r"error: Detected \d+ oom[-_]kill event"),
@@ -72,21 +72,21 @@ PATTERNS = (
     (NOT_STARTED, r"^srun: error: Task launch for \S+ failed on node (?P<host>[^:\s]+): .*"),
     (NOT_STARTED, r"^slurmstepd(?:-(?P<host>[^:\s]+))?: error: execve\(\): .*"),
 )
-"""Made from captured output; those of the memory limit and of preemption come from Slurm's sources."""
+"""Written from captured output; the memory limit and preemption from Slurm's source code."""
 
 _GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?([0-9]{1,6})(?=[(,]|$)")
 
 _STAMP = "%Y-%m-%dT%H:%M:%S"
 _MOST_GROUPS = 128
-"""Slurm's own limit of a heterogeneous job."""
+"""Slurm's limit on the components of a heterogeneous job."""
 _FIRST_SPECIAL_STEP = 4294967290
-"""slurm.h: the steps from here on are the job's own shell (salloc under LaunchParameters=use_interactive_step), its
-batch script and its like, and hold none of its resources."""
+"""First special step id in slurm.h: the job's batch script, its shell (salloc under
+LaunchParameters=use_interactive_step), and similar steps, which hold none of the job's resources."""
 
 
 @dataclass(frozen=True)
 class _Names:
-    """Variables in which a job and a step each have their hosts."""
+    """Names of the variables with the nodes of a job or of a step."""
 
     hosts: str
     number_of_hosts: str
@@ -97,21 +97,21 @@ _STEP = _Names("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES")
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
-    """The job (batch script, salloc shell) or the step (an interactive `srun --pty`) that we are in.
+    """Return the allocation of the job (batch script, salloc shell) or step (an interactive `srun --pty`).
 
     Raises:
-        UserError: the host list or the tasks per node cannot be read, or the job is heterogeneous.
+        UserError: the node list or the tasks per node are invalid, or the job is heterogeneous.
     """
     job_id = env.get(JOB_VARIABLE)
     if not job_id:
         return None
     step_id = _own_step(env)
     if step_id is None:
-        _refuse_heterogeneous(env, job_id)
+        _reject_heterogeneous(env, job_id)
     names = _STEP if step_id else _JOB
     hosts = expand_hosts(env.get(names.hosts, ""))
     if not hosts:
-        raise UserError(f"Slurm job {job_id} names no host", where=names.hosts,
+        raise UserError(f"the node list of Slurm job {job_id} is empty or not set", where=names.hosts,
                         instead="start launch inside sbatch, salloc or srun; elsewhere "
                         + by_hand(HOSTS_LINES, env))
     cores = _cores(env)
@@ -133,17 +133,17 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
     )
 
 
-def _refuse_heterogeneous(env: Mapping[str, str], job_id: str) -> None:
-    """One srun with one set of options reaches only one group of such a job.
+def _reject_heterogeneous(env: Mapping[str, str], job_id: str) -> None:
+    """Reject a heterogeneous job: srun with one set of options starts ranks on only one of its components.
 
     Raises:
-        UserError: the job has several groups of hosts.
+        UserError: the job has several components.
     """
     groups = whole_number(env.get("SLURM_HET_SIZE", "")) or 0
     if groups > 1:
         lists = ",".join(f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(min(groups, _MOST_GROUPS)))
-        raise UserError(f"Slurm job {job_id} is heterogeneous, with {groups} groups of hosts, and launch speaks to"
-                        " srun of one only", where=f"SLURM_HET_SIZE={groups}",
+        raise UserError(f"Slurm job {job_id} is heterogeneous, with {groups} components, and launch can start"
+                        " ranks with srun on only one of them", where=f"SLURM_HET_SIZE={groups}",
                         instead=f'scontrol show hostnames "{lists}" > hosts; HYDRA_LAUNCHER=ssh launch --scheduler'
                                 " none --hostfile hosts …   (MPICH's mpiexec, over ssh)")
 
@@ -154,13 +154,13 @@ def _own_step(env: Mapping[str, str]) -> str | None:
 
 
 def _cores(env: Mapping[str, str]) -> dict[str, int]:
-    """The CPUs of the job's hosts; where the list of hosts is another one (in some steps), those of some."""
+    """Return the CPUs of each node of the job, or of some nodes if the lists differ in length (in some steps)."""
     text = env.get("SLURM_JOB_CPUS_PER_NODE")
     return dict(zip(expand_hosts(env.get(_JOB.hosts, "")), expand_counts(text), strict=False)) if text else {}
 
 
 def _step_tasks(env: Mapping[str, str], hosts: int, where: str) -> Tasks:
-    # A step of a single task is what an interactive shell is given, and asks for no ranks.
+    # An interactive shell is a step with a single task, which is not a request for ranks.
     tasks, layout = env.get("SLURM_STEP_NUM_TASKS"), env.get("SLURM_STEP_TASKS_PER_NODE")
     if not tasks or not layout or tasks == "1":
         return Tasks((None,) * hosts)
@@ -172,39 +172,42 @@ def _notes(env: Mapping[str, str], names: _Names, hosts: list[str]) -> list[str]
     number, in_job = (whole_number(env.get(name, "")) for name in (names.number_of_hosts, _JOB.number_of_hosts))
     if number is not None and number != len(hosts):
         notes.append(f"{names.number_of_hosts} is {number}, but {names.hosts}={env.get(names.hosts)} names "
-                     f"{counted(len(hosts), 'host')}: the list counts")
+                     f"{counted(len(hosts), 'node')}: using the list")
     if names is _STEP and in_job is not None and in_job > len(hosts):
-        notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job, with {len(hosts)} of its {in_job} hosts:"
-                     " those of the step count")
+        notes.append(f"this is step {env.get('SLURM_STEP_ID')} of the job: using its {counted(len(hosts), 'node')}"
+                     f" of the job's {in_job}")
     if env.get("SLURM_RESTART_COUNT", "0") not in ("", "0"):
-        notes.append(f"Slurm has started this job again: SLURM_RESTART_COUNT={env['SLURM_RESTART_COUNT']}")
+        notes.append(f"Slurm has restarted this job: SLURM_RESTART_COUNT={env['SLURM_RESTART_COUNT']}")
     return notes
 
 
 def supplement(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    """`allocation` with its devices where this is none of its hosts, and with the end of the job, which Slurm
-    before 23 puts in no variable; with a note where squeue does not answer, or contradicts the job's variables."""
+    """Add the devices if they are not visible here, and the end of the job (no variable has it before Slurm 23).
+
+    Adds a note if squeue fails or contradicts the job's variables.
+    """
     allocation = _with_tasks_per_gpu(allocation, _with_devices(allocation, env, limit_s, tries), env)
     if allocation.ends_at is not None:
         return allocation
-    # A user's SQUEUE_… would filter or sort, and SLURM_TIME_FORMAT could leave out the day.
+    # The user's SQUEUE_* variables could filter or sort the rows, and SLURM_TIME_FORMAT could omit the date.
     plain = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
     answer = ask_command(["squeue", "--noheader", "--jobs", str(allocation.job_id), "--format", "%A|%e|%N"],
                          plain | {"SLURM_TIME_FORMAT": "standard"}, limit_s, tries)
     if answer.text is None:
-        return allocation.with_notes(f"the end of the job is not known: {answer.complaint}")
+        return allocation.with_notes(f"the job's end time is unknown: {answer.complaint}")
     ends_at, hosts = read_squeue(answer.text, str(allocation.job_id))
-    notes = [] if ends_at is not None else ["the job has no end that squeue knows of"]
+    notes = [] if ends_at is not None else ["the job's end time is unknown: squeue reports none"]
     if hosts and allocation.step_id is None:
-        matches = same_nodes([host.name for host in allocation.hosts], _told(hosts))
+        matches = same_nodes([host.name for host in allocation.hosts], _expand_or_empty(hosts))
         notes += matches.notes(allocation.source, "squeue") if matches else (
-            f"{allocation.source} is {env.get(allocation.source)}, squeue says {hosts}: the former counts",)
+            f"{allocation.source} is {env.get(allocation.source)}, but squeue says {hosts}: using"
+            f" {allocation.source}",)
     return replace(allocation, ends_at=ends_at).with_notes(*notes)
 
 
 def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float, tries: int) -> Allocation:
-    # salloc's shell on a login node has none of the job's devices in sight, and `--gres=gpu:4` leaves no variable.
-    # SLURM_GPUS is the job's number, which need not be the same on every host.
+    # On a login node, salloc's shell does not see the job's devices, and `--gres=gpu:4` sets no variable.
+    # SLURM_GPUS is the total of the job, which nodes need not share equally.
     if allocation.step_id is not None or (env.get("SLURMD_NODENAME") and not env.get("SLURM_GPUS")):
         return allocation
     answer = ask_command(["scontrol", "show", "job", "-d", str(allocation.job_id)], env, limit_s, tries)
@@ -213,17 +216,16 @@ def _with_devices(allocation: Allocation, env: Mapping[str, str], limit_s: float
         return allocation
     hosts = tuple(replace(host, devices=counts[host.name]) for host in allocation.hosts)
     if len({host.devices for host in hosts}) > 1:
-        # Slurm 22.05: of 2 devices on the first host and 1 on the second, such a step saw 1 and 1.
-        allocation = allocation.with_notes("the job's devices are unequal from host to host, and a step that "
-                                           "shares the job (--overlap) may see fewer: ask for --gpus-per-node "
-                                           "instead of -G")
+        # Slurm 22.05: with 2 devices on the first node and 1 on the second, such a step saw 1 and 1.
+        allocation = allocation.with_notes("the job's nodes have unequal numbers of devices, and an srun --overlap "
+                                           "step may see fewer of them: request --gpus-per-node instead of -G")
     return replace(allocation, hosts=hosts, devices_source="scontrol show job")
 
 
 def _with_tasks_per_gpu(before: Allocation, allocation: Allocation, env: Mapping[str, str]) -> Allocation:
-    """`allocation` with the tasks that follow from the devices which scontrol has shown since `before`."""
-    old, new = (requested_tasks(env, [host.devices for host in one.hosts], one.source)
-                for one in (before, allocation))
+    """Update the slots if scontrol reported devices that `before` lacks (for SLURM_NTASKS_PER_GPU)."""
+    old, new = (requested_tasks(env, [host.devices for host in version.hosts], version.source)
+                for version in (before, allocation))
     if allocation.step_id is not None or old == new:
         return allocation
     hosts = tuple(replace(host, slots=count) for host, count in zip(allocation.hosts, new.counts, strict=True))
@@ -232,18 +234,20 @@ def _with_tasks_per_gpu(before: Allocation, allocation: Allocation, env: Mapping
 
 
 def read_devices(text: str) -> dict[str, int]:
-    """The accelerators that each host gives to the job, in the output of `scontrol show job -d`: rows such as
-    "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)"."""
-    found: dict[str, int] = {}
+    """Return the job's accelerators on each node, from the output of `scontrol show job -d`.
+
+    Its rows look like "Nodes=n[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3)".
+    """
+    devices: dict[str, int] = {}
     for row in re.finditer(r"^[ \t]+Nodes=(?P<hosts>\S+) CPU_IDs=\S* Mem=\S* GRES=(?P<gres>\S*)", text,
                            re.MULTILINE):
         count = sum(map(int, _GPUS.findall(row["gres"])))
-        found |= dict.fromkeys(_told(row["hosts"]), count)
-    return found
+        devices |= dict.fromkeys(_expand_or_empty(row["hosts"]), count)
+    return devices
 
 
-def _told(hosts: str) -> list[str]:
-    """The hosts that a command of Slurm's told; none where it is no list."""
+def _expand_or_empty(hosts: str) -> list[str]:
+    """Expand a node list that a Slurm command printed. Return [] if it is invalid."""
     try:
         return expand_hosts(hosts)
     except UserError:
@@ -251,8 +255,10 @@ def _told(hosts: str) -> list[str]:
 
 
 def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
-    """The end of a job in epoch seconds (None where it has none), and its host list, in the rows id|end|hosts of
-    squeue. An array's last task has the array's own id, by which squeue shows all of its tasks."""
+    """Return the end of a job in epoch seconds, or None, and its node list, from squeue's rows id|end|nodes.
+
+    An array's last task has the id of the array, for which squeue lists all tasks.
+    """
     for line in text.splitlines():
         words = [word.strip() for word in line.split("|")]
         if len(words) == 3 and words[0] == job_id:
@@ -260,81 +266,82 @@ def read_squeue(text: str, job_id: str) -> tuple[float | None, str]:
     return None, ""
 
 
-# What Slurm writes about a job's end into the job's own output, which launch does not see pass.
 _ANSWER_S = 3.0
 _TAIL_BYTES = 1 << 16
 _SLACK_S = 60.0
 
 
 def cancellations(env: Mapping[str, str], since: float) -> str:
-    """Lines such as `slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***` of this batch job
-    since the epoch time `since`; empty where there is none or it is no batch job of Slurm's."""
+    """Return lines about the end of this job, newer than the epoch time `since`, from the job's output file.
+
+    Slurm writes lines such as `slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***` there, and
+    launch does not see them. Empty outside a batch job.
+    """
     job = env.get(JOB_VARIABLE)
     if not job:
         return ""
-    said = ask_command(("scontrol", "show", "job", job), env, _ANSWER_S, tries=1).text or ""
-    path = re.search(r"^[ \t]*StdErr=(\S.*)$", said, re.MULTILINE)
+    description = ask_command(("scontrol", "show", "job", job), env, _ANSWER_S, tries=1).text or ""
+    path = re.search(r"^[ \t]*StdErr=(\S.*)$", description, re.MULTILINE)
     if path is None:
         return ""
-    found = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
+    lines = re.finditer(rf"^.*\*\*\* JOB {re.escape(job)} ON \S+ CANCELLED AT (\S+) .*$",
                         system_text(path[1], _TAIL_BYTES), re.MULTILINE)
-    # A job that was queued again goes on in the same file.
-    return "".join(f"{line[0]}\n" for line in found if (local_time(line[1], _STAMP) or 0.0) > since - _SLACK_S)
+    # A requeued job appends to the same file.
+    return "".join(f"{line[0]}\n" for line in lines if (local_time(line[1], _STAMP) or 0.0) > since - _SLACK_S)
 
 
-# Steps: srun starts them, scancel ends them, sbcast brings them files.
 _STEP_TIMEOUT_S = 10.0
-_ITS_NETWORK = "disable_rdzv_get"
-"""OLCF's "PyTorch on Frontier" asks for both or for neither. Slurm puts a job's --network into SLURM_NETWORK."""
+_RDZV_NETWORK = "disable_rdzv_get"
+"""--network option that FI_CXI_RDZV_PROTO=alt_read requires: OLCF's "PyTorch on Frontier" sets both or neither.
+Slurm puts a job's --network into SLURM_NETWORK."""
 
 
 def step_launcher() -> StepLauncher | None:
-    """srun."""
+    """Return srun."""
     from ezpz_llm.launch.dialects import srun
 
     return StepLauncher("srun", "Slurm", srun.build)
 
 
 def site_notes(env: Mapping[str, str], of_site: Mapping[str, str]) -> tuple[str, ...]:
-    """Where a site's variables want a network option that the job was not asked with."""
+    """Return a note if the site's variables require a --network option that the job lacks."""
     protocol = env.get("FI_CXI_RDZV_PROTO", of_site.get("FI_CXI_RDZV_PROTO"))
-    if protocol != "alt_read" or _ITS_NETWORK in env.get("SLURM_NETWORK", ""):
+    if protocol != "alt_read" or _RDZV_NETWORK in env.get("SLURM_NETWORK", ""):
         return ()
-    return (f"FI_CXI_RDZV_PROTO=alt_read goes with a job of --network={_ITS_NETWORK}, and this is none:"
-            " ask for it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default",)
+    return (f"FI_CXI_RDZV_PROTO=alt_read requires a job with --network={_RDZV_NETWORK}, which this job lacks:"
+            " add it (salloc, sbatch, #SBATCH), or export FI_CXI_RDZV_PROTO=default",)
 
 
 def own_step(env: Mapping[str, str]) -> str | None:
-    """"JOB.STEP", as scancel and squeue take it."""
+    """Return the id of this process's step as "JOB.STEP", or None."""
     job, step = env.get(JOB_VARIABLE), env.get("SLURM_STEP_ID")
     return f"{job}.{step}" if job and step else None
 
 
 def kill_steps(steps: Sequence[str]) -> None:
-    """Send SIGKILL to all processes of these steps, agents too."""
+    """Send SIGKILL to all processes of these steps, including our agents."""
     ask_command(("scancel", "--signal=KILL", *steps), os.environ, _STEP_TIMEOUT_S)
 
 
 def steps_are_over(steps: Sequence[str]) -> bool:
-    """Slurm lists a step until the last of its processes has gone."""
-    # A step of an array's task is listed by another name than it is asked for.
+    """Return True if squeue lists none of these steps: it lists a step until its last process has ended."""
+    # squeue lists a step of an array task under another name than the queried one, so names are not compared.
     answer = ask_command(("squeue", "--noheader", f"--steps={','.join(steps)}"), os.environ, _STEP_TIMEOUT_S)
     return _NOTHING_LISTED in answer.complaint
 
 
 def copy_to_nodes(source: Path, target: str) -> bool:
-    """Copy by sbcast; what it complains of goes to stderr."""
+    """Copy a file to each node with sbcast. Print its errors to stderr."""
     done = subprocess.run(["sbcast", "--force", str(source), target], stdin=subprocess.DEVNULL, capture_output=True,
                           text=True, errors="replace", check=False)
     print(done.stderr, end="", file=sys.stderr, flush=True)
     return done.returncode == 0
 
 
-# For submit: the lines that ask for a job, and the words that queue it.
 PROGRAM, TEMPLATE, DIRECTIVE = "sbatch", "slurm.sh", "#SBATCH"
 
 AGAIN = {"scontrol": "scontrol", "requeue": "requeue", "JOB": '"$SLURM_JOB_ID"'}
-"""The words by which a running job asks to be queued again, and what stands for them in the script."""
+"""Words with which a running job requeues itself, and their replacements in the script."""
 
 _SHORT = {"-A": "--account", "-C": "--constraint", "-J": "--job-name", "-N": "--nodes", "-o": "--output",
           "-p": "--partition", "-q": "--qos", "-t": "--time"}
@@ -343,17 +350,19 @@ HINTS = ((r"account|project", "--account"), (r"partition|qos", "--queue"), (r"ti
 
 
 def time_limit(seconds: int) -> str:
-    """The limit as `--time` takes it."""
+    """Format a time limit for `--time`."""
     return clock_with_days(seconds)
 
 
 def directives(request: Request) -> list[str]:
-    """The lines of a job that no site has anything to add to. Whole nodes: with --nodes alone Slurm may give one
-    core of each."""
-    # sbatch takes quotes off as a shell does, but has no way to write a control character.
+    """Return the directive lines of a job, without those of the site.
+
+    `--exclusive`, because with --nodes alone Slurm may allocate one core per node.
+    """
+    # sbatch removes quotes as a shell does, but has no escape for control characters.
     for value in (request.name, str(request.output)):
         if not value.isprintable():
-            raise UserError(f"a job name or run directory with a control character: {value!r}",
+            raise UserError(f"the job name or run directory has a control character: {value!r}",
                             instead="--name or --run-dir with printable characters only")
     output = str(request.output).replace("%", "%%")
     words = [
@@ -361,7 +370,7 @@ def directives(request: Request) -> list[str]:
         f"--nodes={request.nodes}",
         "--exclusive",
         f"--time={time_limit(request.time_s)}",
-        # A job that is started again adds to what it printed before.
+        # A requeued job appends to its earlier output.
         f"--output={shlex.quote(output + '/job-%j.log')}",
         "--open-mode=append",
         "--requeue" if request.requeue else "--no-requeue",
@@ -372,33 +381,33 @@ def directives(request: Request) -> list[str]:
 
 
 def subjects(line: str) -> set[str]:
-    """What a directive line decides: of two lines with the same subject only one may stay."""
+    """Return what a directive line sets. A script keeps only one of two lines with the same subject."""
     word = re.split(r"[=\s]", line.split()[1])[0]
     return {_SHORT.get(word, word)}
 
 
 def submission(script: str, after: str | None) -> list[str]:
-    """The command that queues `script`, to begin after the job `after` has ended in whatever way."""
+    """Return the command that submits `script`, to start after the job `after` has ended in any way."""
     dependency = [f"--dependency=afterany:{after}"] if after else []
     return [PROGRAM, "--parsable", *dependency, script]
 
 
 def job_id(line: str) -> str | None:
-    """The id in what sbatch printed (`123`, `123;cluster`); None where it is none."""
+    """Return the id in a line that sbatch printed (`123`, `123;cluster`), or None."""
     match = re.fullmatch(r"(\d+)(;[\w.-]+)?", line, re.ASCII)
     return match[1] if match else None
 
 
 def watch(ids: list[str]) -> str:
-    """How to look at the jobs."""
+    """Return the command that shows these jobs."""
     return f"squeue -j {','.join(ids)}"
 
 
 def cancel(ids: list[str]) -> str:
-    """How to end the jobs."""
+    """Return the command that cancels these jobs."""
     return f"scancel {' '.join(ids)}"
 
 
 def output_file(request: Request, job: str) -> str:
-    """Where that job's output goes."""
+    """Return the path of the job's output file."""
     return str(request.output / f"job-{job}.log")

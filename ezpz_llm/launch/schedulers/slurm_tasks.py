@@ -1,4 +1,4 @@
-"""Tasks per node that a Slurm job asked for, by whichever of its variables has them."""
+"""Tasks per node that a Slurm job requests, from the first of its variables that has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PER_NODE, _PER_GPU, _LAYOUT = "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks of each node, None where the job asked for none; `source` names the variables."""
+    """Requested tasks of each node, None if the job requests none; `source` names the variables."""
 
     counts: tuple[int | None, ...]
     source: str = ""
@@ -22,30 +22,34 @@ class Tasks:
 
 
 def requested_tasks(env: Mapping[str, str], gpus: Sequence[int | None], hosts_source: str) -> Tasks:
-    """Return the tasks per node of the job, whose nodes have `gpus` devices each, None where not known.
+    """Return the tasks per node that the job requests.
 
     Precedence: the total (SLURM_NTASKS, SLURM_NPROCS) as SLURM_TASKS_PER_NODE lays it out, else evenly;
-    SLURM_NTASKS_PER_NODE; SLURM_NTASKS_PER_GPU; SLURM_TASKS_PER_NODE. `hosts_source` is for messages.
+    SLURM_NTASKS_PER_NODE; SLURM_NTASKS_PER_GPU; SLURM_TASKS_PER_NODE.
+
+    Args:
+        gpus: devices of each node; None if unknown.
+        hosts_source: source of the node list, for messages.
 
     Raises:
-        UserError: a value that is not a number of tasks, or is for another number of nodes.
+        UserError: a value is not a number of tasks, or is for another number of nodes.
     """
     nodes = len(gpus)
     total = next((name for name in _TOTALS if env.get(name)), None)
     layout = env.get(_LAYOUT)
     if total and layout:
-        # Slurm always sets these two: "slots of SLURM_JOB_NODELIST" is enough.
+        # These are Slurm's usual variables, so the plan need not name them.
         source = "" if total == _TOTALS[0] else f"{total}={env[total]} and {_LAYOUT}={layout}"
         return Tasks(laid_out(layout, nodes, f"{_LAYOUT}={layout}, {hosts_source}"), source)
     if total:
         least, more = divmod(_number(env, total), nodes)
-        return Tasks(tuple(least + (node < more) for node in range(nodes)), f"{total}={env[total]}, dealt evenly")
+        return Tasks(tuple(least + (node < more) for node in range(nodes)), f"{total}={env[total]}, spread evenly")
     if env.get(_PER_NODE):
         return Tasks((_number(env, _PER_NODE),) * nodes, f"{_PER_NODE}={env[_PER_NODE]}")
     if env.get(_PER_GPU):
         return _per_gpu(env, gpus)
     if not layout or set(expand_counts(layout)) == {1}:
-        # Slurm writes 1 for each node where nobody asked for tasks.
+        # Slurm writes 1 for each node of a job that requests no tasks.
         return Tasks((None,) * nodes)
     if _are_cpus(layout, env):
         has_devices = any(gpus) or env.get("SLURM_GPUS")
@@ -76,20 +80,20 @@ def count_devices(text: str) -> int | None:
 
 
 def laid_out(layout: str, nodes: int, where: str) -> tuple[int, ...]:
-    """Return the counts in "2(x2),1".
+    """Return the counts in a layout such as "2(x2),1".
 
     Raises:
-        UserError: not of that form, or for another number of nodes.
+        UserError: invalid, or for another number of nodes.
     """
     counts = expand_counts(layout)
     if len(counts) != nodes:
-        raise UserError(f"tasks for {len(counts)} nodes, but {nodes} hosts", where=where,
+        raise UserError(f"the task layout has {len(counts)} nodes, but the node list has {nodes}", where=where,
                         instead="give -n or --ppn and --hostfile")
     return tuple(counts)
 
 
 def _are_cpus(layout: str, env: Mapping[str, str]) -> bool:
-    """Return True for the tasks that fit a node's CPUs, which Slurm writes where nobody asked for tasks."""
+    """Return True if `layout` only restates the nodes' CPUs, as Slurm does for a job that requests no tasks."""
     cpus = env.get("SLURM_JOB_CPUS_PER_NODE")
     per_task = whole_number(env.get("SLURM_CPUS_PER_TASK", "")) or 1
     return bool(cpus) and [count // per_task for count in expand_counts(cpus or "")] == expand_counts(layout)
