@@ -120,7 +120,7 @@ class UserError(Exception):
 
 
 def version_text() -> str:
-    """What `--version` prints: enough to say in a report which code ran."""
+    """Return the text of `--version`: the version and the installation that ran."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return f"ezpz_llm {__version__} from {folder} (Python {sys.version.split()[0]})"
 
@@ -197,7 +197,7 @@ _INSTEAD = {
     errno.EMFILE: "ulimit -n 65536 before the command",
     errno.ENFILE: "wait until other programs on this node have ended, or raise fs.file-max",
 }
-"""What to do about errors of the system that any file can meet."""
+"""Advice by errno, for errors that any file operation can raise."""
 _LONGEST_NAME = 80
 
 

@@ -26,11 +26,11 @@ _FIRST_LIMIT, _LIMIT = 4096, 1 << 23
 
 
 class Frames:
-    """One side of a connection, without its socket: bytes that came in, messages that came out."""
+    """State of one side of a connection, without its socket: turns received bytes into messages."""
 
     def __init__(self, secret: bytes, *, serves: bool) -> None:
         self.opening = os.urandom(OPENING_BYTES)
-        """What to send first, before anything is known of the other side."""
+        """First bytes to send, before the peer is known."""
         self._secret = secret
         self._serves = serves
         self._key: bytes | None = None
@@ -48,7 +48,7 @@ class Frames:
         return self._received > 0
 
     def pack(self, message: Mapping[str, Any]) -> bytes:
-        """One message as a frame."""
+        """Return a message as a frame."""
         body = json.dumps(message, separators=(",", ":")).encode()
         signature = self._signature(self._serves, self._sent, body)
         self._sent += 1

@@ -25,22 +25,22 @@ from ezpz_llm.base.errors import UserError
 MOST_BYTES = 16 << 20
 """A larger file of settings or records is none of ours; whoever expects more says so."""
 MOST_LINE_BYTES = 16 << 20
-"""Of one line of a JSON-lines file, which may have any number of them."""
+"""Maximum size of one line of a JSON-lines file; the number of lines is not limited."""
 MOST_DEPTH = 100
 """Levels of lists and objects in one another. Python itself fails at about a thousand."""
 MOST_DIGITS = 4300
-"""Of a whole number, as Python's own limit from 3.10.7 on: reading them takes quadratic time."""
+"""Maximum digits of an integer, Python's own limit since 3.10.7: parsing takes quadratic time."""
 MOST_TOML = 1 << 20
 """Characters."""
 MOST_YAML_BYTES = 64 << 10
 """YAML's reader takes a second for 100 KB."""
 MOST_YAML_NODES = 100_000
-"""With every alias written out."""
+"""Maximum number of YAML nodes, with every alias expanded."""
 
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _MOST_LFS_BYTES = 1024
-"""Of the few lines that Git leaves in the place of a large file (git-lfs, docs/spec.md)."""
+"""Maximum size of a Git LFS pointer, a few lines in place of a large file (git-lfs, docs/spec.md)."""
 
 
 class NoFile(UserError):
@@ -98,13 +98,13 @@ def read_text(path: Path, most: int = MOST_BYTES, errors: str = "strict") -> str
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """What a JSON file holds. Raises as `read_bytes`, and where it is no JSON or beyond the limits."""
+    """Return the content of a JSON file. Raises as `read_bytes`, and for invalid JSON or exceeded limits."""
     return parse_json(read_bytes(path, most), str(path))
 
 
 def read_commented_json(path: Path, most: int = 1 << 20) -> Any:
-    """What a JSON file with comments and trailing commas holds; a key must not occur twice in one object, and no
-    value be NaN or infinite. Raises as `read_json`."""
+    """Return the content of a JSON file that may have comments and trailing commas. Rejects duplicate keys and
+    non-finite numbers. Raises as `read_json`."""
     where = str(path)
     return _parsed(plain_json(_text(read_bytes(path, most), where)), where, _commented(where),
                    "names and text in double quotes, a comma between entries; comments (//, #, /* */) and commas "
@@ -146,7 +146,7 @@ def read_json_lines(path: Path, most_line: int = MOST_LINE_BYTES) -> Iterator[di
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """What TOML holds, of `where` it came from. Raises as `parse_json`."""
+    """Return the content of TOML text. `where` names its source in errors. Raises as `parse_json`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -168,7 +168,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file of plain values holds: no Python objects. Raises as `read_json`."""
+    """Return the content of a YAML file; Python objects are rejected. Raises as `read_json`."""
     import yaml
 
     where = str(path)
@@ -194,7 +194,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, where: str, most: int = MOST_BYTES, *, strict: bool = True) -> Any:
-    """What JSON text holds, of `where` it came from.
+    """Return the content of JSON text. `where` names its source in errors.
 
     Args:
         strict: False lets text hold control characters, as some programs write it.
@@ -328,8 +328,8 @@ def shown(value: Any, most: int = 80) -> str:
 _COMMENT = r"(?://|\#)[^\n]*(?:\n|\Z)|/\*(?:(?!\*/).)*(?:\*/|\Z)"
 _TEXT = r'"(?:[^"\\\n]|\\.)*"?'
 _BESIDE_JSON = re.compile(rf"{_TEXT}|{_COMMENT}|,(?=(?:\s|{_COMMENT})*[}}\]])", re.DOTALL)
-"""What is no JSON: comments, and commas before a closing bracket. Text is found first: neither counts in it. What
-has no end reaches to that of the file, so that nothing is looked through twice."""
+"""Pattern of comments and trailing commas, which JSON does not allow. Strings match first and are kept.
+Unterminated ones match up to the end of the file, so that the scan stays linear."""
 
 
 def plain_json(text: str) -> str:
@@ -403,7 +403,7 @@ def _check_depth(value: Any, where: str) -> None:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """How many nodes there are with every alias written out; without end where one holds itself."""
+    """Return the number of nodes with every alias expanded; infinite if a node contains itself."""
     if id(node) not in known:
         known[id(node)] = MOST_YAML_NODES + 1
         members = node.value if isinstance(node.value, list) else ()
@@ -482,7 +482,7 @@ def system_text(path: str | Path, last: int | None = None, most: int = MOST_BYTE
 
 
 def system_link(path: str | Path) -> str:
-    """Where a link such as those of /proc leads; empty where it cannot be read."""
+    """Return the target of a link such as those in /proc; empty if it cannot be read."""
     try:
         return os.readlink(path)
     except OSError:
@@ -499,7 +499,7 @@ _BETWEEN_TRIES_S = 0.3
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command printed, or (`text` is None) why it printed nothing that can be used."""
+    """Output of a command, or (`text` is None) the reason why there is none."""
 
     text: str | None
     complaint: str = ""

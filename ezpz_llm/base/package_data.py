@@ -56,7 +56,7 @@ def cache_dir(env: Mapping[str, str] | None = None) -> Path:
 
 
 def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Where torch extensions of scripts that launch starts are compiled, one folder a Python environment.
+    """Return the folder in which torch extensions of launched scripts are compiled, per Python environment.
 
     Raises:
         UserError: this user has no home directory.
@@ -65,8 +65,8 @@ def extensions_dir(env: Mapping[str, str] | None = None) -> Path:
 
 
 def entry_points(group: str, wrong: Callable[[Any], str | None]) -> list[Any]:
-    """What installed packages name in their entry points under `group`, imported. What cannot be imported or used
-    is left out, with a warning: most commands do without it.
+    """Import the entry points of installed packages in `group`. One that cannot be imported or used is skipped
+    with a warning: most commands do not need it.
 
     Args:
         wrong: why an entry point cannot be used; None where it can.

@@ -48,7 +48,7 @@ class PrivateFolder:
         self._handle = handle
 
     def read(self, name: str, most: int = _MOST_BYTES) -> bytes:
-        """What a file holds, `most` bytes of it at most."""
+        """Return the content of a file, up to `most` bytes."""
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
             return file.read(most)
 
@@ -229,8 +229,8 @@ def is_own(path: Path, or_roots: bool = False) -> bool:
 
 
 def read_own(path: Path, most: int = MOST_BYTES) -> bytes | None:
-    """What a file holds that is our own and not for everybody to write; None for another one. Owner and content are
-    of one descriptor: a link or a folder that is exchanged in between brings nothing else in.
+    """Return the content of a file that this user owns and others cannot write; None for any other file. Owner and
+    content are read from one descriptor, so that replacing a link or folder in between has no effect.
 
     Raises:
         UserError: there is none, or it cannot be read (`outside.open_regular`).

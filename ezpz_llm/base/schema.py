@@ -29,7 +29,7 @@ MOST_IDS = 2**24
 MOST_REPEATS = 1000
 """Runs of one point of a study, and jobs of a chain."""
 LAST_SECOND = 253_402_300_799
-"""Of the year 9999, since 1970: calendars reach no further."""
+"""Seconds from 1970 to the year 9999, the last one that datetime supports."""
 MOST_SECONDS = 10 * 366 * 86_400
 
 
@@ -47,7 +47,7 @@ def epoch(text: str) -> float | None:
 T = TypeVar("T")
 
 _LARGEST = 2**63 - 1
-"""Of a whole number: what C, numpy and clocks take."""
+"""Largest absolute value of an integer: it fits into 64 bits."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -62,7 +62,7 @@ class Range:
         return f"{_short(self.least)} to {_short(self.most)}"
 
     def beyond(self, value: float | None) -> str | None:
-        """What to give instead of a value that is not inside; None for one that is, or that is left open."""
+        """Return the advice for a value outside of the range; None for a value inside it, or None."""
         if value is None or value in self:
             return None
         # Also for NaN, which is on no side.

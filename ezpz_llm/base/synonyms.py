@@ -19,7 +19,7 @@ _CUTOFF = 0.9
 
 @dataclass(frozen=True)
 class Row:
-    """One option of another program; see synonyms.toml."""
+    """Option of another program; see synonyms.toml."""
 
     option: str
     program: str

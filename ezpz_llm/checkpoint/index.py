@@ -164,7 +164,7 @@ def check_shapes(index: Index, shapes: dict[str, tuple[int, ...]], folder: Path)
 
 
 def _incomplete(parameter: Parameter) -> str | None:
-    """What keeps the pieces from making up the parameter, each element once."""
+    """Return why the pieces do not cover each element of the parameter once; None if they do."""
     boxes: dict[Box, int] = {}
     for piece in parameter.pieces:  # sorted by box, then by start
         at = boxes.get(piece.box, 0)

@@ -112,7 +112,7 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of one file: its size in bytes and its sha256."""
+    """Manifest entry of a file: its size in bytes and its sha256."""
 
     name: str
     size: int
@@ -144,7 +144,7 @@ class State(_Step, total=False):
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's state.json holds.
+    """Return the content of a checkpoint's state.json.
 
     Raises:
         Damaged: it is missing, or holds other types.

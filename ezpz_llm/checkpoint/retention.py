@@ -79,7 +79,7 @@ def has_any(where: str | Path) -> bool:
 
 
 def candidates(where: str | Path) -> list[Path]:
-    """What `where` may mean, best first: a checkpoint's own folder and nothing else, or those of a run directory.
+    """Return the checkpoints that `where` may mean, best first: one folder, or those of a run directory.
 
     Of a run these are the one that `latest` names, even if it is not there, and then all before it; later ones are
     of a continuation that was abandoned. At least one.

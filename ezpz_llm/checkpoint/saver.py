@@ -34,7 +34,7 @@ _ALIGN = 64
 
 
 def host_bytes(shard: Shard) -> int:
-    """How much host memory the copy of a shard takes."""
+    """Return the bytes of CPU memory that the copy of a shard takes."""
     return sum(map(_aligned, shard.outline.values()))
 
 
@@ -232,9 +232,9 @@ class Saver:
         return folder, sum(file.size for file, _ in written)
 
     def _together(self, step: int, action: Callable[[], Any], on_main: bool = False) -> Any:
-        """What `action` gives, on every rank or rank 0 alone; an OSError on any rank becomes NotWritten on all."""
+        """Run `action` on every rank or on rank 0 only; an OSError on any rank becomes NotWritten on all."""
         def attempt() -> Any:
-            """What `action` gives; an OSError as NotWritten, with the checkpoint that stands."""
+            """Run `action`; an OSError becomes NotWritten, with the last complete checkpoint."""
             try:
                 return action()
             except OSError as failure:
@@ -262,4 +262,4 @@ class Saver:
 
 
 _SHARE = 0.8
-"""Of the memory that a host has free, what copies may take."""
+"""Share of a node's free memory that copies may take."""

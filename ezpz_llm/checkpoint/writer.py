@@ -27,15 +27,15 @@ from ezpz_llm.engine.optimizer_state import EngineState, owned
 from ezpz_llm.rundir import write_json
 
 BUFFER = "buffer/"
-"""How the names of buffers begin in rank 0's file."""
+"""Prefix of the names of buffers in rank 0's file."""
 
 Written = tuple[FileRecord, list[tuple[str, Piece]]]
-"""What a rank wrote: its file, and (parameter name, piece) for what is in it."""
+"""File that a rank wrote, and (parameter name, piece) for each tensor in it."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a checkpoint, to be written once.
+    """Part of a checkpoint that one rank writes, once.
 
     `outline` has for each name in the file a tensor of the right size and type, `tensors` the values in the same
     order; a value may be the engine's own storage, there only until the next one is taken.
@@ -55,7 +55,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def read_shard(training: EngineState, rank: int, device: torch.device,
                buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Shard:
-    """What `rank` has to write: the tensors that it answers for, its random states as they are now, `buffers`."""
+    """Return what `rank` writes: the tensors that it owns, its current random states, and `buffers`."""
     name = shard_name(rank)
     outline: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, Piece]] = []
@@ -85,7 +85,7 @@ def write_shard(folder: Path, shard: Shard) -> Written:
 
 
 def facts(engine: Engine, dist: Dist, training: EngineState) -> dict[str, Any]:
-    """What state.json says besides the caller's own members."""
+    """Return the members of state.json that do not come from the caller."""
     return {
         "optimizer_step": training.optimizer_step,
         "loss_scale": None if training.scale is None else training.scale.state_dict(),

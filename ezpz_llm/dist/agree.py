@@ -80,7 +80,7 @@ def first_of(dist: Dist, value: T | None) -> T | None:
 
 
 def together(dist: Dist, action: Callable[[], T], *, on_main: bool = False) -> T:
-    """What `action` gives, on every rank (or on rank 0 alone, None elsewhere). Collective.
+    """Run `action` on every rank (or on rank 0 only) and return its result there. Collective.
 
     Raises:
         UserError: the first rank's, on every rank, whatever the others got.

@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Traits:
-    """One kind of device.
+    """Traits of a device type.
 
     `collectives` is torch's name of the backend that communicates between such devices. `own`: each rank takes one
     of its own, by its local rank; else all ranks of a host share it. `bound`: a process group is told its device
@@ -43,4 +43,4 @@ DEVICES = {
     "mps": Traits("gloo", own=False, overlaps=False, pins=False, bf16="no", float64=False),
     "cpu": Traits("gloo", own=False, overlaps=False, pins=False, fp16=False),
 }
-"""By torch's name of the type, the best first."""
+"""Traits by torch's name of the device type, in order of preference."""

@@ -60,7 +60,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def device_index(kind: str, count: int, info: RankInfo) -> int:
-    """Which of `count` visible devices is this rank's.
+    """Return this rank's index among `count` visible devices.
 
     Raises:
         UserError: the host runs more ranks than it has devices.
@@ -121,7 +121,7 @@ def _count(kind: str) -> int:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """What tells this physical device from its neighbours; None where ranks may share it, or torch cannot tell."""
+    """Return an identifier of the physical device; None if ranks may share it, or torch does not provide one."""
     if not DEVICES[device.type].own:
         return None
     properties: Any = torch.get_device_module(device).get_device_properties(device)

@@ -49,7 +49,7 @@ def _first_ranks(dist: Dist, host: str) -> dict[str, int]:
 
 
 def _send(dist: Dist, buffer: torch.Tensor, firsts: dict[str, int], sender: str, receiver: str) -> list[Link]:
-    """One direction; the receiver, which knows when all has come, has the result."""
+    """Measure one direction. Only the receiver, which knows when all data has arrived, returns a result."""
     source, target = firsts[sender], firsts[receiver]
     if dist.rank not in (source, target):
         return []

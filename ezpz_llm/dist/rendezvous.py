@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _MPI_LAUNCHERS = ("Cray PALS", "Open MPI", "MVAPICH", "Hydra", "PMI", "jsrun")
-"""Whose ranks can ask MPI where rank 0 is; names of `launch.ranks.FAMILIES`."""
+"""Launchers under which ranks get rank 0's address from MPI; names of `launch.ranks.FAMILIES`."""
 
 _LEAVE_S = 10.0
 _RESOLVE_WITHIN_S, _RESOLVE_PAUSE_S = 30.0, 0.5

@@ -48,15 +48,15 @@ class Dist:
     mesh: Mesh
     run_dir: RunDir
     timeout: datetime.timedelta = datetime.timedelta(minutes=30)
-    """How long a collective may take before the process group gives up."""
+    """Timeout of a collective."""
     environment_before: dict[str, str | None] = field(default_factory=dict)
-    """What `setup` found of the variables that it set, put back by `close`."""
+    """Values from before `setup` of the variables that it set; `close` restores them."""
     ownership: Ownership | None = None
-    """Of the run directory, on rank 0 where launch does not hold it."""
+    """Ownership of the run directory, on rank 0 if launch does not hold it."""
     side: SideFiles = field(default_factory=SideFiles)
-    """What this rank writes beside the training."""
+    """Files that this rank writes beside the training."""
     owns_group: bool = True
-    """Whether `setup` made the process group, which `close` leaves then."""
+    """True if `setup` created the process group; `close` then leaves it."""
     optional: OptionalWork = field(default_factory=OptionalWork)
     """Attempts what the run can do without."""
 

@@ -157,7 +157,7 @@ _OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.
 
 @dataclass(frozen=True)
 class _FamilyOf:
-    """One row of the table of families: its class there, and what tells it from Llama.
+    """Row of the table of families: the class in transformers, and its differences from Llama.
 
     `absent` is what a key means that config.json has not, where Llama's means something else; null is as in Llama.
     """

@@ -92,7 +92,7 @@ class Weights(ABC):
         self._means: dict[str, Tensor] = {}
         self._non_finite: str | None = None
         self.notes: list[str] = []
-        """What a user should know about how the files were read."""
+        """Notes for the user about how the files were read."""
 
     def __enter__(self) -> Weights:
         return self
@@ -230,7 +230,7 @@ class HfWeights(Weights):
         return tensor[sides[::-1]].T if stored.transposed else tensor[sides]
 
     def _find_tensors(self) -> dict[str, tuple[str, str]]:
-        """By the name with the base model's prefix: the file, and the name in it."""
+        """Return file and stored name of each tensor, by the name with the base model's prefix."""
         prefix = "transformer." if self.model.position == "learned" else "model."
         where: dict[str, tuple[str, str]] = {}
         wrappers: set[str] = set()

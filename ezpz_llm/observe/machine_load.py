@@ -24,7 +24,7 @@ class MachineLoad:
         return self.average > _BUSY * self.cpus
 
     def sentence(self) -> str:
-        """What a reader of the run's times has to know."""
+        """Return a sentence about the load, for readers of the run's times."""
         return (f"The machine was busy: load average {self.average:.1f} on {self.cpus} CPUs. "
                 "Compare these times with a run on an idle machine.")
 

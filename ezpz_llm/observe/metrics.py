@@ -31,7 +31,7 @@ from ezpz_llm.rundir import RunDir
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step, in seconds. `phases` has every name of PHASES and "other", and adds up to `step_time_s`."""
+    """Times of a step, in seconds. `phases` has every name of PHASES and "other", and adds up to `step_time_s`."""
 
     step_time_s: float
     phases: dict[str, float]

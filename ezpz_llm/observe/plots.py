@@ -20,14 +20,14 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 POINTS = "o"
 """Mark of points that are not joined."""
 COLOURS = (39, 208, 42, 170, 220, 205, 51, 250)
-"""Of the terminal's 256: apart from each other on black and on white."""
+"""Colors of the terminal's 256 that differ from each other on black and on white."""
 _HUGE = 1e300
 _IN_ASCII = str.maketrans({**dict.fromkeys("┌┐└┘├┤┬┴┼", "+"), "│": "|", "─": "-", "█": "#", "■": "#"})
 _LOW = 9  # lines of a plot that only has to show whether something was steady
 _DOTS_PER_COLUMN = 2  # braille cells are two dots wide
 
 Values = Sequence[float | None] | np.ndarray
-"""One value a step; None or NaN where there is none."""
+"""Values by step; None or NaN marks a missing value."""
 Reduce = Callable[[np.ndarray], float]
 
 
@@ -43,7 +43,7 @@ def downsample(x: Values, y: Values, points: int, reduce: Reduce = np.mean) -> t
 
 @dataclass(frozen=True)
 class Curve:
-    """One series of a plot: a line of braille dots, or of `mark`s of one character each; separate ones if POINTS.
+    """Series of a plot: a line of braille dots, or of `mark`s of one character each; separate ones if POINTS.
 
     `colour` is one of the terminal's 256, -1 for plotext's own choice.
     """

@@ -58,7 +58,7 @@ def profile_window(first_step: int, total_steps: int, steps: int = PROFILE_STEPS
 
 
 _WEB_FONTS = re.compile(r"https://fonts\.googleapis\.com/[^\"'`)]*")
-"""What pyinstrument's page asks for on each opening. Without it the page takes the browser's own fonts."""
+"""Font request in pyinstrument's page. Without it, the page uses the browser's fonts and needs no network."""
 
 
 class HostProfile:

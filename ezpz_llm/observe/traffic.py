@@ -52,7 +52,7 @@ class Traffic:
 
     @property
     def bytes(self) -> float:
-        """Those of the busier direction: over the bandwidth, the least that the communication takes."""
+        """Bytes in the busier direction; divided by the bandwidth, a lower bound of the communication time."""
         return max(self.sent, self.received)
 
     def seconds(self, bandwidth: float) -> float:

@@ -54,7 +54,7 @@ def announce(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, d
 
 
 def describe_data(data: TokenData) -> dict[str, Any]:
-    """What the run read, without the tokenizer's table."""
+    """Describe the data of the run, without the tokenizer's table."""
     manifest = data.manifest
     return {"folder": str(data.folder), "source": manifest["source"], "tokenizer": manifest["tokenizer"]["name"],
             "vocab_size": data.vocab_size, "documents": manifest["documents"],
@@ -63,7 +63,7 @@ def describe_data(data: TokenData) -> dict[str, Any]:
 
 
 def description(plan: RunPlan, data: TokenData, work: StepWork, flops: FlopCount, dist: Dist) -> str:
-    """What a user wants to see before the first step."""
+    """Return the lines that are printed before the first step."""
     model, batch, config = plan.model, plan.resolved.batch, plan.config
     tokens = {split: entry["tokens"] for split, entry in data.manifest["splits"].items()}
     peak = f", peak {work.peak.flops / 1e12:.0f} TFLOP/s" if work.peak else ""
@@ -107,7 +107,7 @@ def _other_tokens(plan: RunPlan, data: TokenData) -> list[str]:
 
 
 def saves(plan: RunPlan, dist: Dist) -> str:
-    """When checkpoints are written, which are kept, and what memory that takes."""
+    """Describe when checkpoints are written, which are kept, and the memory for it."""
     config, text = plan.config, checkpoint_rule(plan)
     if config.save_every <= 0 or not config.save_async or uses_nvme(plan.resolved.layout):
         return text
@@ -117,7 +117,7 @@ def saves(plan: RunPlan, dist: Dist) -> str:
 
 
 def attention(plan: RunPlan, dist: Dist) -> str:
-    """Which kernel attention gets, and what it keeps where it is the slow one."""
+    """Describe the attention kernel; for the slow one, also the memory it keeps."""
     dtype = product_dtype(plan.resolved.precision)
     kernel = attention_kernel(plan.model, plan.resolved.batch.micro_batch, dist.device, dtype,
                               plan.config.attention == "explicit")
@@ -164,7 +164,7 @@ def describe(work: StepWork, flops: FlopCount) -> list[tuple[str, str]]:
 
 # The formula for FLOPs beside torch's own counter, on a model without storage.
 def count_flops(config: ModelConfig) -> FlopCount:
-    """What a token costs, checked against the model itself.
+    """Count the FLOPs per token, checked against the model itself.
 
     Blocks are all alike, so that a model of one and a model of two tell of any number: a tenth of a second.
     """

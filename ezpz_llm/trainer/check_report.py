@@ -48,7 +48,7 @@ def effective(plan: RunPlan) -> dict[str, tuple[Any, ValueSource]]:
 
 
 def remarks(plan: RunPlan) -> list[str]:
-    """What in the settings looks like a mistake."""
+    """Return warnings about settings that look like mistakes."""
     config, found = plan.config, list(plan.resolved.warnings)
     if config.warmup_steps > config.steps:
         found.append(f"the learning rate never reaches its peak: the warm-up takes {config.warmup_steps} steps, "
@@ -70,7 +70,7 @@ def _show(value: Any) -> str:
 
 # What --check says of a run: what was decided, which rank stands where, what it warns of.
 def explain_plan(plan: RunPlan, places: Places) -> str:
-    """What was decided and by whom; with hosts, also each rank's place in the layout."""
+    """Return each setting with its source; with nodes, also each rank's place in the layout."""
     layout = plan.resolved.layout
     parts = [plan.resolved.explain()]
     if places and layout.tp * layout.pp * layout.sp > 1:
@@ -79,7 +79,7 @@ def explain_plan(plan: RunPlan, places: Places) -> str:
 
 
 def warning(plan: RunPlan, options: Options, places: Places) -> str | None:
-    """What would be slow on these hosts, with what to type instead."""
+    """Return a warning about a layout that is slow on these nodes, with what to type instead."""
     def can_run(world_size: int, tp: int) -> bool:
         """True if the same run can be planned at this tensor-parallel degree."""
         try:

@@ -58,7 +58,7 @@ def breaks_graph(layout: Layout, dropout: float) -> str | None:
 
 
 def lacks_compiler(device: str) -> str | None:
-    """What torch.compile would miss on this host, with a device of this type; None where nothing."""
+    """Return the tool that torch.compile lacks on this node for a device type; None if nothing is missing."""
     if missing := _compilers(device):
         return f"a compiler ({missing})"
     return "the package triton" if device == _COMPILES and find_spec("triton") is None else None

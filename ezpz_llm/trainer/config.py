@@ -18,7 +18,7 @@ def _value(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. Batches are in sequences, lengths in tokens, rates per optimizer step."""
+    """Settings of a training run. Batches are in sequences, lengths in tokens, rates per optimizer step."""
 
     model: str = _value("tiny-gpt2", "model shape by name, such as gpt2-124m or llama3-1b")
     n_layer: int | None = _value(None, "transformer blocks, if not the model's own")
@@ -133,7 +133,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig(TrainConfig):
-    """What a run uses: a configuration that is complete (see plan.py)."""
+    """Complete configuration, as the run uses it (see plan.py)."""
 
     min_lr: float = 0.0
     warmup_steps: int = 0
@@ -197,7 +197,7 @@ def _fineweb(model: str, micro_batch: int, *, tokens: int = 10 * _G, decay_token
 
 
 FINE_TUNING = {"lr": 3e-5}
-"""What weights that are trained already want, where nothing else is said."""
+"""Defaults for runs that start from trained weights."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-124m-fineweb": _fineweb("gpt2-124m", 64),

@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _ASK_EVERY_S = 2.0
 _LEAST_RESERVE_S = 20.0
 _FIRST_SAVE_S = 120.0
-"""What a checkpoint is taken to cost before one has been measured, but at most a tenth of the time that is left."""
+"""Assumed seconds per checkpoint before one has been measured, at most a tenth of the remaining time."""
 
 
 def _reason(name: str) -> str:
@@ -30,7 +30,7 @@ def _reason(name: str) -> str:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know together: why the run ends here (None if it continues), whether any is busy writing."""
+    """Decision of all ranks: the reason to end here (None to continue), and whether any rank is still writing."""
 
     ends: str | None
     busy: bool
@@ -83,7 +83,7 @@ class EarlyEnd:
         self._ask_after, self._asked_after = 0, None
 
     def agreed(self, step: int, busy: bool = False) -> Agreed | None:
-        """What the ranks agree on after `step`; None after most steps, where they do not ask. Collective.
+        """Agree after `step` on ending; None after most steps, at which the ranks do not communicate. Collective.
 
         Args:
             busy: this rank is still writing a checkpoint.

@@ -51,7 +51,7 @@ def precision_words(resolved: Resolved) -> str:
 
 
 def checkpoint_rule(plan: RunPlan) -> str:
-    """When checkpoints are written, and which are kept."""
+    """Describe when checkpoints are written, and which are kept."""
     config = plan.config
     if config.save_every < 0:
         return "no checkpoints"

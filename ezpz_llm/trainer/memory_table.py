@@ -36,7 +36,7 @@ class Memory:
 
     expected: dict[str, int]
     elsewhere: dict[str, int]
-    """What of the states lies in host memory or in files, and not on the device; by kind."""
+    """Return the states that lie in CPU memory or in files instead of on the device, by kind."""
     measured: dict[str, int]
     peak: int
     reserved: int | None

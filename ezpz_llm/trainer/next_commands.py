@@ -14,11 +14,11 @@ from ezpz_llm.layout.value_source import Origin
 from ezpz_llm.trainer.session import Session
 
 _PROMPTS = ("Hello, I'm a language model,", " ")
-"""That of `generate` itself, and one that nearly every text can be asked for."""
+"""Prompts: the default of `generate`, and one that nearly every text can continue."""
 
 
 def next_commands(session: Session) -> str:
-    """What a user may want next, a command a line below what it does; without a checkpoint there is less of it."""
+    """Return the commands that a user may want next, each below its purpose; fewer without a checkpoint."""
     place = shlex.quote(_short(session.dist.run_dir.path))
     found = [("see its curves", f"ezpz-llm report {place}"),
              ("see where the time went", f"ezpz-llm explain {place}")]

@@ -46,9 +46,9 @@ RANGES = {
     **dict.fromkeys(("lr", "eps", "temperature", "beta1", "beta2", "spike_norm", "spike_loss", "weight_decay",
                      "clip", "min_lr", "warmup_min_lr", "z_loss"), _REAL),
 }
-"""Of every number of a configuration but the model's, which has its own."""
+"""Range of every number of a configuration except the model's, which has its own."""
 _MAY_CHANGE = ("dropout", "init", "vocab_size", "vocab_multiple")
-"""What may differ between a checkpoint's model and the run's (the embedding's rows are compared on loading)."""
+"""Fields that may differ between a checkpoint's model and the run's (embedding rows are compared on loading)."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _with_schedule(options: Options) -> Options:
 
 
 def _with_floor(options: Options) -> Options:
-    """With the rate at the schedule's end; some schedules have no choice of it."""
+    """Set the learning rate at the end of the schedule; some schedules do not have one to choose."""
     config = options.config
     forced = {**dict.fromkeys(ENDLESS, config.lr), "WarmupDecayLR": config.warmup_min_lr}.get(config.schedule)
     if forced is not None and config.min_lr != forced:
@@ -319,7 +319,7 @@ def _with_vocabulary(config: TrainConfig, model: ModelConfig, vocab_size: int) -
 # The shape of the model, by name or from given weights, and the tokenizer that those bring.
 WEIGHTS = ValueSource(Origin.WEIGHTS)
 _NOT_SHAPE = ("block_size", "vocab_size", "vocab_multiple", "dropout", "init", "norm_eps")
-"""What a named model may have otherwise than the weights: these win."""
+"""Fields in which the weights override a named model."""
 
 
 def choose_model(config: TrainConfig, named: bool) -> tuple[ModelConfig, str, Source | None]:

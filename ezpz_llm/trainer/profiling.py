@@ -90,6 +90,6 @@ def _products(plan: RunPlan) -> float | None:
 
 
 def _notes(plan: RunPlan, dist: Dist, step_trace: StepTrace) -> dict[str, Any]:
-    """What a reader of the trace cannot find in it."""
+    """Return facts about the run that the trace does not contain."""
     return {"rank": dist.rank, "device": dist.device.type, "layout": plan.resolved.layout.name,
             **step_trace.found}

@@ -147,7 +147,7 @@ def make_engine(plan: RunPlan, dist: Dist) -> Engine:
 
 
 def hellaswag_items(config: TrainConfig, data: TokenData, dist: Dist) -> list[Item]:
-    """What `--hellaswag` names, if anything.
+    """Return the items that `--hellaswag` names, if any.
 
     Raises:
         UserError: no such file, or a tokenizer that does not know every text. The same on every rank.

@@ -96,7 +96,7 @@ def _warmup_steps(config: RunConfig) -> int:
 
 
 def _warm_up_share(iteration: int, config: RunConfig) -> float:
-    """How far DeepSpeed's warm-up is; its iterations begin at -1."""
+    """Return the progress of DeepSpeed's warm-up, 0 to 1; its iterations begin at -1."""
     steps = _warmup_steps(config)
     if iteration < 0:
         return 0.0

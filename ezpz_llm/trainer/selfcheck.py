@@ -23,7 +23,7 @@ OVERFITTED = 0.5
 
 
 class SelfChecks:
-    """Of one run, the same on every rank. `observe` is given every metrics line, `conclude` follows each flush."""
+    """Self-checks of a run, the same on every rank. `observe` gets each metrics line, `conclude` follows each flush."""
 
     def __init__(self, plan: RunPlan, first_step: int) -> None:
         self._config, self._model = plan.config, plan.model
@@ -35,7 +35,7 @@ class SelfChecks:
         self._losses: list[float | None] = []
 
     def stepped(self, found: GroupNorms | None) -> None:
-        """What the optimizer was seen to step in the run's first step; None where one cannot look."""
+        """Record the parameters that the optimizer stepped in the first step; None if the engine does not tell."""
         if not self._concluded and self._first_line is None:
             self._stepped = found
 
@@ -45,7 +45,7 @@ class SelfChecks:
         self._losses = [*self._losses[:1], line["loss"]]
 
     def conclude(self, dist: Dist) -> list[str]:
-        """What is to be told, once, after the first step was flushed. Collective then.
+        """Return the remarks once, after the first step was flushed. Collective at that flush.
 
         Raises:
             UserError: the optimizer does not step the model's parameters, or no gradient reaches one of them.
@@ -89,7 +89,7 @@ class SelfChecks:
 
 
 def check_reached(without: list[str], is_new: bool) -> list[str]:
-    """What to say of parameters whose gradients are all zero, or missing, on all ranks.
+    """Return remarks about parameters whose gradients are all zero, or missing, on all ranks.
 
     Args:
         is_new: the model has our initial weights, none of which keeps a gradient from another parameter. Given

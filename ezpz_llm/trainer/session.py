@@ -73,13 +73,13 @@ class Session:
     unsaved: NotWritten | None = None
     """Why the last checkpoint is not there; None where it is."""
     hellaswag: Sequence[Item] = ()
-    """What `--hellaswag` names; empty where nothing is scored."""
+    """Items that `--hellaswag` names; empty if nothing is scored."""
     verbose: bool = False
     """Print start-up, self-checks and tables, too (`--verbose`)."""
     stopped: str | None = None
     """Why the run ended before its last step; None if it did not."""
     failed: bool = False
-    """Whether that is a failure."""
+    """True if that is a failure."""
     rollbacks: list[int] = field(default_factory=list)
     """The step of the checkpoint of each rollback, in order."""
 
@@ -96,7 +96,7 @@ class Session:
 
 # Durations of the start-up, from `launch` to the end of the first step.
 Marks = Sequence[tuple[str, float]]
-"""What has just ended, and the epoch time."""
+"""The phase that has just ended, and the epoch time."""
 
 
 def durations(marks: Marks, process: float, launched: float | None) -> dict[str, float]:

@@ -297,7 +297,7 @@ def _attempt(session: Session, action: Callable[[], checkpoint.Saved | None]) ->
 
 
 def checkpoint_cost(session: Session) -> dict[str, Any]:
-    """What checkpoints cost the run, for run.json: seconds until one was complete, seconds that training waited."""
+    """Return the cost of checkpoints for run.json: seconds until one was complete, seconds that training waited."""
     saves = session.saves
     return {"written": len(saves), "bytes": saves[-1].size if saves else None,
             "complete_after_s": statistics.median(save.seconds for save in saves) if saves else None,

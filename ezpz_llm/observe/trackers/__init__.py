@@ -52,7 +52,7 @@ class Opening:
 
 
 class Tracker(Protocol):
-    """One tracker, open. `run_id` is what it calls the run, None where runs have no name of its own.
+    """Open tracker. `run_id` is the tracker's own name for the run; None if it has none.
 
     All methods may raise whatever the tracker's package raises.
     """
@@ -209,7 +209,7 @@ _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 
 @dataclass(frozen=True)
 class Choice:
-    """One tracker, which writes into the run directory alone unless it is `online`."""
+    """Selected tracker, which writes only to the run directory unless it is `online`."""
 
     name: str
     online: bool

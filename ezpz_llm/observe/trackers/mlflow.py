@@ -16,7 +16,7 @@ _LONGEST_VALUE = 500
 
 
 class MLflow:
-    """One run in the experiment `ezpz_llm`, or MLFLOW_EXPERIMENT_NAME."""
+    """Run in the experiment `ezpz_llm`, or MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, opening: Opening) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read on import, which would send word of it otherwise

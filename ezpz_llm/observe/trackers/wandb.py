@@ -10,7 +10,7 @@ from ezpz_llm.observe.trackers import Opening, Row
 
 
 class WeightsAndBiases:
-    """One run; an attempt that resumes goes on under the same id. Its x axis is the optimizer step."""
+    """Run whose id a resumed attempt keeps. Its x axis is the optimizer step."""
 
     def __init__(self, opening: Opening) -> None:
         # Its packages read these when they are imported. Where it keeps a login is left to the user.
