@@ -23,7 +23,10 @@ OVERFITTED = 0.5
 
 
 class SelfChecks:
-    """Self-checks of a run, the same on every rank. `observe` gets each metrics line; `conclude` follows a flush."""
+    """Self-checks of a run, the same on every rank.
+
+    `observe` gets each metrics line, `conclude` follows each flush.
+    """
 
     def __init__(self, plan: RunPlan, first_step: int) -> None:
         self._config, self._model = plan.config, plan.model
