@@ -198,7 +198,7 @@ def main() -> int:
     if given.measure:
         return measured_child(given.measure, given.words)
     if given.steps < SKIP + 3:
-        parser.error(f"--steps must be at least {SKIP + 3}, since the first {SKIP} are not measured")
+        parser.error(f"--steps {given.steps}: must be at least {SKIP + 3}, since the first {SKIP} are not measured")
     import torch
 
     work = given.work or ("gpt2-124m" if torch.cuda.is_available() else "small")

@@ -58,10 +58,10 @@ def arguments() -> argparse.Namespace:
     given.steps = work.steps if given.steps is None else given.steps
     given.rounds = work.rounds if given.rounds is None else given.rounds
     if given.steps < SKIP + 3:
-        parser.error(f"--steps must be at least {SKIP + 3}, since the first {SKIP} are not measured")
+        parser.error(f"--steps {given.steps}: must be at least {SKIP + 3}, since the first {SKIP} are not measured")
     given.programs = given.programs.split(",") if given.programs else list(work.programs)
     if given.rounds < 1:
-        parser.error("--rounds must be at least 1")
+        parser.error(f"--rounds {given.rounds}: must be at least 1")
     for name in given.programs:
         if name not in PROGRAMS:
             parser.error(f"--programs {name}: unknown program")
